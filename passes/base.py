@@ -1,0 +1,105 @@
+"""What every Relax pass is made of: a frozen dataclass with ``apply``, and a report it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax
+
+
+@dataclass
+class PassReport:
+    """What a pass says of its candidates: how many it rewrote, which it declined and why."""
+
+    rewrites: int = 0
+    declined: list[str] = field(default_factory=list)
+
+    def rewrote(self, count: int = 1) -> None:
+        """Count rewritten candidates."""
+        self.rewrites += count
+
+    def decline(self, candidate: str, reason: str) -> None:
+        """Note a candidate that is left as it is."""
+        self.declined.append(f"{candidate}: {reason}")
+
+
+@dataclass(frozen=True)
+class RelaxPass:
+    """Base of all Relax passes; the fields of a subclass are its options.
+
+    ``pass_(mod)`` returns a new module and leaves ``mod`` untouched.
+    """
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        """The rewritten module; subclasses implement it."""
+        raise NotImplementedError
+
+    def __call__(self, mod: tvm.IRModule) -> tvm.IRModule:
+        return self.apply(mod, PassReport())
+
+
+def map_functions(
+    mod: tvm.IRModule, rewrite: Callable[[relax.Function], relax.Function]
+) -> tvm.IRModule:
+    """A new module with every Relax function of ``mod`` replaced by ``rewrite`` of it."""
+    functions = {}
+    for global_var, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            function = rewrite(function)
+        functions[global_var] = function
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:
+    """The static shape of a tensor expression; None where it is not a static tensor."""
+    type_ = expr.ty
+    if not isinstance(type_, relax.TensorType) or type_.shape is None:
+        return None
+    if not isinstance(type_.shape, relax.ShapeExpr):
+        return None
+    extents = list(type_.shape.values)
+    if not all(isinstance(e, tvm.tirx.IntImm) for e in extents):
+        return None
+    return tuple(int(e) for e in extents)
+
+
+def dtype_of(expr: relax.Expr) -> str:
+    """The dtype name of a tensor expression."""
+    dtype = expr.ty.dtype
+    return str(getattr(dtype, "dtype", dtype))
+
+
+def flat_results(function: relax.Function) -> list[relax.Expr]:
+    """The tensors that a function with one dataflow block returns, in order."""
+    result = function.body.body
+    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    while isinstance(result, relax.Var) and isinstance(bound.get(result), relax.Var | relax.Tuple):
+        result = bound[result]
+    return list(result.fields) if isinstance(result, relax.Tuple) else [result]
+
+
+# Compiled to views of the same memory.
+_SHARES_MEMORY = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
+
+
+def storage_root(
+    result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]
+) -> relax.Var | None:
+    """The variable whose memory ``result`` is, through views; None for a constant."""
+    while isinstance(result, relax.Var):
+        value = bound.get(result)
+        if isinstance(value, relax.Var | tvm.ir.GenericConst):
+            result = value
+        elif isinstance(value, relax.Call) and getattr(value.op, "name", "") in _SHARES_MEMORY:
+            result = value.args[0]
+        else:
+            return result
+    return None
+
+
+def storage_roots(function: relax.Function) -> list[relax.Var | None]:
+    """:func:`storage_root` of each result of ``function``."""
+    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    return [storage_root(result, bound) for result in flat_results(function)]

@@ -1,0 +1,1 @@
+"""Passes over PyTorch's fx graphs, each in a file of its own."""

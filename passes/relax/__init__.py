@@ -1,0 +1,1 @@
+"""Passes over TVM Relax modules, each an IRModule to IRModule rewrite in a file of its own."""

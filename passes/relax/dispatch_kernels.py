@@ -1,0 +1,182 @@
+"""Large products and table look-ups go to PyTorch's kernels; views before them are folded in.
+
+Before::
+
+    lv = R.permute_dims(w, axes=[1, 0])
+    lv1 = R.matmul(x, lv)
+    lv2 = R.add(lv1, bias)
+
+After::
+
+    lv2 = R.call_dps_packed("tvmbridge.matmul", (spec, x, w, bias), out_ty=...)
+
+where ``spec`` says that ``w`` is read with its strides exchanged. Nothing is transposed in memory.
+
+Requires: static shapes; float32 or float64 products. Guarantees: no ``relax.matmul`` of static
+shape is left, and no ``relax.take`` along the first axis.
+Runs after: the split (TVM's Gradient does not go through external calls). Runs before: LegalizeOps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.kernels.aten_call import call_overload
+from tvmbridge.kernels.matmul import MATMUL, View, matmul_spec
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+
+_VIEWS = ("relax.permute_dims", "relax.reshape", "relax.expand_dims")
+
+
+@dataclass(frozen=True)
+class DispatchKernels(RelaxPass):
+    """Call PyTorch's kernels for matrix products and embedding look-ups.
+
+    Args:
+        fuse_bias: let the product add a bias row where nothing else reads the bare product.
+    """
+
+    fuse_bias: bool = True
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        def rewrite(function: relax.Function) -> relax.Function:
+            biased = _biased_products(function) if self.fuse_bias else {}
+            return _KernelMutator(biased, report).visit_expr(function)
+
+        return map_functions(mod, rewrite)
+
+
+def _is_call(expr: relax.Expr | None, name: str) -> bool:
+    return (
+        isinstance(expr, relax.Call)
+        and isinstance(expr.op, tvm.ir.Op)
+        and expr.op.name == name
+    )
+
+
+def _biased_products(function: relax.Function) -> dict[relax.Var, relax.Call]:
+    """Products, by variable, that nothing reads but one addition of a row."""
+    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    uses: dict[relax.Var, int] = {}
+    for value in [*bound.values(), function.body.body]:
+        for var in relax.analysis.free_vars(value):
+            uses[var] = uses.get(var, 0) + 1
+    found: dict[relax.Var, relax.Call] = {}
+    for value in bound.values():
+        if not _is_call(value, "relax.add"):
+            continue
+        product, bias = value.args
+        if not isinstance(product, relax.Var) or not _is_call(bound.get(product), "relax.matmul"):
+            continue
+        shape, row = shape_of(product), shape_of(bias)
+        if shape is not None and len(shape) == 2 and row == shape[1:] and uses[product] == 1:
+            found[product] = bound[product]
+    return found
+
+
+@mutator
+class _KernelMutator(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, biased: dict[relax.Var, relax.Call], report: PassReport) -> None:
+        super().__init__()
+        self.biased = biased
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        if _is_call(call, "relax.add") and call.args[0] in self.biased:
+            # The bare product, visited before, is dead code from here on.
+            product = self.biased[call.args[0]]
+            return self._product([self.visit_expr(a) for a in (*product.args, call.args[1])], call)
+        call = self.builder_.normalize(super().visit_call_(call))
+        if _is_call(call, "relax.matmul"):
+            return self._product(list(call.args), call)
+        if _is_call(call, "relax.take"):
+            return self._take(call)
+        if _is_call(call, "relax.grad.take_backward"):
+            return self._take_backward(call)
+        return call
+
+    def _product(self, operands: list[relax.Expr], result: relax.Expr) -> relax.Expr:
+        shapes = [shape_of(o) for o in operands[:2]]
+        shape = shape_of(result)
+        if shape is None or None in shapes or len(shapes[0]) != len(shapes[1]):  # type: ignore[arg-type]
+            self.report.decline("matmul", "the shapes are not static or broadcast")
+            return relax.op.matmul(*operands[:2])
+        self.report.rewrote()
+        bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
+        spec = matmul_spec(views, _flatten_batch(shape))
+        arguments = relax.Tuple([tvm.ir.StringImm(spec), *bases, *operands[2:]])
+        return relax.op.call_dps_packed(MATMUL, arguments, out_ty=result.ty)
+
+    def _fold_views(self, operand: relax.Expr) -> tuple[relax.Expr, View]:
+        """The tensor whose memory ``operand`` is a view of, and that view as a (batch of) matrix.
+
+        Strides are computed by PyTorch on meta tensors; where a view would need a copy, the copy
+        is left to TVM and the view starts behind it.
+        """
+        chain = [operand]
+        calls: list[relax.Call] = []
+        while isinstance(chain[-1], relax.Var):
+            value = self.lookup_binding(chain[-1])
+            if not any(_is_call(value, name) for name in _VIEWS):
+                break
+            calls.append(value)
+            chain.append(value.args[0])
+        target = _flatten_batch(shape_of(operand))
+        for depth in range(len(calls), -1, -1):
+            view = _meta_view(chain[depth], calls[:depth][::-1], target)
+            if view is not None:
+                plain = view.is_contiguous() and tuple(view.shape) == shape_of(chain[depth])
+                return chain[depth], None if plain else (tuple(view.shape), view.stride())
+        raise AssertionError("a contiguous tensor can always be viewed as its own matrices")
+
+    def _take(self, call: relax.Call) -> relax.Expr:
+        table, indices = call.args
+        if call.attrs.axis is None or int(call.attrs.axis) != 0 or len(shape_of(table) or ()) != 2:
+            self.report.decline("take", "not a look-up of rows")
+            return call
+        self.report.rewrote()
+        args = [{"tensor": 0}, {"tensor": 1}]
+        return call_overload("aten.embedding.default", args, [table, indices], call.ty)
+
+    def _take_backward(self, call: relax.Call) -> relax.Expr:
+        grad, table, indices = call.args
+        shape = shape_of(table)
+        if shape is None or len(shape) != 2 or int(call.attrs.axis) != 0:
+            self.report.decline("take_backward", "not a look-up of rows")
+            return call
+        self.report.rewrote()
+        args = [{"tensor": 0}, {"tensor": 1}, shape[0], -1, False]
+        name = "aten.embedding_dense_backward.default"
+        return call_overload(name, args, [grad, indices], call.ty)
+
+
+def _flatten_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
+    if len(shape) <= 3:
+        return shape
+    count = 1
+    for extent in shape[:-2]:
+        count *= extent
+    return (count, *shape[-2:])
+
+
+def _meta_view(
+    base: relax.Expr, calls: list[relax.Call], target: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The view of contiguous ``base`` that ``calls`` make, shaped ``target``; None: needs a copy."""
+    tensor = torch.empty(shape_of(base), dtype=getattr(torch, dtype_of(base)), device="meta")
+    try:
+        for call in calls:
+            if call.op.name == "relax.permute_dims":
+                axes = call.attrs.axes
+                order = range(tensor.dim())[::-1] if axes is None else [int(a) for a in axes]
+                tensor = tensor.permute(tuple(order))
+            else:
+                tensor = tensor.view(shape_of(call))
+        return tensor.view(target)
+    except RuntimeError:
+        return None

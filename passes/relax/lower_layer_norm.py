@@ -1,0 +1,63 @@
+"""Layer norm spelled out in operators that TVM can differentiate.
+
+Before::
+
+    y = R.nn.layer_norm(x, gamma, beta, axes=[-1], epsilon=1e-5)
+
+After::
+
+    mean = R.mean(x, [-1], keepdims=True)
+    centered = x - mean
+    variance = R.mean(centered * centered, [-1], keepdims=True)
+    y = centered * R.rsqrt(variance + 1e-5) * gamma + beta
+
+Requires: static rank. Guarantees: no ``relax.nn.layer_norm`` is left.
+Runs before: AppendCotangents. Runs after: the frontend. Training only: in inference the whole
+operator has a better schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions
+
+
+@dataclass(frozen=True)
+class LowerLayerNorm(RelaxPass):
+    """Replace every ``relax.nn.layer_norm`` by its definition."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        return map_functions(mod, lambda f: _LayerNormMutator(report).visit_expr(f))
+
+
+@mutator
+class _LayerNormMutator(PyExprMutator):  # type: ignore[misc]
+    def __init__(self, report: PassReport) -> None:
+        super().__init__()
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if call.op != tvm.ir.Op.get("relax.nn.layer_norm"):
+            return call
+        self.report.rewrote()
+        x, gamma, beta = call.args
+        attrs = call.attrs
+        axes = [int(a) for a in attrs.axes]
+        emit = self.builder_.emit
+        mean = emit(relax.op.mean(x, axes, keepdims=True))
+        centered = emit(relax.op.subtract(x, mean))
+        squares = emit(relax.op.multiply(centered, centered))
+        variance = emit(relax.op.mean(squares, axes, keepdims=True))
+        shifted = emit(relax.op.add(variance, relax.const(float(attrs.epsilon), dtype_of(x))))
+        normed = emit(relax.op.multiply(centered, emit(relax.op.rsqrt(shifted))))
+        if attrs.scale:
+            normed = emit(relax.op.multiply(normed, gamma))
+        if attrs.center:
+            normed = emit(relax.op.add(normed, beta))
+        return normed

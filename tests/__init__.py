@@ -1,0 +1,1 @@
+"""The test suite; the files mirror the paths of what they test."""

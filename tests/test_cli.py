@@ -1,0 +1,162 @@
+"""The command line: its arguments, its exit statuses, and what it hands on."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tvmbridge
+from tvmbridge import cli, doctor
+from tvmbridge.errors import BridgeError, CaptureError
+
+MODULE = "a_module_of_the_cli_test"
+
+
+class Graph:
+    """Stands in for a graphviz.Digraph."""
+
+    source = "digraph {}"
+
+    def pipe(self, format: str) -> bytes:
+        return f"drawn as {format}".encode()
+
+
+@pytest.fixture
+def factories(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType(MODULE)
+    module.pair = lambda: ("a module", "a sample")  # type: ignore[attr-defined]
+    module.single = lambda: "a module"  # type: ignore[attr-defined]
+    module.constant = 3  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    return module
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces capture, to_relax and visualize; collects what visualize is called with."""
+    calls: list[Any] = []
+
+    def visualize(graph: Any, *, collapse_small: bool = True) -> Graph:
+        calls.append((graph, collapse_small))
+        return Graph()
+
+    public = {
+        "capture": lambda module, sample: ("captured", module, sample),
+        "to_relax": lambda captured: ("relax", *captured),
+        "visualize": visualize,
+    }
+    for name, function in public.items():
+        monkeypatch.setattr(tvmbridge, name, function, raising=False)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["paint"], ["doctor", "--fast"], ["visualize"], ["visualize", "m:f", "--stage", "x"]],
+)
+def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+    assert "usage: tvmbridge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_doctor_gives_its_status(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    monkeypatch.setattr(doctor, "main", lambda: status)
+    assert cli.main(["doctor"]) == status
+
+
+def test_demo_gets_all_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    demo = types.ModuleType("tvmbridge.demo")
+    demo.main = seen.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "tvmbridge.demo", demo)
+    assert cli.main(["demo", "--steps", "3", "--help"]) == 0
+    assert seen == [["--steps", "3", "--help"]]
+
+
+def test_an_error_of_ours_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> int:
+        raise CaptureError("no such thing")
+
+    monkeypatch.setattr(doctor, "main", refuse)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().err == "error: no such thing\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_colon", "package.module:factory"),
+        (":factory", "package.module:factory"),
+        ("no_such_module:factory", "no module 'no_such_module'"),
+        ("tvmbridge.no_such_module:factory", "no module 'tvmbridge.no_such_module'"),
+        (f"{MODULE}:absent", "no function 'absent'"),
+        (f"{MODULE}:constant", "no function 'constant'"),
+        (f"{MODULE}:single", "must return a pair"),
+    ],
+)
+@pytest.mark.usefixtures("factories")
+def test_a_factory_that_cannot_be_used(name: str, message: str) -> None:
+    with pytest.raises(cli.UsageError, match=message):
+        cli.resolve_factory(name)
+
+
+def test_what_a_users_module_lacks_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "imports_what_is_absent.py").write_text("import some_absent_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="some_absent_library"):
+        cli.resolve_factory("imports_what_is_absent:factory")
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
+def test_visualize_draws_the_captured_graph(tmp_path: Path, drawn: list[Any], kind: str) -> None:
+    out = tmp_path / "new folder" / f"graph.{kind}"
+    assert cli.main(["visualize", f"{MODULE}:pair", "--out", str(out)]) == 0
+    assert out.read_bytes() == f"drawn as {kind}".encode()
+    assert drawn == [(("relax", "captured", "a module", "a sample"), True)]
+
+
+@pytest.mark.usefixtures("factories")
+def test_visualize_writes_the_source_without_dot(tmp_path: Path, drawn: list[Any]) -> None:
+    out = tmp_path / "graph.dot"
+    assert cli.main(["visualize", f"{MODULE}:pair", "--all-nodes", "--out", str(out)]) == 0
+    assert out.read_text() == Graph.source
+    assert drawn[0][1] is False
+
+
+@pytest.mark.usefixtures("factories", "drawn")
+def test_visualize_without_graphviz(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import graphviz
+
+    def pipe(self: Graph, format: str) -> bytes:
+        raise graphviz.ExecutableNotFound(["dot"])
+
+    monkeypatch.setattr(Graph, "pipe", pipe)
+    out = tmp_path / "graph.svg"
+    assert cli.main(["visualize", f"{MODULE}:pair", "--out", str(out)]) == 1
+    assert "dot is not on the PATH" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("factories")
+def test_visualize_refuses_an_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["visualize", f"{MODULE}:pair", "--out", "graph.jpeg"])
+    assert "svg, pdf, png, dot" in capsys.readouterr().err
+
+
+def test_usage_errors_are_not_bridge_errors() -> None:
+    assert not issubclass(cli.UsageError, BridgeError)

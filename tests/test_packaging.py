@@ -1,0 +1,113 @@
+"""What is built from the repository: the same packages with the link and without it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+from tvmbridge import versions
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """A copy of what is packaged."""
+    copy = tmp_path / "sources"
+    copy.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, copy)
+    for name in ("tvmbridge", "passes"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
+    (copy / "tests").mkdir()
+    (copy / "tests" / "__init__.py").touch()
+    return copy
+
+
+def build(sources: Path, kind: str) -> Path:
+    """Builds a ``wheel`` or ``sdist`` with setuptools' own hooks: no network, no isolation."""
+    out = sources.parent / f"{sources.name}-{kind}"
+    out.mkdir()
+    script = f"from setuptools.build_meta import build_{kind} as b; b({str(out)!r})"
+    subprocess.run(
+        [sys.executable, "-c", script], cwd=sources, check=True, timeout=120, capture_output=True
+    )
+    (built,) = out.iterdir()
+    return built
+
+
+def modules(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if name.endswith((".py", "py.typed"))}
+
+
+def expected_modules(sources: Path) -> set[str]:
+    folders = {"tvmbridge": "tvmbridge", "passes": "tvmbridge/passes"}
+    found = {"tvmbridge/py.typed"}
+    for folder, name in folders.items():
+        for path in (sources / folder).rglob("*.py"):
+            found.add(f"{name}/{path.relative_to(sources / folder).as_posix()}")
+    return found
+
+
+def test_the_passes_are_a_relative_link() -> None:
+    link = ROOT / "tvmbridge" / "passes"
+    if not link.is_symlink():
+        pytest.skip("this checkout has no symbolic links")
+    assert os.readlink(link) == "../passes"
+
+
+def test_the_passes_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert importlib.import_module("tvmbridge.passes").__name__ == "tvmbridge.passes"
+    monkeypatch.syspath_prepend(ROOT)
+    with pytest.raises(ImportError, match=r"import 'tvmbridge\.passes' instead"):
+        importlib.import_module("passes")
+    assert "passes" not in sys.modules
+
+
+def test_a_wheel_holds_all_modules_and_nothing_else(sources: Path) -> None:
+    expected = expected_modules(sources)
+    assert modules(build(sources, "wheel")) == expected
+    assert "tvmbridge/passes/relax/__init__.py" in expected
+
+
+def test_a_wheel_without_the_link_is_the_same(sources: Path) -> None:
+    link = sources / "tvmbridge" / "passes"
+    if link.is_symlink():
+        link.unlink()
+        link.write_text("../passes")  # what a checkout without links has in its place
+    expected = expected_modules(sources)
+    assert modules(build(sources, "wheel")) == expected
+
+
+def test_a_wheel_from_the_source_distribution_is_the_same(sources: Path, tmp_path: Path) -> None:
+    expected = expected_modules(sources)
+    with tarfile.open(build(sources, "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    assert modules(build(unpacked, "wheel")) == expected
+
+
+def test_the_requirements_carry_the_pins(sources: Path) -> None:
+    wheel = build(sources, "wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith("/METADATA")]
+        metadata = message_from_bytes(archive.read(name))
+    required = metadata.get_all("Requires-Dist") or []
+    assert {f"{name}=={version}" for name, version in versions.PINS.items()} <= set(required)
+    assert {f"{name}>={version}" for name, version in versions.MINIMUMS.items()} <= set(required)
+    extras = {"demo", "tune", "notebooks", "test", "dev"}
+    assert extras == set(metadata.get_all("Provides-Extra") or [])
+    assert not [line for line in required if "sentence-transformers" in line]

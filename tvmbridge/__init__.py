@@ -1,0 +1,44 @@
+"""tvmbridge: run and train PyTorch modules on code compiled by Apache TVM."""
+
+from tvmbridge import versions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BridgeError",
+    "BuildError",
+    "CaptureError",
+    "CapturedGraph",
+    "CompileOptions",
+    "DispatchReport",
+    "NumericsError",
+    "PassError",
+    "UnsupportedOperatorError",
+    "VersionError",
+    "add_tvm_dispatch",
+    "capture",
+    "dispatch_report",
+    "remove_tvm_dispatch",
+    "to_relax",
+    "visualize",
+]
+
+# The doctor must be able to say what is wrong with versions that crash when they are loaded.
+if not versions.running_doctor():
+    versions.check_versions()
+    from tvmbridge.capture import capture
+    from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+    from tvmbridge.errors import (
+        BridgeError,
+        BuildError,
+        CaptureError,
+        NumericsError,
+        PassError,
+        UnsupportedOperatorError,
+        VersionError,
+    )
+    from tvmbridge.frontend import to_relax
+    from tvmbridge.inspect import visualize
+    from tvmbridge.options import CompileOptions
+    from tvmbridge.report import DispatchReport
+    from tvmbridge.types import CapturedGraph

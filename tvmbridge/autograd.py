@@ -1,0 +1,104 @@
+"""One autograd function over the compiled forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tvmbridge.compiled import CompiledModule
+from tvmbridge.runtime import prepare
+
+_NO_DOUBLE_BACKWARD = (
+    b"tvmbridge does not support double backward: its compiled backward has no derivative. "
+    b"Call remove_tvm_dispatch(module), or run the module's own forward, for create_graph=True"
+)
+
+
+class TrainingCall:
+    """How to run forward and backward of a compiled module as one autograd function.
+
+    Args:
+        compiled: a module compiled with gradients.
+    """
+
+    def __init__(self, compiled: CompiledModule) -> None:
+        parts = compiled.split
+        assert parts is not None
+        position = {name: i for i, name in enumerate(parts.primals)}
+        self.compiled = compiled
+        self.parts = parts
+        self.reads = [position[name] for name in parts.reads]
+        self.gradient_of = [position[name] for name in parts.wanted]
+        self.num_primals = len(parts.primals)
+        self.constant_outputs = [
+            i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
+        ]
+        computed = [o for o in compiled.captured.outputs if o.spec and o.alias_of is None]
+        self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
+
+    def __call__(self, primals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order)."""
+        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, *primals)  # type: ignore[no-untyped-call]
+        return results
+
+
+class _CompiledFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: TrainingCall, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        compiled, parts = call.compiled, call.parts
+        results = compiled.loaded.call("forward", [prepare(p) for p in primals])
+        for i in compiled.copied_outputs:
+            results[i] = results[i].clone()
+        outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
+        kept = [outputs[number] for number, _ in parts.kept_outputs]
+        ctx.call = call
+        ctx.save_for_backward(*[primals[i] for i in call.reads], *kept, *residuals)
+        ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: TrainingCall = ctx.call
+        with torch.no_grad():
+            gradients = _run_backward(call, ctx.saved_tensors, cotangents)
+        if torch.is_grad_enabled():
+            gradients = _refuse_second_derivative(gradients, cotangents)
+        placed: list[torch.Tensor | None] = [None] * call.num_primals
+        for position, gradient in zip(call.gradient_of, gradients, strict=True):
+            if ctx.needs_input_grad[position + 1]:
+                placed[position] = gradient
+        return (None, *placed)
+
+
+def _run_backward(
+    call: TrainingCall,
+    saved: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+) -> list[torch.Tensor]:
+    parts, compiled = call.parts, call.compiled
+    values = [prepare(t) for t in saved]
+    for i, (_, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
+        values[i] = values[i].view(shape)
+    for number, spec in zip(parts.cotangent_of, call.cotangent_specs, strict=True):
+        cotangent = cotangents[number]
+        if cotangent is None:
+            assert spec is not None
+            cotangent = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        values.append(prepare(cotangent))
+    gradients = compiled.loaded.call("backward", values)
+    for i in compiled.copied_gradients:
+        gradients[i] = gradients[i].clone()
+    return gradients
+
+
+def _refuse_second_derivative(
+    gradients: list[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Gradients that raise, with a reason, when somebody differentiates them."""
+    refuse = torch._C._functions.DelayedError(_NO_DOUBLE_BACKWARD, len(gradients))
+    anchored = [g.detach().requires_grad_() for g in gradients]
+    refused = refuse(*anchored)
+    return list(refused) if isinstance(refused, tuple) else [refused]

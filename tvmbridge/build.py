@@ -1,0 +1,99 @@
+"""Build: a module of pure functions becomes an executable for a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from tvmbridge.errors import BuildError
+from tvmbridge.kernels import register_kernels
+from tvmbridge.legalize import LEGALIZE_MAP
+from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.target import host_target
+from tvmbridge.types import PassRecord
+
+
+def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
+    """The target to compile for: what the user named, or the machine's own.
+
+    Raises:
+        BuildError: TVM does not know the target, or it does not fit the tensors' device.
+    """
+    if target is None:
+        if device_type != "cpu":
+            raise BuildError(f"tensors on {device_type!r} need a target; only the CPU has a default")
+        return host_target()
+    try:
+        resolved = tvm.target.Target(target)
+    except Exception as error:
+        raise BuildError(
+            f"TVM does not know the target {target!r}: {str(error).splitlines()[0]}; "
+            'use "llvm" or None for this machine\'s CPU'
+        ) from error
+    if resolved.kind.name != "llvm":
+        raise BuildError(
+            f"target {resolved.kind.name!r} is not supported; use 'llvm' or None for this "
+            "machine's CPU"
+        )
+    if device_type != "cpu":
+        raise BuildError(f"target {resolved} does not fit tensors on {device_type!r}")
+    return host_target() if not resolved.attrs.get("mcpu") else resolved
+
+
+def kernel_passes(target: tvm.target.Target) -> list[AnyPass]:
+    """From Relax operators to scheduled loops and calls of kernels."""
+    return [
+        DispatchKernels(),
+        *tidy_passes(),
+        relax.transform.LegalizeOps(LEGALIZE_MAP),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FoldConstant(),
+        relax.transform.DeadCodeElimination(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+        # Recognises reshapes by their loops, so it must see them before they are scheduled.
+        relax.transform.RewriteDataflowReshape(),
+        relax.transform.DeadCodeElimination(),
+    ]
+
+
+def _virtual_machine_passes() -> tvm.transform.Pass:
+    return tvm.transform.Sequential(
+        [
+            relax.transform.ToNonDataflow(),
+            relax.transform.RemovePurityChecking(),
+            relax.transform.CallTIRRewrite(),
+            relax.transform.StaticPlanBlockMemory(),
+            relax.transform.LowerAllocTensor(),
+            relax.transform.KillAfterLastUse(),
+            relax.transform.LowerRuntimeBuiltin(),
+            relax.transform.ComputePrimValue(),
+            relax.transform.VMShapeLower(),
+            relax.transform.AttachGlobalSymbol(),
+        ]
+    )
+
+
+def build(
+    mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]
+) -> relax.VirtualMachine:
+    """Compile ``mod`` and load it.
+
+    Raises:
+        BuildError: TVM cannot compile it for ``target``.
+    """
+    register_kernels()
+    with target:
+        mod = run_passes(mod, kernel_passes(target), records)
+        mod = schedule_for_cpu(mod, target)
+        try:
+            executable = relax.build(
+                mod, target, relax_pipeline=_virtual_machine_passes()
+            )
+        except Exception as error:
+            raise BuildError(f"TVM cannot compile for {target}: {error}") from error
+    return relax.VirtualMachine(executable, tvm.cpu())

@@ -1,0 +1,279 @@
+"""Capture: a module and a sample input become a functional graph with every input described."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgument
+from torch.export.graph_signature import InputKind as ExportInputKind
+from torch.export.graph_signature import OutputKind as ExportOutputKind
+from torch.utils import _pytree as pytree
+
+from tvmbridge.decompositions import decomposition_table
+from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.noise import find_noise
+from tvmbridge.types import (
+    CapturedGraph,
+    InputDescriptor,
+    InputKind,
+    OutputDescriptor,
+    OutputKind,
+    TensorSpec,
+)
+
+logger = logging.getLogger(__name__)
+def normalize_sample(
+    sample_input: Any, sample_kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``(args, kwargs)`` of a sample: a tuple is a tuple of arguments, all else is one argument."""
+    args = sample_input if type(sample_input) is tuple else (sample_input,)
+    if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
+        raise TypeError(
+            f"sample_kwargs must be a dict of keyword arguments, not {type(sample_kwargs).__name__}"
+        )
+    return args, dict(sample_kwargs or {})
+
+
+def capture(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    needs_grad: bool | None = None,
+) -> CapturedGraph:
+    """Trace ``module`` with torch.export in the mode it stands in.
+
+    Args:
+        module: any traceable module; it is left as it was.
+        sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
+        sample_kwargs: keyword arguments of forward.
+        needs_grad: whether the graph will be differentiated, which decides what is kept whole;
+            by default ``module.training``.
+
+    Raises:
+        TypeError: ``module`` is not an ``nn.Module``.
+        CaptureError: forward itself refuses the sample, or torch.export cannot capture it; the
+            message names the line.
+        UnsupportedOperatorError: the graph draws random numbers in a way that cannot be hoisted.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    needs_grad = module.training if needs_grad is None else needs_grad
+    program = _export(module, args, kwargs, needs_grad)
+    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    inputs, constant_tensors = _describe_inputs(module, program, leaves)
+    return CapturedGraph(
+        program=program,
+        training=module.training,
+        in_spec=in_spec,
+        out_spec=program.call_spec.out_spec,
+        inputs=inputs,
+        outputs=_describe_outputs(program, inputs),
+        noise=find_noise(program.graph),
+        constants={
+            i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
+        },
+        constant_tensors=constant_tensors,
+        aliases=_find_aliases(module, inputs),
+    )
+
+
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool
+) -> ExportedProgram:
+    table = decomposition_table(differentiated=needs_grad or module.training)
+    try:
+        with torch.set_grad_enabled(needs_grad), _without_autocast():
+            program = torch.export.export(module, args, kwargs, strict=False)
+            return program.run_decompositions(table)
+    except Exception as error:
+        _raise_if_forward_refuses(module, args, kwargs)
+        line = _user_line(error) or "an unknown line"
+        raise CaptureError(
+            f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
+            f"{_first_paragraph(error)}"
+        ) from error
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False):
+        if torch.cuda.is_available():
+            with torch.autocast("cuda", enabled=False):
+                yield
+        else:
+            yield
+
+
+def _raise_if_forward_refuses(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            module(*pytree.tree_map(_clone_tensor, args), **pytree.tree_map(_clone_tensor, kwargs))
+    except Exception as error:
+        raise CaptureError(
+            f"the forward of {type(module).__name__} refuses this sample input "
+            f"({type(error).__name__}: {_first_paragraph(error)}); pass arguments it accepts"
+        ) from error
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if name in buffers and buffer.shape == buffers[name].shape:
+                    buffer.copy_(buffers[name])
+
+
+def _clone_tensor(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _first_paragraph(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.split("\n\n")[0] if text else type(error).__name__
+
+
+_TORCH_ROOT = str(Path(torch.__file__).parent)
+
+
+def _user_line(error: BaseException) -> str | None:
+    """The innermost source line outside torch that the failing trace passed through."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith(_TORCH_ROOT)
+        and f.filename != __file__
+        and not f.filename.startswith("<")
+    ]
+    if not frames:
+        return None
+    frame = frames[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name} ({frame.line})"
+
+
+def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    return {n.name: n.meta["val"] for n in program.graph.nodes if "val" in n.meta}
+
+
+_INPUT_KINDS = {
+    ExportInputKind.PARAMETER: InputKind.PARAMETER,
+    ExportInputKind.BUFFER: InputKind.BUFFER,
+    ExportInputKind.CONSTANT_TENSOR: InputKind.CONSTANT,
+    ExportInputKind.USER_INPUT: InputKind.USER,
+}
+
+
+def _describe_inputs(
+    module: nn.Module, program: ExportedProgram, leaves: list[Any]
+) -> tuple[tuple[InputDescriptor, ...], dict[str, torch.Tensor]]:
+    """Descriptors ordered user inputs, parameters, buffers, constants; and the constants."""
+    values = _fake_values(program)
+    described: list[InputDescriptor] = []
+    constants: dict[str, torch.Tensor] = {}
+    position = -1
+    for spec in program.graph_signature.input_specs:
+        kind = _INPUT_KINDS.get(spec.kind)
+        if kind is InputKind.USER:
+            position += 1
+        if isinstance(spec.arg, ConstantArgument):
+            continue
+        if kind is None or not isinstance(spec.arg, TensorArgument):
+            raise UnsupportedOperatorError(
+                f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "
+                "which the bridge does not handle"
+            )
+        if kind is InputKind.CONSTANT:
+            constants[spec.arg.name] = program.constants[spec.target or ""]
+        described.append(_describe_input(module, spec, kind, values, leaves, position))
+    order = list(InputKind)
+    described.sort(key=lambda d: order.index(d.kind))
+    _check_one_device(described)
+    return tuple(described), constants
+
+
+def _describe_input(
+    module: nn.Module,
+    spec: InputSpec,
+    kind: InputKind,
+    values: Mapping[str, torch.Tensor],
+    leaves: list[Any],
+    position: int,
+) -> InputDescriptor:
+    requires_grad = False
+    if kind is InputKind.PARAMETER:
+        requires_grad = module.get_parameter(spec.target or "").requires_grad
+    elif kind is InputKind.USER:
+        requires_grad = leaves[position].requires_grad
+    return InputDescriptor(
+        name=spec.arg.name,
+        kind=kind,
+        spec=TensorSpec.of(values[spec.arg.name]),
+        target=spec.target,
+        position=position if kind is InputKind.USER else None,
+        requires_grad=requires_grad,
+    )
+
+
+def _check_one_device(inputs: list[InputDescriptor]) -> None:
+    devices = {str(d.spec.device) for d in inputs}
+    if len(devices) > 1:
+        raise CaptureError(
+            f"inputs, parameters and buffers live on several devices ({', '.join(sorted(devices))})"
+            "; move the module and the sample to one device"
+        )
+
+
+def _describe_outputs(
+    program: ExportedProgram, inputs: tuple[InputDescriptor, ...]
+) -> tuple[OutputDescriptor, ...]:
+    values = _fake_values(program)
+    user_inputs = {d.name: d for d in inputs if d.kind is InputKind.USER}
+    kinds = {
+        ExportOutputKind.USER_OUTPUT: OutputKind.USER,
+        ExportOutputKind.BUFFER_MUTATION: OutputKind.BUFFER_MUTATION,
+        ExportOutputKind.USER_INPUT_MUTATION: OutputKind.INPUT_MUTATION,
+    }
+    outputs = []
+    for spec in program.graph_signature.output_specs:
+        kind = kinds.get(spec.kind)
+        if kind is None:
+            raise UnsupportedOperatorError(
+                f"the graph has an output of kind {spec.kind.name}, which the bridge does not "
+                "handle"
+            )
+        if isinstance(spec.arg, ConstantArgument):
+            outputs.append(OutputDescriptor(kind, spec.arg.name, None, value=spec.arg.value))
+            continue
+        name = spec.arg.name
+        alias = user_inputs[name].position if name in user_inputs else None
+        if kind is not OutputKind.USER:
+            alias = None
+        tensor_spec = TensorSpec.of(values[name])
+        outputs.append(OutputDescriptor(kind, name, tensor_spec, spec.target, alias_of=alias))
+    return tuple(outputs)
+
+
+def _find_aliases(module: nn.Module, inputs: tuple[InputDescriptor, ...]) -> dict[str, str]:
+    """Dotted names that share a tensor with a name that the graph reads (tied weights)."""
+    named: list[tuple[str, torch.Tensor]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    tensors = dict(named)
+    read = {d.target for d in inputs if d.target is not None and d.target in tensors}
+    canonical = {id(tensors[t]): t for t in read}
+    return {
+        name: canonical[id(tensor)]
+        for name, tensor in named
+        if name not in read and id(tensor) in canonical
+    }

@@ -1,0 +1,126 @@
+"""The command line: ``python -m tvmbridge doctor | demo | visualize``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tvmbridge.errors import BridgeError
+
+FORMATS: Final = ("svg", "pdf", "png", "dot")
+
+
+class UsageError(ValueError):
+    """An argument that cannot be used; the message says why."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 1 after an error, 2 for wrong usage."""
+    parser = _parser()
+    known, rest = parser.parse_known_args(arguments)
+    if rest and known.command != "demo":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    command: Callable[[argparse.Namespace, list[str]], int] = known.run
+    try:
+        return command(known, rest)
+    except UsageError as error:
+        parser.error(str(error))
+    except BridgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def resolve_factory(name: str) -> tuple[Any, Any]:
+    """Calls what ``package.module:factory`` names; it returns (module, sample_input)."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise UsageError(f"{name!r} does not have the form package.module:factory")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there; something that it imports is not
+        raise UsageError(f"there is no module {error.name!r} to import") from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise UsageError(f"{module_name} has no function {attribute!r}")
+    made = factory()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise UsageError(f"{name} must return a pair (module, sample_input)")
+    return made
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tvmbridge", description="Runs and trains PyTorch modules on code compiled by TVM."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    doctor = commands.add_parser("doctor", help="say whether tvmbridge works on this machine")
+    doctor.set_defaults(run=_doctor)
+    # The demo has options of its own, --help among them.
+    demo = commands.add_parser("demo", help="a trained BERT serves and learns", add_help=False)
+    demo.set_defaults(run=_demo)
+    visualize = commands.add_parser("visualize", help="draw a module's graph")
+    visualize.add_argument(
+        "factory",
+        metavar="package.module:factory",
+        help="a function without arguments that returns (module, sample_input)",
+    )
+    visualize.add_argument("--out", type=Path, default=Path("graph.svg"), metavar="FILE")
+    visualize.add_argument(
+        "--stage", choices=sorted(STAGES), default="captured", help="which graph to draw"
+    )
+    visualize.add_argument(
+        "--all-nodes", action="store_true", help="draw small values as nodes of their own"
+    )
+    visualize.set_defaults(run=_visualize)
+    return parser
+
+
+def _doctor(_known: argparse.Namespace, _rest: list[str]) -> int:
+    from tvmbridge import doctor
+
+    return doctor.main()
+
+
+def _demo(_known: argparse.Namespace, rest: list[str]) -> int:
+    from tvmbridge.demo import main as demo_main
+
+    return int(demo_main(rest) or 0)
+
+
+def _captured(module: Any, sample_input: Any) -> Any:
+    from tvmbridge import capture, to_relax
+
+    return to_relax(capture(module, sample_input))
+
+
+STAGES: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "captured": _captured,  # Relax as it comes from PyTorch, before any pass
+}
+
+
+def _visualize(known: argparse.Namespace, _rest: list[str]) -> int:
+    kind = known.out.suffix.lstrip(".").lower()
+    if kind not in FORMATS:
+        raise UsageError(f"--out must end in one of {', '.join(FORMATS)}, not {known.out.name!r}")
+    module, sample_input = resolve_factory(known.factory)
+    from graphviz import ExecutableNotFound
+
+    from tvmbridge import visualize
+
+    graph = visualize(STAGES[known.stage](module, sample_input), collapse_small=not known.all_nodes)
+    try:
+        drawn = graph.source.encode() if kind == "dot" else graph.pipe(format=kind)
+    except ExecutableNotFound as error:
+        raise BridgeError(
+            "graphviz's program dot is not on the PATH: install it, or use --out with .dot"
+        ) from error
+    known.out.parent.mkdir(parents=True, exist_ok=True)
+    known.out.write_bytes(drawn)
+    print(f"wrote {known.out}")
+    return 0

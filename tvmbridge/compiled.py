@@ -1,0 +1,160 @@
+"""Compilation of one module for one signature and mode, from capture to loaded code."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from torch import nn
+
+from tvmbridge.build import build, resolve_target
+from tvmbridge.capture import capture
+from tvmbridge.coloring import color
+from tvmbridge.differentiate import differentiate
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.frontend import ImportedModule, import_graph
+from tvmbridge.options import CompileOptions
+from tvmbridge.passes.base import storage_roots
+from tvmbridge.pipeline import inference_passes, run_passes
+from tvmbridge.runtime import LoadedModule
+from tvmbridge.split import SplitModule, split
+from tvmbridge.types import CapturedGraph, OutputKind, PassRecord
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """Loaded code of one module for one signature and mode.
+
+    ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
+    None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
+    user inputs, the parameters and buffers, the draws and the dropout masks, in this order.
+    ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
+    and must be copied before they are handed out.
+    """
+
+    captured: CapturedGraph
+    split: SplitModule | None
+    loaded: LoadedModule
+    target: tvm.target.Target
+    num_outputs: int
+    copied_outputs: frozenset[int]
+    copied_gradients: frozenset[int]
+    joint: str | None
+    native_calls: Mapping[str, int]
+    aten_calls: Mapping[str, int]
+    records: tuple[PassRecord, ...]
+    seconds: Mapping[str, float]
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that forward keeps for backward, inputs not counted."""
+        return 0 if self.split is None else self.split.residual_bytes
+
+
+class _Stages:
+    """Wall-clock seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = time.perf_counter() - start
+
+
+def compile_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any = None,
+    options: CompileOptions,
+) -> CompiledModule:
+    """Compile ``module`` for these arguments, in the mode it stands in.
+
+    Args:
+        needs_grad: compile forward and backward; otherwise forward alone.
+
+    Raises:
+        CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
+    """
+    stages = _Stages()
+    records: list[PassRecord] = []
+    with stages.measure("capture"):
+        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
+        resolved = resolve_target(target, captured.device.type)
+        _refuse_mutation_under_gradient(captured, needs_grad)
+    with stages.measure("import"):
+        imported = import_graph(captured)
+    if needs_grad:
+        with stages.measure("differentiate"):
+            parts = _differentiated(captured, imported, records)
+        mod, num_outputs = parts.mod, parts.num_outputs
+    else:
+        with stages.measure("passes"):
+            mod = run_passes(imported.mod, inference_passes(), records)
+            mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
+            parts = None
+        num_outputs = sum(o.spec is not None and o.alias_of is None for o in captured.outputs)
+    with stages.measure("build"):
+        loaded = LoadedModule(build(mod, resolved, records))
+    return CompiledModule(
+        captured=captured,
+        split=parts,
+        loaded=loaded,
+        target=resolved,
+        num_outputs=num_outputs,
+        copied_outputs=shared_results(mod, "forward", num_outputs),
+        copied_gradients=frozenset() if parts is None else shared_results(mod, "backward"),
+        joint="relax" if needs_grad else None,
+        native_calls=imported.native_calls,
+        aten_calls=imported.aten_calls,
+        records=tuple(records),
+        seconds=stages.seconds,
+    )
+
+
+def _differentiated(
+    captured: CapturedGraph, imported: ImportedModule, records: list[PassRecord]
+) -> SplitModule:
+    wanted = [d.name for d in captured.inputs if d.requires_grad]
+    differentiable = [
+        i
+        for i, o in enumerate(o for o in captured.outputs if o.spec and o.alias_of is None)
+        if o.kind is OutputKind.USER
+    ]
+    joint = differentiate(imported.mod, wanted, differentiable, records)
+    return split(joint, color(joint))
+
+
+def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -> None:
+    mutated = [o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION]
+    if needs_grad and mutated:
+        raise UnsupportedOperatorError(
+            f"forward writes into its input {mutated[0]} while gradients are recorded"
+        )
+
+
+def shared_results(
+    mod: tvm.IRModule, name: str, count: int | None = None
+) -> frozenset[int]:
+    """Results of a function that share memory with an argument or with an earlier result."""
+    function = mod[name]
+    roots: Sequence[Any] = storage_roots(function)[:count]
+    seen = set(function.params)
+    shared = set()
+    for index, root in enumerate(roots):
+        if root in seen or root is None:
+            shared.add(index)
+        else:
+            seen.add(root)
+    return frozenset(shared)

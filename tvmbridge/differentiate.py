@@ -1,0 +1,133 @@
+"""Differentiation: a forward module becomes the joint function of forward and backward.
+
+``joint(primals..., cotangents...) -> (outputs..., gradients...)``, flat, in one dataflow block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.gradients import install_rules, is_admitted
+from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.passes.base import flat_results
+from tvmbridge.passes.relax.append_cotangents import AppendCotangents
+from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
+from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
+from tvmbridge.types import PassRecord
+
+
+@dataclass(frozen=True)
+class JointModule:
+    """A joint function with its calling convention.
+
+    ``mod["joint"]`` takes ``primals`` then ``cotangents`` (names) and returns ``num_outputs``
+    outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
+    cotangent the number of the output it belongs to.
+    """
+
+    mod: tvm.IRModule
+    primals: tuple[str, ...]
+    cotangents: tuple[str, ...]
+    cotangent_of: tuple[int, ...]
+    num_outputs: int
+    wanted: tuple[str, ...]
+
+
+def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
+    """Operators of ``main`` that a gradient must pass and that have no admitted rule."""
+    function = mod["main"]
+    active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
+    missing: dict[str, None] = {}
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            if not isinstance(call, relax.Call) or binding.var not in active:
+                continue
+            if not isinstance(call.op, tvm.ir.Op) or not is_admitted(call):
+                name = aten_call_operator(call) or getattr(call.op, "name", str(call.op))
+                missing[name] = None
+    return list(missing)
+
+
+def differentiate(
+    mod: tvm.IRModule,
+    wanted: Sequence[str],
+    outputs: Sequence[int],
+    records: list[PassRecord],
+) -> JointModule:
+    """The joint function of ``mod["main"]`` by TVM's Gradient.
+
+    Args:
+        mod: a module with the pure function ``main``.
+        wanted: names of the parameters of ``main`` whose gradients are asked for.
+        outputs: numbers of the outputs that may have a cotangent.
+        records: what each pass did is appended here.
+
+    Raises:
+        UnsupportedOperatorError: operators without a gradient rule, all of them by name.
+    """
+    install_rules()
+    mod = run_passes(mod, lowering_passes(), records)
+    missing = missing_rules(mod, wanted)
+    if missing:
+        raise UnsupportedOperatorError(
+            f"no gradient rule for {', '.join(missing)}; take joint='aot' (or 'auto'), which uses "
+            "PyTorch's own derivatives"
+        )
+    function = mod["main"]
+    results = flat_results(function)
+    active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
+    differentiable = tuple(i for i in outputs if is_floating(results[i]) and results[i] in active)
+    if not differentiable:
+        raise UnsupportedOperatorError(
+            "no output depends on an input or parameter that requires a gradient"
+        )
+    append = AppendCotangents(differentiable)
+    mod = run_passes(mod, [StopGradients(tuple(wanted)), append], records)
+    joint = _flatten_adjoint(_gradient(mod, wanted, records), len(results))
+    joint = run_passes(joint, zapp_passes(), records)
+    return JointModule(
+        mod=joint,
+        primals=tuple(p.name for p in function.params),
+        cotangents=tuple(f"{append.prefix}{i}" for i in differentiable),
+        cotangent_of=differentiable,
+        num_outputs=len(results),
+        wanted=tuple(wanted),
+    )
+
+
+def _gradient(
+    mod: tvm.IRModule, wanted: Sequence[str], records: list[PassRecord]
+) -> relax.Function:
+    parameters = {p.name: p for p in mod["main"].params}
+    gradient = relax.transform.Gradient(
+        "main", require_grads=[parameters[name] for name in wanted], target_index=0
+    )
+    return run_passes(mod, [gradient], records)["main_adjoint"]
+
+
+def _flatten_adjoint(adjoint: relax.Function, num_outputs: int) -> tvm.IRModule:
+    """``((scalar, outputs...), (gradients...))`` -> ``(outputs..., gradients...)``."""
+    bound = {b.var: b.value for block in adjoint.body.blocks for b in block.bindings}
+
+    def fields(expr: relax.Expr) -> list[relax.Expr]:
+        while isinstance(expr, relax.Var):
+            expr = bound[expr]
+        assert isinstance(expr, relax.Tuple)
+        return list(expr.fields)
+
+    primal, gradients = fields(adjoint.body.body)
+    results = [*fields(primal)[1 : 1 + num_outputs], *fields(gradients)]
+    builder = relax.BlockBuilder()
+    with builder.function("joint", list(adjoint.params)):
+        with builder.dataflow():
+            for binding in adjoint.body.blocks[0].bindings:
+                builder.emit_normalized(binding)
+            output = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(output)
+    return builder.get()

@@ -1,0 +1,327 @@
+"""Dispatch: a module's forward is replaced by one that chooses TVM or the original."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.build import resolve_target
+from tvmbridge.capture import normalize_sample
+from tvmbridge.compiled import compile_module
+from tvmbridge.errors import BridgeError
+from tvmbridge.options import CompileOptions
+from tvmbridge.report import DispatchReport, SpecializationReport
+from tvmbridge.specialization import Mode, Signature, Specialization, Variant
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """The forward of a dispatched module.
+
+    It lives in the module's ``__dict__`` under ``forward``, which is all that a dispatched module
+    differs by. A deep copy of the module has a dispatch of its own, with the same code and
+    counters at zero; an unpickled module has none, since compiled code is not pickled.
+    """
+
+    def __init__(
+        self, module: nn.Module, original: Callable[..., Any], target: Any, options: CompileOptions
+    ) -> None:
+        self.module = module
+        self.original = original
+        self.target = target
+        self.options = options
+        self.specializations: list[Specialization] = []
+        self.fallbacks: Counter[str] = Counter()
+        self._compiling = threading.RLock()
+        functools.update_wrapper(self, original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reason = _context_refuses()
+        for specialization in self.specializations if reason is None else ():
+            leaves = specialization.signature.flatten(args, kwargs)
+            if leaves is None:
+                reason = "the structure of the arguments differs"
+                continue
+            reason = specialization.signature.mismatch(leaves)
+            if reason is not None:
+                continue
+            variant = self._variant(specialization, leaves, args, kwargs)
+            if isinstance(variant, str):
+                reason = variant
+                break
+            tensors = variant.state.tensors()
+            reason = variant.mismatch(leaves, tensors)
+            if reason is None:
+                return variant.run(leaves, tensors)
+        return self._fall_back(reason or "nothing is compiled", args, kwargs)
+
+    def _variant(
+        self,
+        specialization: Specialization,
+        leaves: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Variant | str:
+        """The code for the mode of this call, compiled now if it is the first; or why not."""
+        device = specialization.signature.device_type
+        if torch.is_autocast_enabled(device):
+            return "autocast is on"
+        needs_grad = torch.is_grad_enabled() and self._anything_requires_grad(
+            specialization, leaves
+        )
+        mode = Mode(self.module.training, needs_grad)
+        variant = specialization.variants.get(mode)
+        if variant is not None:
+            return variant
+        with self._compiling:
+            if mode not in specialization.variants and mode not in specialization.failures:
+                try:
+                    self.compile(specialization, mode, args, kwargs)
+                except BridgeError as error:
+                    specialization.failures[mode] = f"{mode}: {error}"
+                    logger.warning("%s stays with its own forward: %s", self._name(), error)
+        return specialization.variants.get(mode) or specialization.failures[mode]
+
+    def _anything_requires_grad(
+        self, specialization: Specialization, leaves: list[Any]
+    ) -> bool:
+        if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
+            return True
+        return any(p.requires_grad for p in self.module.parameters())
+
+    def compile(
+        self,
+        specialization: Specialization,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Compile ``specialization`` for ``mode``, in which the module must stand."""
+        with _own_forward(self.module, self.original):
+            compiled = compile_module(
+                self.module,
+                args,
+                kwargs,
+                needs_grad=mode.needs_grad,
+                target=self.target,
+                options=self.options,
+            )
+        specialization.variants[mode] = Variant(self.module, compiled)
+
+    def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.fallbacks[reason]:
+            logger.info("%s runs its own forward: %s", self._name(), reason)
+        self.fallbacks[reason] += 1
+        return self.original(*args, **kwargs)
+
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self.module))
+        if module is None:
+            return self
+        original = _rebind(self.original, self.module, module, memo)
+        duplicate = Dispatcher(module, original, self.target, self.options)
+        duplicate.specializations = [s.rebound(module) for s in self.specializations]
+        return duplicate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _original_forward, (self.module, _own_instance_forward(self))
+
+
+def _rebind(
+    original: Callable[..., Any], module: nn.Module, other: nn.Module, memo: dict[int, Any]
+) -> Callable[..., Any]:
+    if isinstance(original, types.MethodType) and original.__self__ is module:
+        return types.MethodType(original.__func__, other)
+    return copy.deepcopy(original, memo)
+
+
+def _own_instance_forward(dispatcher: Dispatcher) -> Callable[..., Any] | None:
+    """The forward that stood in the instance's own ``__dict__`` before dispatch, if any."""
+    original = dispatcher.original
+    module = dispatcher.module
+    plain = isinstance(original, types.MethodType) and original.__self__ is module
+    if plain and original.__func__ is type(module).forward:  # type: ignore[attr-defined]
+        return None
+    return original
+
+
+def _original_forward(
+    module: nn.Module, own: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    return own or types.MethodType(type(module).forward, module)
+
+
+class _own_forward:
+    """Within it the module has its own forward, so that capture traces that."""
+
+    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
+        self.module = module
+        self.original = original
+
+    def __enter__(self) -> None:
+        self.installed = self.module.__dict__.get("forward")
+        if self.installed is not None:
+            self.module.__dict__["forward"] = self.original
+
+    def __exit__(self, *_: object) -> None:
+        if self.installed is not None:
+            self.module.__dict__["forward"] = self.installed
+
+
+def _context_refuses() -> str | None:
+    """Why compiled code must not run in the present context; None when it may."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "the module is being traced"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode is active"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform is active"
+    return None
+
+
+def add_tvm_dispatch(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    options: CompileOptions | dict[str, Any] | None = None,
+) -> nn.Module:
+    """Make ``module`` run, and train, on code compiled by TVM.
+
+    The code is compiled now for the mode that the module is in; the other mode at the first call
+    that needs it. Calls that the code was not made for go to the module's own forward, and are
+    counted in :func:`dispatch_report`. Called again with another sample, it adds a specialisation.
+
+    Args:
+        module: changed in place: its ``forward`` is replaced, nothing else.
+        sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
+        sample_kwargs: keyword arguments of forward.
+        target: a TVM target, its name or its JSON dict; None is this machine's CPU.
+        options: a :class:`CompileOptions` or a dict of its fields.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``options`` has an unknown field.
+        CaptureError: forward refuses the sample, or torch.export cannot capture it.
+        UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
+        BuildError: the target is unknown, or TVM cannot compile for it.
+        The module is left as it was.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    chosen = CompileOptions.of(options)
+    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    if target is not None:
+        resolve_target(target)
+    installed = module.__dict__.get("forward")
+    if isinstance(installed, Dispatcher):
+        dispatcher = installed
+    else:
+        dispatcher = Dispatcher(module, module.forward, target, chosen)
+    specialization = _find_or_add(dispatcher, args, kwargs)
+    mode = _mode_now(module, args, kwargs)
+    if mode not in specialization.variants:
+        dispatcher.compile(specialization, mode, args, kwargs)
+    if specialization not in dispatcher.specializations:
+        dispatcher.specializations.append(specialization)
+        _drop_oldest(dispatcher)
+    module.__dict__["forward"] = dispatcher
+    return module
+
+
+def _find_or_add(
+    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Specialization:
+    for specialization in dispatcher.specializations:
+        leaves = specialization.signature.flatten(args, kwargs)
+        if leaves is not None and specialization.signature.mismatch(leaves) is None:
+            return specialization
+    return Specialization(Signature(args, kwargs))
+
+
+def _drop_oldest(dispatcher: Dispatcher) -> None:
+    limit = dispatcher.options.max_specializations
+    while len(dispatcher.specializations) > limit:
+        dropped = dispatcher.specializations.pop(0)
+        logger.info("dropped the oldest specialisation %s", dropped.signature)
+
+
+def _mode_now(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mode:
+    signature = Signature(args, kwargs)
+    leaves = signature.flatten(args, kwargs) or []
+    needs_grad = module.training and (
+        any(p.requires_grad for p in module.parameters())
+        or any(leaves[i].requires_grad for i, *_ in signature.tensors)
+    )
+    return Mode(module.training, needs_grad)
+
+
+def _dispatcher_of(module: nn.Module) -> Dispatcher:
+    dispatcher = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    if not isinstance(dispatcher, Dispatcher):
+        raise ValueError(
+            f"this {type(module).__name__} is not dispatched; call add_tvm_dispatch first"
+        )
+    return dispatcher
+
+
+def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
+    """Give ``module`` back the forward it had; it is then exactly as before dispatch.
+
+    Raises:
+        ValueError: the module is not dispatched.
+    """
+    dispatcher = _dispatcher_of(module)
+    own = _own_instance_forward(dispatcher)
+    if own is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = own
+    return module
+
+
+def dispatch_report(module: nn.Module) -> DispatchReport:
+    """What the dispatch of ``module`` has compiled, served and refused so far.
+
+    Raises:
+        ValueError: the module is not dispatched.
+    """
+    dispatcher = _dispatcher_of(module)
+    reports = [
+        SpecializationReport(
+            mode=str(mode),
+            signature=str(specialization.signature),
+            target=str(variant.compiled.target),
+            joint=variant.compiled.joint,
+            calls=variant.calls,
+            seconds=dict(variant.compiled.seconds),
+            residual_bytes=variant.compiled.residual_bytes,
+            native_operators=dict(variant.compiled.native_calls),
+            aten_operators=dict(variant.compiled.aten_calls),
+            passes=variant.compiled.records,
+        )
+        for specialization in dispatcher.specializations
+        for mode, variant in specialization.variants.items()
+    ]
+    return DispatchReport(
+        tvm_calls=sum(r.calls for r in reports),
+        fallbacks=dict(dispatcher.fallbacks),
+        aten_calls=sorted({name for r in reports for name in r.aten_operators}),
+        specializations=reports,
+    )

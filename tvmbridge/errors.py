@@ -1,0 +1,61 @@
+"""The errors of tvmbridge, one class for each stage that can refuse.
+
+All of them are :class:`BridgeError`, so ``except BridgeError`` catches whatever the toolkit refuses
+and nothing else. When one is raised, the module that was to be dispatched is as it was before the
+call.
+"""
+
+
+class BridgeError(RuntimeError):
+    """Base of every error that tvmbridge raises on purpose.
+
+    Raised itself when none of the narrower classes fits: the argument is not a module, backward is
+    called twice without ``retain_graph``, a gradient of a gradient is asked for.
+    """
+
+
+class CaptureError(BridgeError):
+    """The module cannot be captured as a graph.
+
+    Raised when the module's own forward refuses the sample, or when ``torch.export`` refuses the
+    module, as it does for control flow that depends on data; the message names the line.
+    """
+
+
+class UnsupportedOperatorError(BridgeError):
+    """The graph holds operators that cannot be compiled, or not be differentiated.
+
+    Raised once for a whole graph, with all the operators listed by name.
+    """
+
+
+class PassError(BridgeError):
+    """A graph pass failed or broke its promise.
+
+    Raised when a pass stops with an error, or when the module that it returns is not well-formed;
+    the message names the pass.
+    """
+
+
+class BuildError(BridgeError):
+    """TVM cannot build the graph for the target.
+
+    Raised when the target is unknown, when this TVM has no code generator for it, and when its
+    compiler stops with an error.
+    """
+
+
+class NumericsError(BridgeError):
+    """Two computations that must agree do not.
+
+    Raised by the comparisons with PyTorch when a difference is larger than rounding explains; the
+    message names the tensor and the size of the difference.
+    """
+
+
+class VersionError(BridgeError, ImportError):
+    """The installed packages are not the ones that tvmbridge is pinned to.
+
+    Raised by importing tvmbridge when apache-tvm or apache-tvm-ffi is missing or is not the pinned
+    version, or when torch is too old; the message names the pin and the command that installs it.
+    """

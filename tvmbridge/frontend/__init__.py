@@ -1,0 +1,13 @@
+"""The frontend: captured ATen graph -> Relax. Importing it fills the converter table."""
+
+from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
+    creation,
+    elementwise,
+    linear,
+    nn,
+    reductions,
+    shapes,
+)
+from tvmbridge.frontend.importer import ImportedModule, import_graph, to_relax
+
+__all__ = ["ImportedModule", "import_graph", "to_relax"]

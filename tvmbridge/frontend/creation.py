@@ -1,0 +1,52 @@
+"""Converters of operators that make tensors. Those that read no tensor are folded at import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from tvm import relax
+
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import converts
+from tvmbridge.kernels.dtypes import to_relax_dtype
+
+aten = torch.ops.aten
+
+
+def _full(node: fx.Node, value: int | float | bool) -> relax.Expr:
+    dtype = to_relax_dtype(result_dtype(node))
+    return relax.op.full(node.meta["val"].shape, relax.const(value, dtype), dtype)
+
+
+@converts(aten.full.default)
+def _full_of_shape(
+    ctx: Importer, node: fx.Node, size: Any, value: int | float | bool, **_: Any
+) -> relax.Expr:
+    return _full(node, value)
+
+
+@converts(aten.full_like.default)
+def _full_like(
+    ctx: Importer, node: fx.Node, x: fx.Node, value: int | float | bool, **_: Any
+) -> relax.Expr:
+    return _full(node, value)
+
+
+@converts(aten.new_full.default)
+def _new_full(
+    ctx: Importer, node: fx.Node, x: fx.Node, size: Any, value: int | float | bool, **_: Any
+) -> relax.Expr:
+    return _full(node, value)
+
+
+@converts(aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+def _zeros(ctx: Importer, node: fx.Node, *_: Any, **__: Any) -> relax.Expr:
+    return _full(node, 0)
+
+
+@converts(aten.ones_like.default, aten.ones.default, aten.new_ones.default)
+def _ones(ctx: Importer, node: fx.Node, *_: Any, **__: Any) -> relax.Expr:
+    return _full(node, 1)

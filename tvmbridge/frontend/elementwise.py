@@ -1,0 +1,230 @@
+"""Converters of element-wise operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from tvm import relax
+
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
+
+aten = torch.ops.aten
+
+Operand = fx.Node | int | float | bool
+
+
+def result_dtype(node: fx.Node) -> torch.dtype:
+    """The dtype ATen gives the result of ``node``."""
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
+
+
+def common_dtype(a: Operand, b: Operand) -> torch.dtype:
+    """The dtype in which ATen combines two operands."""
+    fakes = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
+    return torch.result_type(*fakes)
+
+
+def _unary(relax_op: Callable[[relax.Expr], relax.Expr]) -> Callable[..., relax.Expr]:
+    def convert(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+        return relax_op(ctx.tensor(x, result_dtype(node)))
+
+    return convert
+
+
+for _overload, _op in (
+    (aten.exp.default, relax.op.exp),
+    (aten.log.default, relax.op.log),
+    (aten.sqrt.default, relax.op.sqrt),
+    (aten.rsqrt.default, relax.op.rsqrt),
+    (aten.sin.default, relax.op.sin),
+    (aten.cos.default, relax.op.cos),
+    (aten.tanh.default, relax.op.tanh),
+    (aten.sigmoid.default, relax.op.sigmoid),
+    (aten.erf.default, relax.op.erf),
+):
+    converts(_overload, dtypes=COMPUTED)(_unary(_op))
+
+for _overload, _op in (
+    (aten.neg.default, relax.op.negative),
+    (aten.abs.default, relax.op.abs),
+    (aten.relu.default, relax.op.nn.relu),
+):
+    converts(_overload, dtypes=NUMBERS)(_unary(_op))
+
+for _overload, _op in (
+    (aten.floor.default, relax.op.floor),
+    (aten.ceil.default, relax.op.ceil),
+    (aten.trunc.default, relax.op.trunc),
+):
+    converts(_overload, dtypes=FLOATS)(_unary(_op))
+
+
+@converts(aten.reciprocal.default)
+def _reciprocal(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    dtype = result_dtype(node)
+    return relax.op.divide(ctx.tensor(1, dtype), ctx.tensor(x, dtype))
+
+
+@converts(aten.gelu.default, dtypes=FLOATS)
+def _gelu(ctx: Importer, node: fx.Node, x: fx.Node, approximate: str = "none") -> relax.Expr:
+    if approximate == "tanh":
+        return relax.op.nn.gelu_tanh(ctx.value(x))
+    return relax.op.nn.gelu(ctx.value(x))
+
+
+@converts(aten.silu.default, dtypes=FLOATS)
+def _silu(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    return relax.op.nn.silu(ctx.value(x))
+
+
+@converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, dtypes=NUMBERS)
+def _add_sub(
+    ctx: Importer, node: fx.Node, a: Operand, b: Operand, alpha: int | float = 1
+) -> relax.Expr:
+    dtype = result_dtype(node)
+    right = ctx.tensor(b, dtype)
+    if alpha != 1:
+        right = ctx.emit(relax.op.multiply(right, ctx.tensor(alpha, dtype)))
+    op = relax.op.add if node.target in (aten.add.Tensor, aten.add.Scalar) else relax.op.subtract
+    return op(ctx.tensor(a, dtype), right)
+
+
+@converts(aten.rsub.Scalar, aten.rsub.Tensor, dtypes=NUMBERS)
+def _rsub(
+    ctx: Importer, node: fx.Node, a: Operand, b: Operand, alpha: int | float = 1
+) -> relax.Expr:
+    if alpha != 1:
+        raise Declined("rsub with alpha")
+    dtype = result_dtype(node)
+    return relax.op.subtract(ctx.tensor(b, dtype), ctx.tensor(a, dtype))
+
+
+@converts(aten.mul.Tensor, aten.mul.Scalar)
+def _mul(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    dtype = result_dtype(node)
+    if dtype is torch.bool:
+        return relax.op.logical_and(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+    return relax.op.multiply(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+
+
+@converts(aten.div.Tensor, aten.div.Scalar)
+def _div(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    dtype = result_dtype(node)
+    return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+
+
+@converts(aten.maximum.default, aten.minimum.default, dtypes=NUMBERS)
+def _extremum(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    dtype = result_dtype(node)
+    op = relax.op.maximum if node.target is aten.maximum.default else relax.op.minimum
+    return op(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+
+
+@converts(aten.pow.Tensor_Scalar, dtypes=FLOATS)
+def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> relax.Expr:
+    value = ctx.value(x)
+    if exponent == 1:
+        return value
+    if exponent == 2:
+        return relax.op.multiply(value, value)
+    if exponent == 3:
+        return relax.op.multiply(ctx.emit(relax.op.multiply(value, value)), value)
+    if exponent == 0.5:
+        return relax.op.sqrt(value)
+    if exponent == -1:
+        return relax.op.divide(ctx.tensor(1, result_dtype(node)), value)
+    raise Declined("a power without an exact short form")
+
+
+_COMPARISONS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
+    aten.eq.Tensor: relax.op.equal,
+    aten.eq.Scalar: relax.op.equal,
+    aten.ne.Tensor: relax.op.not_equal,
+    aten.ne.Scalar: relax.op.not_equal,
+    aten.lt.Tensor: relax.op.less,
+    aten.lt.Scalar: relax.op.less,
+    aten.le.Tensor: relax.op.less_equal,
+    aten.le.Scalar: relax.op.less_equal,
+    aten.gt.Tensor: relax.op.greater,
+    aten.gt.Scalar: relax.op.greater,
+    aten.ge.Tensor: relax.op.greater_equal,
+    aten.ge.Scalar: relax.op.greater_equal,
+}
+
+
+@converts(*_COMPARISONS, dtypes=COMPUTED)
+def _compare(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    if a is b:
+        raise Declined("a comparison with itself asks for NaN; TVM's simplifier folds it")
+    dtype = common_dtype(a, b)
+    if dtype is torch.bool:
+        raise Declined("comparison of booleans")
+    return _COMPARISONS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+
+
+_LOGIC: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
+    aten.logical_and.default: relax.op.logical_and,
+    aten.logical_or.default: relax.op.logical_or,
+    aten.logical_xor.default: relax.op.logical_xor,
+}
+
+
+@converts(*_LOGIC)
+def _logical(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    return _LOGIC[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
+
+
+_BITWISE: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
+    aten.bitwise_and.Tensor: relax.op.logical_and,
+    aten.bitwise_or.Tensor: relax.op.logical_or,
+    aten.bitwise_xor.Tensor: relax.op.logical_xor,
+}
+
+
+@converts(*_BITWISE)
+def _bitwise_of_booleans(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    if common_dtype(a, b) is not torch.bool:
+        raise Declined("bitwise operators of integers")
+    return _BITWISE[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
+
+
+@converts(aten.logical_not.default)
+def _logical_not(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    return relax.op.logical_not(ctx.tensor(x, torch.bool))
+
+
+@converts(aten.bitwise_not.default, dtypes=frozenset({torch.bool}))
+def _bitwise_not(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    return relax.op.logical_not(ctx.value(x))
+
+
+@converts(aten.where.self)
+def _where(ctx: Importer, node: fx.Node, condition: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    dtype = result_dtype(node)
+    if condition.meta["val"].dtype is not torch.bool:
+        raise Declined("where with a condition that is not boolean")
+    return relax.op.where(ctx.value(condition), ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+
+
+@converts(aten._to_copy.default)
+def _to_copy(ctx: Importer, node: fx.Node, x: fx.Node, **kwargs: Any) -> relax.Expr:
+    if set(kwargs) - {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}:
+        raise Declined("an unknown argument")
+    if node.meta["val"].device != x.meta["val"].device:
+        raise Declined("a copy between devices")
+    return ctx.tensor(x, result_dtype(node))
+
+
+@converts(aten.masked_fill.Scalar)
+def _masked_fill(
+    ctx: Importer, node: fx.Node, x: fx.Node, mask: fx.Node, value: int | float | bool
+) -> relax.Expr:
+    dtype = result_dtype(node)
+    if mask.meta["val"].dtype is not torch.bool:
+        raise Declined("masked_fill with a mask that is not boolean")
+    return relax.op.where(ctx.value(mask), ctx.tensor(value, dtype), ctx.tensor(x, dtype))

@@ -1,0 +1,235 @@
+"""The importer: walks a captured graph once and emits Relax, operator by operator."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import tvm
+from torch import fx
+from tvm import relax
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.frontend.registry import CONVERTERS, MOVED, Converter, Declined
+from tvmbridge.kernels.aten_call import emit_aten_call
+from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
+from tvmbridge.noise import dropout_arguments
+from tvmbridge.types import CapturedGraph, InputKind, TensorSpec
+
+aten = torch.ops.aten
+
+# Constants up to this many bytes are folded into the graph; larger ones are computed by a call.
+_MAX_FOLDED_BYTES = 1 << 20
+
+# Checks that the sample passed and that the guard repeats; they compute nothing.
+_ASSERTIONS = frozenset(
+    {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"}
+)
+_STRIDE_DEPENDENT = frozenset({"aten::as_strided", "aten::as_strided_scatter", "aten::set_"})
+
+
+@dataclass
+class Importer:
+    """State of one import: the block builder and the Relax value of each fx node."""
+
+    builder: relax.BlockBuilder
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    aten_calls: dict[str, int] = field(default_factory=dict)
+    native_calls: dict[str, int] = field(default_factory=dict)
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        """Bind ``expr`` to a new variable."""
+        return self.builder.emit(expr)
+
+    def value(self, node: fx.Node) -> relax.Var:
+        """The Relax variable of an fx node."""
+        return self.values[node]
+
+    def tensor(self, operand: Any, dtype: torch.dtype | None = None) -> relax.Expr:
+        """A node's variable, or a number as a 0-d constant, cast to ``dtype``."""
+        if not isinstance(operand, fx.Node):
+            if dtype is None:
+                raise Declined(f"a bare number {operand!r} where a tensor was expected")
+            return relax.const(operand, to_relax_dtype(dtype))
+        value = self.value(operand)
+        return value if dtype is None else self.cast(value, operand.meta["val"].dtype, dtype)
+
+    def cast(self, value: relax.Expr, have: torch.dtype, want: torch.dtype) -> relax.Expr:
+        """Convert as ``Tensor.to(want)`` does."""
+        if have == want:
+            return value
+        if want == torch.bool:
+            return self.emit(relax.op.not_equal(value, relax.const(0, to_relax_dtype(have))))
+        if have.is_floating_point and not want.is_floating_point:
+            raise Declined("a float to integer conversion is undefined out of range")
+        return self.emit(relax.op.astype(value, to_relax_dtype(want)))
+
+    def convert(self, node: fx.Node) -> None:
+        """Emit the Relax of one call node."""
+        target = node.target
+        if target is operator.getitem:
+            source, index = node.args
+            self.values[node] = self.values[source][index]  # type: ignore[index]
+            return
+        if not isinstance(target, torch._ops.OpOverload):
+            raise UnsupportedOperatorError(
+                f"the graph contains {target}, which is not an ATen operator"
+            )
+        if target._schema.name in _ASSERTIONS:
+            return
+        _refuse_what_cannot_run(node)
+        self.values[node] = self._convert_operator(node)
+
+    def _convert_operator(self, node: fx.Node) -> Any:
+        name = str(node.target)
+        if not node.all_input_nodes and _nbytes(node) <= _MAX_FOLDED_BYTES:
+            return self._fold(node)
+        converter = CONVERTERS.get(node.target)  # type: ignore[arg-type]
+        if converter is not None and _dtypes_admitted(node, converter):
+            try:
+                result = converter.function(self, node, *node.args, **node.kwargs)
+            except Declined:
+                pass
+            else:
+                self.native_calls[name] = self.native_calls.get(name, 0) + 1
+                return tuple(result) if isinstance(result, tuple) else self._bind(result)
+        self.aten_calls[name] = self.aten_calls.get(name, 0) + 1
+        return emit_aten_call(self.builder, node, self.values)
+
+    def _bind(self, expr: relax.Expr) -> relax.Expr:
+        return expr if isinstance(expr, relax.Var) else self.emit(expr)
+
+    def _fold(self, node: fx.Node) -> relax.Expr:
+        """Evaluate an operator that reads no tensor with PyTorch, once, at import."""
+        with torch.no_grad():
+            result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
+        return self.emit(constant(result))
+
+
+def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
+    """A Relax constant with a copy of ``tensor``'s values."""
+    dense = tensor.detach().cpu().contiguous()
+    if dense.dtype is torch.bool:
+        return relax.const(dense.numpy(), "bool")
+    return relax.const(tvm.runtime.tensor(dense.numpy()), to_relax_dtype(tensor.dtype))
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake results of a node, one or several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(TensorSpec.of(v).nbytes for v in tensors_of(node))
+
+
+def _dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
+    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n)]
+    return all(t.dtype in converter.dtypes and t.numel() > 0 for t in tensors)
+
+
+def _refuse_what_cannot_run(node: fx.Node) -> None:
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if target._schema.name in _STRIDE_DEPENDENT:
+        raise UnsupportedOperatorError(f"{target} depends on the strides of its input")
+    if target._schema.is_mutable:
+        raise UnsupportedOperatorError(f"{target} writes into its inputs and was not functionalised")
+    results = tensors_of(node)
+    if not results:
+        raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
+    for tensor in results:
+        if not is_supported(tensor.dtype):
+            raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
+        if not all(isinstance(s, int) for s in tensor.shape):
+            raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")
+
+
+@dataclass(frozen=True)
+class ImportedModule:
+    """The Relax of a captured graph, with what was native and what is an ATen call."""
+
+    mod: tvm.IRModule
+    native_calls: dict[str, int]
+    aten_calls: dict[str, int]
+
+
+def import_graph(captured: CapturedGraph) -> ImportedModule:
+    """Build ``main(user inputs, parameters, buffers, draws) -> (outputs...)``.
+
+    Outputs are those of ``captured.outputs`` that are computed, in their order, as one flat tuple.
+    Dropout stays ``relax.nn.dropout``; the other draws are parameters after the buffers.
+
+    Raises:
+        UnsupportedOperatorError: an operator can neither be converted nor called.
+    """
+    importer = Importer(relax.BlockBuilder())
+    nodes = {n.name: n for n in captured.program.graph.nodes}
+    parameters = []
+    for descriptor in captured.inputs:
+        node = nodes[descriptor.name]
+        if descriptor.kind is InputKind.CONSTANT:
+            continue
+        importer.values[node] = _parameter(descriptor.name, descriptor.spec)
+        parameters.append(importer.values[node])
+    for draw in captured.noise:
+        if draw.drop_probability is None:
+            importer.values[nodes[draw.name]] = _parameter(draw.name, draw.spec)
+            parameters.append(importer.values[nodes[draw.name]])
+    _emit_main(importer, captured, nodes, parameters)
+    return ImportedModule(importer.builder.get(), importer.native_calls, importer.aten_calls)
+
+
+def to_relax(captured: CapturedGraph) -> tvm.IRModule:
+    """The Relax module of a captured graph; see :func:`import_graph`."""
+    return import_graph(captured).mod
+
+
+def _parameter(name: str, spec: TensorSpec) -> relax.Var:
+    if not is_supported(spec.dtype):
+        raise UnsupportedOperatorError(f"input {name} has dtype {spec.dtype}")
+    return relax.Var(name, relax.TensorType(spec.shape, to_relax_dtype(spec.dtype)))
+
+
+def _emit_main(
+    importer: Importer,
+    captured: CapturedGraph,
+    nodes: dict[str, fx.Node],
+    parameters: list[relax.Var],
+) -> None:
+    builder = importer.builder
+    draws = {d.name: d for d in captured.noise}
+    with builder.function("main", parameters):
+        with builder.dataflow():
+            for name, tensor in captured.constant_tensors.items():
+                importer.values[nodes[name]] = importer.emit(constant(tensor))
+            for node in captured.program.graph.nodes:
+                if node.op != "call_function" or node in importer.values:
+                    continue
+                if node.name in draws:
+                    importer.values[node] = _emit_dropout(importer, node)
+                else:
+                    importer.convert(node)
+            results = [
+                importer.value(nodes[o.name])
+                for o in captured.outputs
+                if o.spec is not None and o.alias_of is None
+            ]
+            outputs = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(outputs)
+
+
+def _emit_dropout(importer: Importer, node: fx.Node) -> Any:
+    """``relax.nn.dropout``, whose mask the pass LowerDropout turns into a parameter."""
+    x, p, _ = dropout_arguments(node)
+    if x.meta["val"].dtype not in MOVED:
+        raise UnsupportedOperatorError(f"dropout of a {x.meta['val'].dtype} tensor")
+    pair = importer.emit(relax.op.nn.dropout(importer.value(x), p))
+    result = importer.emit(relax.TupleGetItem(pair, 0))
+    if node.target is aten.dropout.default:
+        return result
+    return result, importer.emit(relax.op.astype(relax.TupleGetItem(pair, 1), "bool"))

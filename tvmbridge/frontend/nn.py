@@ -1,0 +1,85 @@
+"""Converters of neural-network operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from tvm import relax
+
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.kernels.dtypes import to_relax_dtype
+from tvmbridge.noise import dropout_arguments
+
+aten = torch.ops.aten
+
+
+@converts(aten.dropout.default, dtypes=FLOATS)
+def _inactive_dropout(ctx: Importer, node: fx.Node, *_: Any) -> relax.Expr:
+    x, p, train = dropout_arguments(node)
+    if train and p != 0:
+        raise Declined("dropout of everything")
+    return ctx.value(x)
+
+
+@converts(aten.native_layer_norm.default, dtypes=FLOATS)
+def _native_layer_norm(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    normalized_shape: Sequence[int],
+    weight: fx.Node | None,
+    bias: fx.Node | None,
+    eps: float,
+) -> tuple[Any, ...]:
+    rank, count = len(shape_of(x)), len(normalized_shape)
+    if any(user.args[1] != 0 for user in node.users):
+        raise Declined("layer norm whose statistics are read")
+    dtype = to_relax_dtype(x.meta["val"].dtype)
+    gamma, beta = (
+        relax.op.full(list(normalized_shape), relax.const(fill, dtype), dtype)
+        if parameter is None
+        else ctx.value(parameter)
+        for parameter, fill in ((weight, 1.0), (bias, 0.0))
+    )
+    gamma, beta = (ctx.emit(g) if not isinstance(g, relax.Var) else g for g in (gamma, beta))
+    axes = list(range(rank - count, rank))
+    normed = relax.op.nn.layer_norm(ctx.value(x), gamma, beta, axes, eps)
+    return ctx.emit(normed), None, None
+
+
+@converts(aten.embedding.default, dtypes=COMPUTED)
+def _embedding(
+    ctx: Importer,
+    node: fx.Node,
+    weight: fx.Node,
+    indices: fx.Node,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> relax.Expr:
+    if scale_grad_by_freq or sparse:
+        raise Declined("embedding with a scaled or sparse gradient")
+    flat = ctx.emit(relax.op.reshape(ctx.value(indices), (-1,)))
+    rows = ctx.emit(relax.op.take(ctx.value(weight), flat, axis=0))
+    if padding_idx >= 0:
+        rows = _stop_padding_gradient(ctx, rows, flat, padding_idx, indices.meta["val"].dtype)
+    return relax.op.reshape(rows, shape_of(node))
+
+
+def _stop_padding_gradient(
+    ctx: Importer, rows: relax.Expr, flat: relax.Expr, padding_idx: int, dtype: torch.dtype
+) -> relax.Expr:
+    """``rows`` unchanged, but no gradient reaches the row of the padding index."""
+    padding = ctx.emit(
+        relax.op.equal(
+            ctx.emit(relax.op.expand_dims(flat, 1)),
+            relax.const(padding_idx, to_relax_dtype(dtype)),
+        )
+    )
+    stopped = ctx.emit(relax.op.grad.no_grad(rows))
+    return ctx.emit(relax.op.where(padding, stopped, rows))

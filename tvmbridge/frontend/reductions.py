@@ -1,0 +1,96 @@
+"""Converters of reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from tvm import relax
+
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+
+aten = torch.ops.aten
+
+
+def axes_of(node: fx.Node, dims: Sequence[int] | int | None) -> list[int]:
+    """The reduced axes, sorted and non-negative; None or an empty list means all of them."""
+    rank = len(shape_of(node))
+    if rank == 0:
+        raise Declined("a reduction of a 0-d tensor")
+    if dims is None or dims == []:
+        return list(range(rank))
+    listed = [dims] if isinstance(dims, int) else dims
+    return sorted(d % rank for d in listed)
+
+
+def _reduce(
+    ctx: Importer,
+    node: fx.Node,
+    op: Callable[..., relax.Expr],
+    x: fx.Node,
+    dims: Any,
+    keepdim: bool,
+) -> relax.Expr:
+    return op(ctx.tensor(x, result_dtype(node)), axes_of(x, dims), keepdim)
+
+
+@converts(aten.sum.dim_IntList, aten.sum.default)
+def _sum(
+    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
+) -> relax.Expr:
+    return _reduce(ctx, node, relax.op.sum, x, dims, keepdim)
+
+
+@converts(aten.mean.dim, aten.mean.default, dtypes=FLOATS)
+def _mean(
+    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
+) -> relax.Expr:
+    return _reduce(ctx, node, relax.op.mean, x, dims, keepdim)
+
+
+@converts(aten.amax.default, aten.amin.default, dtypes=NUMBERS)
+def _extremum(
+    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
+) -> relax.Expr:
+    op = relax.op.max if node.target is aten.amax.default else relax.op.min
+    return _reduce(ctx, node, op, x, dims, keepdim)
+
+
+@converts(aten.any.dim, aten.any.dims, aten.any.default, dtypes=COMPUTED)
+def _any(
+    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
+) -> relax.Expr:
+    return _count(ctx, x, dims, keepdim, relax.op.max)
+
+
+@converts(aten.all.dim, aten.all.dims, aten.all.default, dtypes=COMPUTED)
+def _all(
+    ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
+) -> relax.Expr:
+    return _count(ctx, x, dims, keepdim, relax.op.min)
+
+
+def _count(
+    ctx: Importer, x: fx.Node, dims: Any, keepdim: bool, op: Callable[..., relax.Expr]
+) -> relax.Expr:
+    flags = ctx.cast(ctx.tensor(x, torch.bool), torch.bool, torch.int32)
+    extreme = ctx.emit(op(flags, axes_of(x, dims), keepdim))
+    return relax.op.not_equal(extreme, relax.const(0, "int32"))
+
+
+@converts(aten._softmax.default, aten._log_softmax.default, dtypes=FLOATS)
+def _softmax(
+    ctx: Importer, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool
+) -> relax.Expr:
+    rank = len(shape_of(x))
+    if rank == 0:
+        raise Declined("softmax of a 0-d tensor")
+    op = (
+        relax.op.nn.softmax if node.target is aten._softmax.default else relax.op.nn.log_softmax
+    )
+    return op(ctx.value(x), dim % rank)

@@ -1,0 +1,79 @@
+"""Gradient rules: which operators TVM's Gradient may differentiate, by whose rule.
+
+An operator is differentiated only when it stands in :data:`ADMITTED`, with a condition on the
+call where a rule holds for some arguments only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from tvm import relax
+
+from tvmbridge.gradients.rules import OWN_RULES
+
+# Overrides TVM's own registrations, which have level 10.
+_LEVEL = 20
+
+Condition = Callable[[relax.Call], bool]
+
+
+def _always(call: relax.Call) -> bool:
+    return True
+
+
+def _steps_of_one(call: relax.Call) -> bool:
+    return len(call.args) < 5 or all(int(s.value) == 1 for s in call.args[4].fields)
+
+
+def _indices_of_rank_one(call: relax.Call) -> bool:
+    return call.args[1].ty.ndim == 1 and call.attrs.axis is not None
+
+
+_UPSTREAM_RULES: tuple[str, ...] = (
+    "relax.add",
+    "relax.subtract",
+    "relax.multiply",
+    "relax.divide",
+    "relax.negative",
+    "relax.exp",
+    "relax.log",
+    "relax.sqrt",
+    "relax.sin",
+    "relax.cos",
+    "relax.tanh",
+    "relax.sigmoid",
+    "relax.nn.silu",
+    "relax.nn.softmax",
+    "relax.nn.log_softmax",
+    "relax.sum",
+    "relax.mean",
+    "relax.permute_dims",
+    "relax.reshape",
+    "relax.expand_dims",
+    "relax.broadcast_to",
+    "relax.concat",
+    "relax.split",
+    "relax.matmul",
+    "relax.astype",
+)
+
+ADMITTED: dict[str, Condition] = {
+    **dict.fromkeys((*_UPSTREAM_RULES, *OWN_RULES), _always),
+    "relax.strided_slice": _steps_of_one,
+    "relax.take": _indices_of_rank_one,
+}
+
+
+def is_admitted(call: relax.Call) -> bool:
+    """Whether ``call`` may be differentiated with TVM's Gradient."""
+    condition = ADMITTED.get(call.op.name)
+    return condition is not None and condition(call)
+
+
+@functools.cache
+def install_rules() -> None:
+    """Register our rules with TVM, above its own; done once, before the first gradient."""
+    for name, rule in OWN_RULES.items():
+        relax.op.register_gradient(name, rule, level=_LEVEL)

@@ -1,0 +1,24 @@
+"""Small helpers that gradient rules share."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+
+def shape_of(expr: relax.Expr) -> tuple[int, ...]:
+    """The static shape of a tensor expression."""
+    return tuple(int(extent) for extent in expr.ty.shape.values)
+
+
+def constant_like(expr: relax.Expr, value: float) -> tvm.ir.GenericConst:
+    """``value`` as a 0-d constant of the dtype of ``expr``."""
+    return relax.const(value, str(expr.ty.dtype))
+
+
+def fit_shape(builder: relax.BlockBuilder, grad: relax.Expr, operand: relax.Expr) -> relax.Expr:
+    """``grad`` summed to the shape of an operand that was broadcast."""
+    grad = builder.emit(grad)
+    if shape_of(grad) == shape_of(operand):
+        return grad
+    return relax.op.collapse_sum_to(grad, operand.ty.shape)

@@ -1,0 +1,220 @@
+"""Gradient rules of our own, for operators where TVM has none or a wrong one.
+
+Each rule has TVM's signature: ``rule(var, call, cotangent, builder)`` returns one partial for each
+argument of ``call``; ``no_grad`` of an argument stops there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm import relax
+
+from tvmbridge.gradients.helpers import constant_like, fit_shape, shape_of
+
+Rule = Callable[[relax.Var, relax.Call, relax.Var, relax.BlockBuilder], list[relax.Expr]]
+
+op = relax.op
+no_grad = relax.op.grad.no_grad
+
+
+def _relu(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """d relu = cotangent where the result is positive, 0 elsewhere (at 0 too, as in PyTorch)."""
+    zero = constant_like(cotangent, 0.0)
+    return [op.where(op.greater(var, zero), cotangent, zero)]
+
+
+def _abs(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """d |x| = cotangent * sign(x), with sign(0) = 0."""
+    return [op.multiply(cotangent, op.sign(call.args[0]))]
+
+
+def _rsqrt(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """d x^(-1/2) = -1/2 y^3."""
+    cube = op.multiply(op.multiply(var, var), var)
+    return [op.multiply(op.multiply(cotangent, constant_like(cotangent, -0.5)), cube)]
+
+
+def _erf(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """d erf(x) = 2 / sqrt(pi) exp(-x^2)."""
+    x = call.args[0]
+    slope = op.exp(op.negative(op.multiply(x, x)))
+    return [
+        op.multiply(cotangent, op.multiply(slope, constant_like(x, 2.0 / math.sqrt(math.pi))))
+    ]
+
+
+def _gelu(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """d gelu(x) = Phi(x) + x phi(x), the normal distribution and its density."""
+    x = call.args[0]
+    half, one = constant_like(x, 0.5), constant_like(x, 1.0)
+    phi = op.multiply(half, op.add(one, op.erf(op.multiply(x, constant_like(x, 1 / math.sqrt(2))))))
+    density = op.multiply(
+        op.exp(op.multiply(op.multiply(x, x), constant_like(x, -0.5))),
+        constant_like(x, 1.0 / math.sqrt(2.0 * math.pi)),
+    )
+    return [op.multiply(cotangent, op.add(phi, op.multiply(x, density)))]
+
+
+def _gelu_tanh(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The derivative of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    x = call.args[0]
+    emit = builder.emit
+    beta, kappa = math.sqrt(2.0 / math.pi), 0.044715
+    square = emit(op.multiply(x, x))
+    cubic = op.add(x, op.multiply(constant_like(x, kappa), op.multiply(square, x)))
+    tanh = emit(op.tanh(op.multiply(constant_like(x, beta), cubic)))
+    one, half = constant_like(x, 1.0), constant_like(x, 0.5)
+    inner = op.multiply(
+        constant_like(x, beta), op.add(one, op.multiply(constant_like(x, 3.0 * kappa), square))
+    )
+    slope = op.multiply(op.multiply(x, op.subtract(one, op.multiply(tanh, tanh))), inner)
+    return [op.multiply(cotangent, op.multiply(half, op.add(op.add(one, tanh), slope)))]
+
+
+def _where(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The cotangent goes to the chosen operand; operands that were broadcast get its sum."""
+    condition, left, right = call.args
+    zero = constant_like(cotangent, 0.0)
+    return [
+        no_grad(condition),
+        fit_shape(builder, op.where(condition, cotangent, zero), left),
+        fit_shape(builder, op.where(condition, zero, cotangent), right),
+    ]
+
+
+def _extremum(chosen: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
+    def rule(
+        var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+    ) -> list[relax.Expr]:
+        """The cotangent goes to the chosen operand; equal operands take half of it each."""
+        left, right = call.args
+        zero = constant_like(cotangent, 0.0)
+        shared = op.where(
+            op.equal(left, right), op.multiply(cotangent, constant_like(cotangent, 0.5)), zero
+        )
+        shared = builder.emit(shared)
+        return [
+            fit_shape(builder, op.where(chosen(left, right), cotangent, shared), left),
+            fit_shape(builder, op.where(chosen(right, left), cotangent, shared), right),
+        ]
+
+    return rule
+
+
+def _strided_slice(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The cotangent in its place among zeros; steps of 1 only (see ``table``)."""
+    source = shape_of(call.args[0])
+    axes = [int(a.value) for a in call.args[1].fields]
+    begins = [int(b.value) for b in call.args[2].fields]
+    grad: relax.Expr = cotangent
+    for axis, begin in zip(axes, begins, strict=True):
+        have = list(shape_of(builder.normalize(grad)))
+        after = source[axis] - begin - have[axis]
+        parts = [
+            op.full(
+                [*have[:axis], extent, *have[axis + 1 :]],
+                constant_like(cotangent, 0.0),
+                _dtype(cotangent),
+            )
+            if extent
+            else None
+            for extent in (begin, after)
+        ]
+        pieces = [p for p in (parts[0], grad, parts[1]) if p is not None]
+        grad = builder.emit(op.concat([builder.emit(p) for p in pieces], axis))
+    return [grad, *[no_grad(a) for a in call.args[1:]]]
+
+
+def _dtype(expr: relax.Expr) -> str:
+    return str(expr.ty.dtype)
+
+
+def _extreme_of(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """amax and amin: the cotangent is shared evenly among the elements equal to the result."""
+    x = call.args[0]
+    axes = [int(a) for a in call.attrs.axis] if call.attrs.axis is not None else None
+    kept = [
+        1 if axes is None or i in axes else extent for i, extent in enumerate(shape_of(x))
+    ]
+    result = builder.emit(op.reshape(var, kept))
+    grad = builder.emit(op.reshape(cotangent, kept))
+    ties = builder.emit(op.astype(op.equal(x, result), _dtype(cotangent)))
+    count = builder.emit(op.sum(ties, axes, keepdims=True))
+    return [op.multiply(ties, op.divide(grad, count))]
+
+
+def _tile(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The copies' cotangents, summed."""
+    shape = list(shape_of(call.args[0]))
+    repeats = [int(r) for r in call.attrs.repeats]
+    rank = max(len(shape), len(repeats))
+    shape_full = [1] * (rank - len(shape)) + shape
+    repeats = [1] * (rank - len(repeats)) + repeats
+    split = [v for pair in zip(repeats, shape_full, strict=True) for v in pair]
+    copies = builder.emit(op.reshape(cotangent, split))
+    summed = builder.emit(op.sum(copies, list(range(0, 2 * rank, 2))))
+    return [op.reshape(summed, shape)]
+
+
+def _flip(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    return [op.flip(cotangent, int(call.attrs.axis))]
+
+
+def _take(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """Rows of the cotangent added up by index (one-dimensional indices; see ``table``)."""
+    x, indices = call.args
+    grad = op.grad.take_backward(cotangent, x, indices, axis=int(call.attrs.axis))
+    return [grad, no_grad(indices)]
+
+
+def _stop(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    return [no_grad(a) for a in call.args]
+
+
+OWN_RULES: dict[str, Rule] = {
+    "relax.grad.no_grad": _stop,
+    "relax.full": _stop,
+    "relax.nn.relu": _relu,
+    "relax.abs": _abs,
+    "relax.rsqrt": _rsqrt,
+    "relax.erf": _erf,
+    "relax.nn.gelu": _gelu,
+    "relax.nn.gelu_tanh": _gelu_tanh,
+    "relax.where": _where,
+    "relax.maximum": _extremum(op.greater),
+    "relax.minimum": _extremum(op.less),
+    "relax.strided_slice": _strided_slice,
+    "relax.max": _extreme_of,
+    "relax.min": _extreme_of,
+    "relax.tile": _tile,
+    "relax.flip": _flip,
+    "relax.take": _take,
+}

@@ -1,0 +1,17 @@
+"""PyTorch's kernels as an external kernel library inside Relax."""
+
+from __future__ import annotations
+
+import functools
+
+import tvm_ffi
+
+from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
+from tvmbridge.kernels.matmul import MATMUL, run_matmul
+
+
+@functools.cache
+def register_kernels() -> None:
+    """Make the kernels known to TVM; done once, before the first build."""
+    tvm_ffi.register_global_func(ATEN_CALL, run_aten_call)
+    tvm_ffi.register_global_func(MATMUL, run_matmul)

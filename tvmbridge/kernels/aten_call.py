@@ -1,0 +1,174 @@
+"""ATen calls: PyTorch's own kernel for an operator, called from inside Relax.
+
+In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors)``, where ``spec``
+is JSON: ``{"op": overload, "args": [...], "kwargs": {...}, "results": [...]}``. Among the
+arguments ``{"tensor": i}`` stands for the i-th tensor; dtypes, layouts, memory formats and devices
+are tagged strings. ``results`` lists which of the operator's results the graph has (an operator
+may return None in some places).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import tvm
+from torch import fx
+from tvm import relax
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.kernels.dtypes import to_relax_dtype
+
+ATEN_CALL = "tvmbridge.aten"
+
+_TAGS: dict[type, str] = {
+    torch.dtype: "dtype",
+    torch.memory_format: "memory_format",
+    torch.layout: "layout",
+}
+
+
+def emit_aten_call(
+    builder: relax.BlockBuilder, node: fx.Node, values: Mapping[fx.Node, Any]
+) -> Any:
+    """Emit the ATen call of an fx node; a variable, or a tuple of them (None where ATen has None).
+
+    Raises:
+        UnsupportedOperatorError: an argument has no JSON form.
+    """
+    tensors: list[relax.Expr] = []
+    results = node.meta["val"]
+    several = isinstance(results, tuple | list)
+    fakes = list(results) if several else [results]
+    spec = json.dumps(
+        {
+            "op": str(node.target),
+            "args": [_encode(a, node, tensors, values) for a in node.args],
+            "kwargs": {k: _encode(v, node, tensors, values) for k, v in node.kwargs.items()},
+            "results": [i for i, f in enumerate(fakes) if f is not None] if several else None,
+        }
+    )
+    types = [
+        relax.TensorType([int(s) for s in f.shape], to_relax_dtype(f.dtype))
+        for f in fakes
+        if f is not None
+    ]
+    call = packed_call(ATEN_CALL, spec, tensors, relax.TupleType(types) if several else types[0])
+    bound = builder.emit(call)
+    if not several:
+        return bound
+    fields = iter(range(len(types)))
+    return tuple(
+        None if f is None else builder.emit(relax.TupleGetItem(bound, next(fields)))
+        for f in fakes
+    )
+
+
+def packed_call(
+    callee: str, spec: str, tensors: Sequence[relax.Expr], type_: relax.Type
+) -> relax.Call:
+    """A pure call of the registered kernel ``callee``, which allocates its results."""
+    return relax.op.call_pure_packed(callee, tvm.ir.StringImm(spec), *tensors, ty_args=[type_])
+
+
+def call_overload(
+    overload: str, args: Sequence[Any], tensors: Sequence[relax.Expr], type_: relax.Type
+) -> relax.Call:
+    """An ATen call with one result; ``{"tensor": i}`` in ``args`` stands for ``tensors[i]``."""
+    spec = json.dumps({"op": overload, "args": list(args), "kwargs": {}, "results": None})
+    return packed_call(ATEN_CALL, spec, tensors, type_)
+
+
+def _encode(
+    value: Any, node: fx.Node, tensors: list[relax.Expr], values: Mapping[fx.Node, Any]
+) -> Any:
+    if isinstance(value, fx.Node):
+        tensors.append(values[value])
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, list | tuple):
+        return [_encode(v, node, tensors, values) for v in value]
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    tag = _TAGS.get(type(value))
+    if tag is not None:
+        return {tag: str(value).removeprefix("torch.")}
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return {"float": repr(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedOperatorError(
+        f"{node.target} has an argument of type {type(value).__name__}, which an ATen call "
+        "cannot carry"
+    )
+
+
+def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
+    """A function that fills the tensors of one call into an encoded argument."""
+    if isinstance(value, list):
+        parts = [_decode(v) for v in value]
+        return lambda tensors: [p(tensors) for p in parts]
+    if not isinstance(value, dict):
+        return lambda tensors: value
+    ((tag, content),) = value.items()
+    if tag == "tensor":
+        return lambda tensors: tensors[content]
+    if tag == "device":
+        fixed: Any = torch.device(content)
+    elif tag == "float":
+        fixed = float(content)
+    else:
+        fixed = getattr(torch, content)
+    return lambda tensors: fixed
+
+
+def resolve_overload(name: str) -> torch._ops.OpOverload:
+    """The overload with the dotted name ``namespace.operator.overload``."""
+    namespace, operator, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)  # type: ignore[no-any-return]
+
+
+def aten_call_operator(call: relax.Call) -> str | None:
+    """The overload's name if ``call`` is an ATen call, else None."""
+    if call.op != tvm.ir.Op.get("relax.call_pure_packed"):
+        return None
+    callee = call.args[0]
+    if not isinstance(callee, relax.ExternFunc) or callee.global_symbol != ATEN_CALL:
+        return None
+    return str(json.loads(call.args[1].value)["op"])
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(spec: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
+    content = json.loads(spec)
+    op = resolve_overload(content["op"])
+    args = [_decode(a) for a in content["args"]]
+    kwargs = {k: _decode(v) for k, v in content["kwargs"].items()}
+    results = content["results"]
+
+    def run(tensors: tuple[torch.Tensor, ...]) -> Any:
+        out = op(*[a(tensors) for a in args], **{k: v(tensors) for k, v in kwargs.items()})
+        if results is None:
+            return _own(out, tensors)
+        return tuple(_own(out[i], tensors) for i in results)
+
+    return run
+
+
+def _own(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
+    result = result.contiguous()
+    storage = result.untyped_storage().data_ptr()
+    if any(t.untyped_storage().data_ptr() == storage for t in inputs):
+        return result.clone()
+    if result.data_ptr() % 64:
+        return result.clone()
+    return result
+
+
+def run_aten_call(spec: str, *tensors: Any) -> Any:
+    """Run one ATen call; registered with TVM under :data:`ATEN_CALL`."""
+    with torch.no_grad():
+        return _program(spec)(tuple(torch.from_dlpack(t) for t in tensors))

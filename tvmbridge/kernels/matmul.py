@@ -1,0 +1,60 @@
+"""Matrix products by PyTorch's library, on strided views of what Relax holds.
+
+In the graph a product is ``call_dps_packed("tvmbridge.matmul", (spec, a, b[, bias]))`` with a
+result that Relax allocates. ``spec`` is JSON: ``{"views": [view of a, view of b], "result":
+shape}``, where a view is ``[size, stride]`` over the argument's memory, or null for the argument as
+it is. Both operands are matrices or batches of matrices; a bias is a row added to each row.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MATMUL = "tvmbridge.matmul"
+
+View = tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+def matmul_spec(views: tuple[View, View], result: tuple[int, ...]) -> str:
+    """The spec of a product; ``result`` has two or three dimensions."""
+    return json.dumps({"views": views, "result": result})
+
+
+@functools.lru_cache(maxsize=4096)
+def _program(spec: str) -> Callable[..., None]:
+    content = json.loads(spec)
+    left, right = (_viewer(v) for v in content["views"])
+    shape = content["result"]
+    if len(shape) == 3:
+
+        def run_batched(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+            torch.bmm(left(a), right(b), out=out.view(shape))
+
+        return run_batched
+
+    def run(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> None:
+        out = rest[-1].view(shape)
+        if len(rest) == 1:
+            torch.mm(left(a), right(b), out=out)
+        else:
+            torch.addmm(rest[0], left(a), right(b), out=out)
+
+    return run
+
+
+def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    if view is None:
+        return lambda tensor: tensor
+    size, stride = view
+    return lambda tensor: tensor.as_strided(size, stride)
+
+
+def run_matmul(spec: str, *tensors: Any) -> None:
+    """Run one product; registered with TVM under :data:`MATMUL`. The last tensor is the result."""
+    with torch.no_grad():
+        _program(spec)(*[torch.from_dlpack(t) for t in tensors])

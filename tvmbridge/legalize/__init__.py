@@ -1,0 +1,34 @@
+"""Legalisations of Relax operators of our own: vectorizable, exact, with PyTorch's meaning.
+
+    relax.transform.LegalizeOps(customize_legalize_map=LEGALIZE_MAP)
+"""
+
+from __future__ import annotations
+
+from tvm.relax.transform.legalize_ops.common import LegalizeFunc
+
+from tvmbridge.legalize import normalizations
+from tvmbridge.legalize.elementwise import relu, unary, unary_float
+from tvmbridge.legalize.reductions import reduction
+
+LEGALIZE_MAP: dict[str, LegalizeFunc] = {
+    "relax.exp": unary_float("exp"),
+    "relax.log": unary_float("log"),
+    "relax.erf": unary_float("erf"),
+    "relax.tanh": unary_float("tanh"),
+    "relax.sigmoid": unary_float("sigmoid"),
+    "relax.rsqrt": unary_float("rsqrt"),
+    "relax.sqrt": unary_float("sqrt"),
+    "relax.nn.gelu": unary_float("gelu"),
+    "relax.nn.gelu_tanh": unary_float("gelu_tanh"),
+    "relax.nn.silu": unary_float("silu"),
+    "relax.nn.relu": unary(relu, "relu"),
+    "relax.nn.softmax": normalizations.softmax,
+    "relax.nn.log_softmax": normalizations.log_softmax,
+    "relax.nn.layer_norm": normalizations.layer_norm,
+    "relax.nn.rms_norm": normalizations.rms_norm,
+    **{f"relax.{kind}": reduction(kind) for kind in ("sum", "mean", "variance", "prod")},
+    **{f"relax.{kind}": reduction(kind) for kind in ("max", "min")},
+}
+
+__all__ = ["LEGALIZE_MAP"]

@@ -1,0 +1,165 @@
+"""Elementary functions of float32 that LLVM can vectorize: polynomials, no calls.
+
+Every function takes and returns a scalar float32 expression. The coefficients are minimax fits (Lawson's
+iteration on Chebyshev nodes, computed with 120 bits, rounded to float32); argument reductions are the
+usual ones of Cody and Waite. A multiplication followed by an addition may be fused or not: both are
+within the stated error.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.legalize.lets import Lets, constant, horner
+
+_LOG2_E = 1.4426950408889634
+# ln 2 in two parts; the first has so few bits that its product with an exponent is exact.
+_LN2_HIGH = 0.693145751953125
+_LN2_LOW = 1.428606765330187e-06
+# 1.5 * 2^23: adding it rounds a small float to an integer held in its low bits.
+_ROUND = 12582912.0
+_ROUND_BITS = 0x4B400000
+
+_EXP = (0.5, 0.1666666567325592, 0.04166629537940025, 0.008333497680723667)
+_EXP += (0.0013944758102297783, 0.00019790243823081255)
+_LOG = (0.3333331346511841, -0.25000008940696716, 0.2000211924314499, -0.1666799634695053)
+_LOG += (0.14219552278518677, -0.1240558922290802, 0.11888162046670914, -0.11675652116537094)
+_LOG += (0.06746640801429749,)
+_ERF_SMALL = (1.1283791065216064, -0.3761262595653534, 0.1128358542919159, -0.026853812858462334)
+_ERF_SMALL += (0.005188327748328447, -0.0008010193705558777, 7.853861461626366e-05)
+_ERF_LARGE = (0.00034152137232013047, 1.1270891427993774, 0.638144850730896, 0.10310676693916321)
+_ERF_LARGE += (-0.021838068962097168, 0.0029476594645529985, -0.00018637930043041706)
+
+
+def _f32(value: float) -> Expr:
+    return constant(value, "float32")
+
+
+def _i32(value: int) -> Expr:
+    return constant(value, "int32")
+
+
+def bits(x: Expr) -> Expr:
+    """Return the bit pattern of a float32 as int32."""
+    return tirx.reinterpret("int32", x)
+
+
+def from_bits(x: Expr) -> Expr:
+    """Return the float32 with the bit pattern ``x`` (int32)."""
+    return tirx.reinterpret("float32", x)
+
+
+def is_nan(x: Expr) -> Expr:
+    """Return whether a float32 is NaN, by its bits: the simplifier folds ``x != x`` to false."""
+    return (bits(x) & _i32(0x7FFFFFFF)) > _i32(0x7F800000)
+
+
+def absolute(x: Expr) -> Expr:
+    """Return the absolute value of a float32, by its bits."""
+    return from_bits(bits(x) & _i32(0x7FFFFFFF))
+
+
+def copy_sign(magnitude: Expr, sign: Expr) -> Expr:
+    """Return ``magnitude`` (not negative) with the sign of ``sign``."""
+    return from_bits(bits(magnitude) | (bits(sign) & _i32(-0x80000000)))
+
+
+def _power_of_two(n: Expr) -> Expr:
+    """Return 2^n for an int32 ``n`` in [-126, 127]."""
+    return from_bits((n + _i32(127)) << _i32(23))
+
+
+def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
+    """Return (n as int32, r) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``.
+
+    Adding 1.5 2^23 to the float n leaves it in the low bits. (Rounding by adding and subtracting that
+    number would be shorter, but the simplifier takes ``(x + c) - c`` for ``x``.)
+    """
+    n = lets.bind(tirx.floor(x * _f32(_LOG2_E) + _f32(0.5)), "n")
+    r = lets.bind(x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW), "r")
+    return lets.bind(bits(n + _f32(_ROUND)) - _i32(_ROUND_BITS), "k"), r
+
+
+def exp(x: Expr) -> Expr:
+    """e^x, error below 1 ulp, denormal results included; exp(-inf) = 0, exp(inf) = inf, NaN in NaN out."""
+    lets = Lets()
+    x = lets.bind(x, "x")
+    low = lets.bind(tirx.Select(x < _f32(-104.0), _f32(-104.0), x), "low")
+    clamped = lets.bind(tirx.Select(low > _f32(89.0), _f32(89.0), low), "clamped")
+    n, r = _reduce(lets, clamped)
+    p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
+    # In two steps: 2^128 and 2^-150 are no floats, their products with p may be.
+    half = lets.bind(n >> _i32(1), "half")
+    return lets.close(p * _power_of_two(half) * _power_of_two(n - half))
+
+
+def exp_nonpositive(x: Expr) -> Expr:
+    """e^x for ``x <= 0`` or NaN, error below 1 ulp; results below the normal range are flushed to 0."""
+    lets = Lets()
+    x = lets.bind(x, "x")
+    low = lets.bind(tirx.Select(x < _f32(-87.0), _f32(-87.0), x), "low")
+    n, r = _reduce(lets, low)
+    p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
+    value = lets.bind(p * _power_of_two(n), "value")
+    return lets.close(tirx.Select(x < _f32(-87.0), _f32(0.0), value))
+
+
+def expm1_nonnegative(lets: Lets, x: Expr) -> Expr:
+    """e^x - 1 for ``0 <= x <= 80``, with full relative precision near 0."""
+    n, r = _reduce(lets, x)
+    scale = lets.bind(_power_of_two(n), "scale")
+    p = lets.bind(r + r * r * horner(r, _EXP), "p")
+    return lets.bind(p * scale + (scale - _f32(1.0)), "expm1")
+
+
+def tanh(x: Expr) -> Expr:
+    """tanh x = t / (t + 2) with t = e^(2|x|) - 1: error below 2 ulp everywhere; NaN in NaN out."""
+    lets = Lets()
+    x = lets.bind(x, "x")
+    a = lets.bind(absolute(x), "a")
+    doubled = lets.bind(tirx.Select(a > _f32(10.0), _f32(20.0), a + a), "doubled")
+    t = expm1_nonnegative(lets, doubled)
+    return lets.close(copy_sign(t / (t + _f32(2.0)), x))
+
+
+def sigmoid(x: Expr) -> Expr:
+    """1 / (1 + e^-x), error below 3 ulp."""
+    lets = Lets()
+    x = lets.bind(x, "x")
+    e = lets.bind(exp(_f32(0.0) - x), "e")
+    return lets.close(_f32(1.0) / (_f32(1.0) + e))
+
+
+def log(x: Expr) -> Expr:
+    """Natural logarithm, error below 2 ulp, denormals included; log 0 = -inf, log of negative is NaN."""
+    lets = Lets()
+    x = lets.bind(x, "x")
+    tiny = x < _f32(1.1754943508222875e-38)
+    scaled = lets.bind(tirx.Select(tiny, x * _f32(8388608.0), x), "scaled")
+    # The exponent is cut so that the mantissa lies in [sqrt(1/2), sqrt(2)).
+    shifted = lets.bind(bits(scaled) - _i32(0x3F3504F3), "shifted")
+    mantissa = from_bits((shifted & _i32(0x7FFFFF)) + _i32(0x3F3504F3))
+    f = lets.bind(mantissa - _f32(1.0), "f")
+    exponent = tirx.Cast("float32", shifted >> _i32(23))
+    e = lets.bind(exponent - tirx.Select(tiny, _f32(23.0), _f32(0.0)), "e")
+    square = lets.bind(f * f, "square")
+    tail = lets.bind(e * _f32(_LN2_LOW) + f * square * horner(f, _LOG), "tail")
+    finite = lets.bind(e * _f32(_LN2_HIGH) + (f + (tail - square * _f32(0.5))), "finite")
+    infinity = from_bits(_i32(0x7F800000))
+    positive = tirx.Select(x > _f32(3.4028234663852886e38), infinity, finite)
+    at_zero = tirx.Select((bits(x) & _i32(0x7FFFFFFF)).equal(_i32(0)), from_bits(_i32(-0x800000)), positive)
+    negative = lets.bind(tirx.Select(x < _f32(0.0), from_bits(_i32(0x7FC00000)), at_zero), "value")
+    return lets.close(tirx.Select(is_nan(x), x, negative))
+
+
+def erf(x: Expr) -> Expr:
+    """erf x, error below 2 ulp: x P(x^2) below 1, 1 - e^-Q(|x|) above; NaN in NaN out."""
+    lets = Lets()
+    x = lets.bind(x, "x")
+    a = lets.bind(absolute(x), "a")
+    cut = lets.bind(tirx.Select(a > _f32(4.0), _f32(4.0), a), "cut")
+    small = lets.bind(x * horner(lets.bind(cut * cut, "square"), _ERF_SMALL), "small")
+    decay = lets.bind(exp_nonpositive(_f32(0.0) - horner(cut, _ERF_LARGE)), "decay")
+    large = copy_sign(_f32(1.0) - decay, x)
+    return lets.close(tirx.Select(a < _f32(1.0), small, large))

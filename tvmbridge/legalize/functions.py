@@ -1,0 +1,108 @@
+"""Elementary functions by dtype: float32 by polynomials, halves by way of float32, float64 by libm.
+
+``FUNCTIONS`` maps a name to a function from a scalar expression of any floating dtype to one of the
+same dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.legalize import float32
+from tvmbridge.legalize.lets import Lets, constant, dtype_of
+
+ScalarFunction = Callable[[Expr], Expr]
+
+HALF = ("float16", "bfloat16")
+FLOATS = (*HALF, "float32", "float64")
+
+
+def is_nan(x: Expr) -> Expr:
+    """Return whether a value of any dtype is NaN; never for an integer."""
+    dtype = dtype_of(x)
+    if dtype == "float64":
+        bits = tirx.reinterpret("int64", x) & constant(0x7FFFFFFFFFFFFFFF, "int64")
+        return bits > constant(0x7FF0000000000000, "int64")
+    if dtype in HALF:
+        return float32.is_nan(tirx.Cast("float32", x))
+    return float32.is_nan(x) if dtype == "float32" else tirx.const(False, "bool")
+
+
+def libm(name: str) -> ScalarFunction:
+    """Return the float64 function ``name`` of the C library."""
+    return lambda x: tirx.call_pure_extern("float64", name, x)
+
+
+def by_dtype(single: ScalarFunction, double: ScalarFunction) -> ScalarFunction:
+    """Return one function for all floating dtypes; halves compute in float32."""
+
+    def apply(x: Expr) -> Expr:
+        dtype = dtype_of(x)
+        if dtype in HALF:
+            return tirx.Cast(dtype, single(tirx.Cast("float32", x)))
+        return double(x) if dtype == "float64" else single(x)
+
+    return apply
+
+
+def _sigmoid64(x: Expr) -> Expr:
+    one = constant(1.0, "float64")
+    return one / (one + libm("exp")(constant(0.0, "float64") - x))
+
+
+def _gelu(erf: ScalarFunction) -> ScalarFunction:
+    """x Phi(x) = x / 2 (1 + erf(x / sqrt 2))."""
+
+    def apply(x: Expr) -> Expr:
+        lets, dtype = Lets(), dtype_of(x)
+        x = lets.bind(x, "x")
+        half = constant(0.5, dtype)
+        return lets.close(x * half * (constant(1.0, dtype) + erf(x * constant(0.5**0.5, dtype))))
+
+    return apply
+
+
+def _gelu_tanh(tanh: ScalarFunction) -> ScalarFunction:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+
+    def apply(x: Expr) -> Expr:
+        lets, dtype = Lets(), dtype_of(x)
+        x = lets.bind(x, "x")
+        cubic = x + constant(0.044715, dtype) * (x * x * x)
+        inner = lets.bind(constant((2.0 / 3.141592653589793) ** 0.5, dtype) * cubic, "inner")
+        return lets.close(constant(0.5, dtype) * x * (constant(1.0, dtype) + tanh(inner)))
+
+    return apply
+
+
+def _silu(exp: ScalarFunction) -> ScalarFunction:
+    """x / (1 + e^-x)."""
+
+    def apply(x: Expr) -> Expr:
+        lets, dtype = Lets(), dtype_of(x)
+        x = lets.bind(x, "x")
+        e = exp(constant(0.0, dtype) - x)
+        return lets.close(x / (constant(1.0, dtype) + e))
+
+    return apply
+
+
+def _rsqrt(x: Expr) -> Expr:
+    return constant(1.0, dtype_of(x)) / tirx.sqrt(x)
+
+
+FUNCTIONS: dict[str, ScalarFunction] = {
+    "exp": by_dtype(float32.exp, libm("exp")),
+    "log": by_dtype(float32.log, libm("log")),
+    "erf": by_dtype(float32.erf, libm("erf")),
+    "tanh": by_dtype(float32.tanh, libm("tanh")),
+    "sigmoid": by_dtype(float32.sigmoid, _sigmoid64),
+    "gelu": by_dtype(_gelu(float32.erf), _gelu(libm("erf"))),
+    "gelu_tanh": by_dtype(_gelu_tanh(float32.tanh), _gelu_tanh(libm("tanh"))),
+    "silu": by_dtype(_silu(float32.exp), _silu(libm("exp"))),
+    "rsqrt": by_dtype(_rsqrt, _rsqrt),
+    "sqrt": by_dtype(tirx.sqrt, tirx.sqrt),
+}

@@ -1,0 +1,167 @@
+"""Legalisation of softmax, log_softmax, layer_norm and rms_norm, computed in float32 for half precisions."""
+
+from __future__ import annotations
+
+from math import prod
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr
+
+from tvmbridge.legalize.elementwise import REDUCTION
+from tvmbridge.legalize.float32 import exp_nonpositive
+from tvmbridge.legalize.functions import FUNCTIONS
+from tvmbridge.legalize.lets import constant
+from tvmbridge.legalize.reductions import (
+    accumulator_dtype,
+    cast,
+    mean_of,
+    normalized_axes,
+    pattern_of,
+    plain_sum,
+    reduce,
+    static_shape,
+    variance_of,
+)
+
+_ZERO = constant(0, "int64")
+
+
+def _at(indices: tuple[Expr, ...], axes: list[int]) -> list[Expr]:
+    """Return the indices with those of the reduced axes set to 0."""
+    return [_ZERO if axis in axes else index for axis, index in enumerate(indices)]
+
+
+def _exponential(x: Expr, dtype: str) -> Expr:
+    return FUNCTIONS["exp"](x) if dtype == "float64" else exp_nonpositive(x)
+
+
+def _shifted_exponentials(x: te.Tensor, axes: list[int]) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
+    """Return (row maximum, e^(x - maximum), its row sum), the reduced ones with extent 1.
+
+    The maximum may lose a NaN: the exponentials have it again. A row of -inf gives NaN.
+    """
+    dtype = str(x.dtype)
+    # From the smallest finite number instead of -inf a row of -inf would give 0 / 0 = NaN as well,
+    # but only because every exponential underflows; from -inf it is -inf - -inf.
+    plain_max = te.comm_reducer(lambda a, b: tirx.Max(a, b), lambda t: -tirx.infinity(t), name="max")
+    top = reduce(x, axes, plain_max, "T_max", True)
+    powers = te.compute(
+        x.shape, lambda *i: _exponential(x(*i) - top(*_at(i, axes)), dtype), name="T_exp"
+    )
+    return top, powers, plain_sum(powers, axes, True)
+
+
+def te_softmax(x: te.Tensor, axis: int) -> te.Tensor:
+    """Softmax over ``axis``: e^(x - max) times the reciprocal of its sum."""
+    dtype, axes = str(x.dtype), normalized_axes([axis], len(x.shape))
+    _, powers, total = _shifted_exponentials(cast(x, accumulator_dtype(dtype)), axes)
+    one = constant(1.0, str(total.dtype))
+    inverse = te.compute(total.shape, lambda *i: one / total(*i), name="T_inverse")
+    result = te.compute(
+        x.shape, lambda *i: powers(*i) * inverse(*_at(i, axes)), name="T_softmax"
+    )
+    return cast(result, dtype)
+
+
+def te_log_softmax(x: te.Tensor, axis: int) -> te.Tensor:
+    """x - max - log(sum(e^(x - max))) over ``axis``."""
+    dtype, axes = str(x.dtype), normalized_axes([axis], len(x.shape))
+    wide = cast(x, accumulator_dtype(dtype))
+    top, _, total = _shifted_exponentials(wide, axes)
+    logs = te.compute(total.shape, lambda *i: FUNCTIONS["log"](total(*i)), name="T_log")
+    result = te.compute(
+        x.shape,
+        lambda *i: wide(*i) - top(*_at(i, axes)) - logs(*_at(i, axes)),
+        name="T_log_softmax",
+    )
+    return cast(result, dtype)
+
+
+def te_layer_norm(
+    x: te.Tensor, weight: te.Tensor, bias: te.Tensor, axes: list[int], epsilon: float
+) -> te.Tensor:
+    """(x - mean) / sqrt(var + epsilon) * weight + bias, statistics over ``axes``."""
+    dtype = str(x.dtype)
+    acc = accumulator_dtype(dtype)
+    wide = cast(x, acc)
+    mean = mean_of(wide, axes, True)
+    var = variance_of(wide, mean, axes, True)
+    inverse = te.compute(
+        var.shape,
+        lambda *i: FUNCTIONS["rsqrt"](var(*i) + constant(epsilon, acc)),
+        name="T_rsqrt",
+    )
+
+    def compute(*i: Expr) -> Expr:
+        row, element = _at(i, axes), [i[axis] for axis in axes]
+        normal = (wide(*i) - mean(*row)) * inverse(*row)
+        scaled = normal * tirx.Cast(acc, weight(*element)) + tirx.Cast(acc, bias(*element))
+        return tirx.Cast(dtype, scaled)
+
+    return te.compute(x.shape, compute, name="T_layer_norm")
+
+
+def te_rms_norm(x: te.Tensor, weight: te.Tensor, axes: list[int], epsilon: float) -> te.Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight, statistics over ``axes``."""
+    dtype = str(x.dtype)
+    acc = accumulator_dtype(dtype)
+    wide = cast(x, acc)
+    square = te.compute(x.shape, lambda *i: wide(*i) * wide(*i), name="T_square")
+    mean = mean_of(square, axes, True)
+    inverse = te.compute(
+        mean.shape,
+        lambda *i: FUNCTIONS["rsqrt"](mean(*i) + constant(epsilon, acc)),
+        name="T_rsqrt",
+    )
+
+    def compute(*i: Expr) -> Expr:
+        normal = wide(*i) * inverse(*_at(i, axes))
+        return tirx.Cast(dtype, normal * tirx.Cast(acc, weight(*[i[axis] for axis in axes])))
+
+    return te.compute(x.shape, compute, name="T_rms_norm")
+
+
+def _pattern(call: Call, axes: list[int]) -> dict[str, int]:
+    return {"op_pattern": pattern_of([int(n) for n in call.ty.shape.values], axes)}
+
+
+def softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """Legalise relax.nn.softmax."""
+    axis = int(call.attrs.axis)
+    attrs = _pattern(call, normalized_axes([axis], len(call.ty.shape.values)))
+    return bb.call_te(
+        te_softmax, call.args[0], axis, primfunc_name_hint="softmax", primfunc_attrs=attrs
+    )
+
+
+def log_softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """Legalise relax.nn.log_softmax."""
+    axis = int(call.attrs.axis)
+    attrs = _pattern(call, normalized_axes([axis], len(call.ty.shape.values)))
+    return bb.call_te(
+        te_log_softmax, call.args[0], axis, primfunc_name_hint="log_softmax", primfunc_attrs=attrs
+    )
+
+
+def layer_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """Legalise relax.nn.layer_norm."""
+    axes = normalized_axes(call.attrs.axes, len(call.ty.shape.values))
+    epsilon = float(call.attrs.epsilon)
+    return bb.call_te(
+        lambda x, w, b: te_layer_norm(x, w, b, axes, epsilon),
+        *call.args,
+        primfunc_name_hint="layer_norm",
+        primfunc_attrs=_pattern(call, axes),
+    )
+
+
+def rms_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """Legalise relax.nn.rms_norm."""
+    axes = normalized_axes(call.attrs.axes, len(call.ty.shape.values))
+    epsilon = float(call.attrs.epsilon)
+    return bb.call_te(
+        lambda x, w: te_rms_norm(x, w, axes, epsilon),
+        *call.args,
+        primfunc_name_hint="rms_norm",
+        primfunc_attrs=_pattern(call, axes),
+    )

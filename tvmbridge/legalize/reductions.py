@@ -1,0 +1,146 @@
+"""Legalisation of sum, mean, variance, prod, max and min: halves accumulate in float32, NaN propagates.
+
+A reduction over trailing axes is marked as a broadcast to FuseOps, so that a whole row-wise chain (a
+normalisation spelled out, say) becomes one function; the CPU schedules keep a row in cache across it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr
+from tvm.relax.transform.legalize_ops.common import LegalizeFunc
+
+from tvmbridge.legalize.elementwise import BROADCAST, REDUCTION, larger, smaller
+from tvmbridge.legalize.functions import HALF
+from tvmbridge.legalize.lets import Lets, constant
+
+Reducer = Callable[..., Expr]
+
+
+def accumulator_dtype(dtype: str) -> str:
+    """Return the dtype in which values of ``dtype`` are summed."""
+    return "float32" if dtype in HALF else dtype
+
+
+def static_shape(x: te.Tensor) -> list[int]:
+    """Return the shape of a tensor whose extents are constants."""
+    return [int(extent) for extent in x.shape]
+
+
+def normalized_axes(axes: Sequence[int] | None, ndim: int) -> list[int]:
+    """Return the axes as sorted non-negative numbers; None stands for all."""
+    if axes is None:
+        return list(range(ndim))
+    return sorted(int(axis) % ndim for axis in axes)
+
+
+def cast(x: te.Tensor, dtype: str, name: str = "T_cast") -> te.Tensor:
+    """Return ``x`` in ``dtype``, the tensor itself where it has that dtype already."""
+    if str(x.dtype) == dtype:
+        return x
+    return te.compute(x.shape, lambda *i: tirx.Cast(dtype, x(*i)), name=name)
+
+
+def reduce(x: te.Tensor, axes: list[int], reducer: Reducer, name: str, keep: bool) -> te.Tensor:
+    """Reduce ``x`` over ``axes``; with ``keep`` they stay with extent 1."""
+    shape = static_shape(x)
+    iters = {axis: te.reduce_axis((0, shape[axis]), name=f"k{axis}") for axis in axes}
+    kept = [axis for axis in range(len(shape)) if keep or axis not in iters]
+
+    def compute(*indices: Expr) -> Expr:
+        at = dict(zip(kept, indices, strict=True))
+        source = x(*[iters.get(axis, at.get(axis)) for axis in range(len(shape))])
+        return reducer(source, axis=list(iters.values()))
+
+    return te.compute([1 if a in iters else shape[a] for a in kept], compute, name=name)
+
+
+def nan_reducer(dtype: str, pick: Callable[[Expr, Expr], Expr], start: Expr) -> Reducer:
+    """Return the reducer of ``pick``, which keeps NaN, from the value ``start``."""
+    return te.comm_reducer(pick, lambda _: start, name=f"{pick.__name__}_{dtype}")
+
+
+def reducer_for(kind: str, dtype: str) -> Reducer:
+    """Return the reducer of ``kind`` (sum, prod, max or min) over values of ``dtype``."""
+    if kind == "sum":
+        return te.comm_reducer(lambda a, b: a + b, lambda t: constant(0, t), name="sum")
+    if kind == "prod":
+        return te.comm_reducer(lambda a, b: a * b, lambda t: constant(1, t), name="prod")
+    floating = dtype.startswith(("float", "bfloat"))
+    if kind == "max":
+        start = -tirx.infinity(dtype) if floating else tirx.min_value(dtype)
+        return nan_reducer(dtype, larger, start)
+    start = tirx.infinity(dtype) if floating else tirx.max_value(dtype)
+    return nan_reducer(dtype, smaller, start)
+
+
+def plain_sum(x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
+    """Sum in the dtype of ``x``, which must be an accumulator's."""
+    return reduce(x, axes, reducer_for("sum", str(x.dtype)), "T_sum", keep)
+
+
+def mean_of(x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
+    """Mean in the dtype of ``x``, which must be an accumulator's."""
+    shape = static_shape(x)
+    total = plain_sum(x, axes, keep)
+    count = constant(float(prod(shape[a] for a in axes)), str(x.dtype))
+    return te.compute(total.shape, lambda *i: total(*i) / count, name="T_mean")
+
+
+def squared_deviation(x: te.Tensor, mean: te.Tensor) -> te.Tensor:
+    """(x - mean)^2, where ``mean`` has extent 1 on the axes that were reduced."""
+    where = [int(extent) == 1 for extent in mean.shape]
+
+    def compute(*i: Expr) -> Expr:
+        lets = Lets()
+        at = [constant(0, "int64") if one else index for one, index in zip(where, i, strict=True)]
+        d = lets.bind(x(*i) - mean(*at), "d")
+        return lets.close(d * d)
+
+    return te.compute(x.shape, compute, name="T_deviation")
+
+
+def variance_of(x: te.Tensor, mean: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
+    """Biased variance about ``mean``, in the dtype of ``x``, which must be an accumulator's."""
+    return mean_of(squared_deviation(x, mean), axes, keep)
+
+
+def _compute(kind: str, x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
+    dtype = str(x.dtype)
+    wide = cast(x, accumulator_dtype(dtype) if kind not in ("max", "min") else dtype)
+    if kind == "mean":
+        result = mean_of(wide, axes, keep)
+    elif kind == "variance":
+        result = variance_of(wide, mean_of(wide, axes, True), axes, keep)
+    else:
+        result = reduce(wide, axes, reducer_for(kind, str(wide.dtype)), f"T_{kind}", keep)
+    return cast(result, dtype)
+
+
+def pattern_of(shape: Sequence[int], axes: list[int]) -> int:
+    """Return the fusion pattern of a reduction: a broadcast if it runs along rows of several."""
+    rows = prod(shape[: len(shape) - len(axes)])
+    trailing = axes == list(range(len(shape) - len(axes), len(shape)))
+    return BROADCAST if trailing and rows > 1 else REDUCTION
+
+
+def reduction(kind: str) -> LegalizeFunc:
+    """Return the legalisation of a relax reduction with attributes ``axis`` and ``keepdims``."""
+
+    def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
+        shape = [int(extent) for extent in call.args[0].ty.shape.values]
+        axes = normalized_axes(call.attrs.axis, len(shape))
+        keep = bool(call.attrs.keepdims)
+
+        def compute(x: te.Tensor) -> te.Tensor:
+            return _compute(kind, x, axes, keep)
+
+        attrs = {"op_pattern": pattern_of(shape, axes)}
+        return bb.call_te(
+            compute, call.args[0], primfunc_name_hint=f"tir_{kind}", primfunc_attrs=attrs
+        )
+
+    return legalize

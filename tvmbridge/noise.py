@@ -1,0 +1,142 @@
+"""Noise: random draws are found in the captured graph and made by PyTorch, in program order.
+
+The compiled function stays pure: each draw is one more input of it. PyTorch's own generator makes
+them in the order in which the module would, so the same seed gives the same numbers and leaves the
+generator in the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.types import NoiseDescriptor, TensorSpec
+
+aten = torch.ops.aten
+
+_DROPOUT = (aten.dropout.default, aten.native_dropout.default)
+
+# Draws that read nothing of their tensor arguments but shape, strides, dtype and device.
+_READS_METADATA_ONLY = frozenset(
+    {
+        "aten::rand",
+        "aten::rand_like",
+        "aten::randn",
+        "aten::randn_like",
+        "aten::randint",
+        "aten::randint_like",
+        "aten::randperm",
+        "aten::uniform",
+        "aten::normal_functional",
+        "aten::exponential",
+        "aten::geometric",
+        "aten::log_normal",
+        "aten::cauchy",
+        "aten::random",
+    }
+)
+_METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
+
+
+def find_noise(graph: fx.Graph) -> tuple[NoiseDescriptor, ...]:
+    """Every random draw of ``graph`` in program order.
+
+    Raises:
+        UnsupportedOperatorError: a draw depends on values that the graph computes, so that
+            PyTorch cannot make it beforehand.
+    """
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _DROPOUT:
+            if is_active_dropout(node):
+                found.append(_describe_dropout(node))
+        elif _is_random(node):
+            found.append(_describe_draw(node))
+    return tuple(found)
+
+
+def dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
+    """``(input, p, train)`` of a dropout node."""
+    x, p, train = node.args
+    assert isinstance(x, fx.Node)
+    return x, float(p), train is None or bool(train)  # type: ignore[arg-type]
+
+
+def is_active_dropout(node: fx.Node) -> bool:
+    """Whether eager PyTorch draws a mask here: not for p of 0 or 1, nor outside training."""
+    if node.target not in _DROPOUT:
+        return False
+    x, p, train = dropout_arguments(node)
+    return train and 0.0 < p < 1.0 and x.meta["val"].numel() > 0
+
+
+def _is_random(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target is aten.scaled_dot_product_attention.default:
+        return bool(_argument(node, "dropout_p", 4, 0.0))
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _argument(node: fx.Node, name: str, position: int, default: Any) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
+    x, p, _ = dropout_arguments(node)
+    spec = TensorSpec.of(torch.empty_like(x.meta["val"], dtype=torch.bool))
+    return NoiseDescriptor(
+        name=node.name,
+        spec=spec,
+        op=aten.bernoulli_.float,
+        args=(spec, 1.0 - p),
+        kwargs={},
+        drop_probability=p,
+    )
+
+
+def _describe_draw(node: fx.Node) -> NoiseDescriptor:
+    op = node.target
+    assert isinstance(op, torch._ops.OpOverload)
+    if op._schema.name not in _READS_METADATA_ONLY and op not in _METADATA_ONLY_OVERLOADS:
+        raise UnsupportedOperatorError(
+            f"{op} draws random numbers from values that the graph computes, so the draw cannot "
+            "be made beforehand"
+        )
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedOperatorError(f"{op} draws several results at once")
+    args, kwargs = pytree.tree_map(_spec_of_node, (node.args, node.kwargs))
+    return NoiseDescriptor(node.name, TensorSpec.of(value), op, tuple(args), kwargs)
+
+
+def _spec_of_node(value: Any) -> Any:
+    return TensorSpec.of(value.meta["val"]) if isinstance(value, fx.Node) else value
+
+
+def draw_noise(noise: Sequence[NoiseDescriptor]) -> list[torch.Tensor]:
+    """Make the draws with PyTorch's default generator; contiguous tensors, in order."""
+    return [_draw(descriptor).contiguous() for descriptor in noise]
+
+
+def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
+    args = [_materialize(a) for a in descriptor.args]
+    kwargs = {k: _materialize(v) for k, v in descriptor.kwargs.items()}
+    result: torch.Tensor = descriptor.op(*args, **kwargs)
+    return result
+
+
+def _materialize(value: Any) -> Any:
+    if not isinstance(value, TensorSpec):
+        return value
+    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)

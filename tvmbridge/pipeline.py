@@ -1,0 +1,126 @@
+"""The ordered lists of passes, and the runner that times, checks and records each of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from pathlib import Path
+
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from tvmbridge.errors import PassError
+from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.relax.lower_dropout import LowerDropout
+from tvmbridge.passes.relax.lower_layer_norm import LowerLayerNorm
+from tvmbridge.passes.relax.one_zapp import OneZapp
+from tvmbridge.passes.relax.stop_gradients import RemoveNoGrad
+from tvmbridge.passes.relax.zapp_like import ZappLike
+from tvmbridge.passes.relax.zero_zapp import ZeroZapp
+from tvmbridge.types import PassRecord
+
+logger = logging.getLogger(__name__)
+
+AnyPass = RelaxPass | tvm.transform.Pass | Callable[[tvm.IRModule], tvm.IRModule]
+
+
+def inference_passes() -> list[AnyPass]:
+    """Graph passes where nothing is differentiated."""
+    return [LowerDropout(), RemoveNoGrad(), *tidy_passes()]
+
+
+def lowering_passes() -> list[AnyPass]:
+    """Training, before the gradient: what has no gradient rule is spelled out."""
+    return [LowerDropout(), LowerLayerNorm(), *tidy_passes()]
+
+
+def zapp_passes() -> list[AnyPass]:
+    """Training, after the gradient: what the gradient left superfluous goes away."""
+    return [RemoveNoGrad(), ZappLike(), OneZapp(), ZeroZapp(), ZappLike(), *tidy_passes()]
+
+
+def tidy_passes() -> list[AnyPass]:
+    """TVM's own cleaning: copies, equal expressions, dead code."""
+    return [
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.EliminateCommonSubexpr(),
+        relax.transform.CanonicalizeBindings(),
+        relax.transform.DeadCodeElimination(),
+    ]
+
+
+def run_passes(
+    mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
+) -> tvm.IRModule:
+    """Apply ``passes`` in order; append a record of each to ``records``.
+
+    With ``TVMBRIDGE_DUMP=folder`` the module after each pass is written there.
+
+    Raises:
+        PassError: a pass failed, or left an ill-formed module; it names the pass.
+    """
+    for pass_ in passes:
+        mod = _run_pass(mod, pass_, records)
+    return mod
+
+
+def pass_name(pass_: AnyPass) -> str:
+    """The name a pass goes by in records and errors."""
+    if isinstance(pass_, RelaxPass):
+        return type(pass_).__name__
+    if isinstance(pass_, tvm.transform.Pass):
+        return str(pass_.info.name)
+    return getattr(pass_, "__name__", type(pass_).__name__)
+
+
+def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> tvm.IRModule:
+    report = PassReport()
+    start = time.perf_counter()
+    try:
+        after = pass_.apply(mod, report) if isinstance(pass_, RelaxPass) else pass_(mod)
+        relax.analysis.well_formed(after)
+    except Exception as error:
+        raise PassError(f"pass {pass_name(pass_)} failed: {error}") from error
+    record = PassRecord(
+        name=pass_name(pass_),
+        options=_options_of(pass_),
+        seconds=time.perf_counter() - start,
+        rewrites=report.rewrites,
+        declined=tuple(report.declined),
+        bindings_before=count_bindings(mod),
+        bindings_after=count_bindings(after),
+        hash_before=tvm_ffi.structural_hash(mod, map_free_vars=True),
+        hash_after=tvm_ffi.structural_hash(after, map_free_vars=True),
+    )
+    records.append(record)
+    logger.debug("%s: %d -> %d bindings", record.name, record.bindings_before, record.bindings_after)
+    _dump(after, record, len(records))
+    return after
+
+
+def _options_of(pass_: AnyPass) -> str:
+    if not isinstance(pass_, RelaxPass):
+        return ""
+    return ", ".join(f"{f.name}={getattr(pass_, f.name)!r}" for f in fields(pass_))
+
+
+def count_bindings(mod: tvm.IRModule) -> int:
+    """Bindings of all Relax functions of ``mod``."""
+    return sum(
+        len(block.bindings)
+        for _, function in mod.functions_items()
+        if isinstance(function, relax.Function)
+        for block in function.body.blocks
+    )
+
+
+def _dump(mod: tvm.IRModule, record: PassRecord, number: int) -> None:
+    folder = os.environ.get("TVMBRIDGE_DUMP")
+    if folder:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{number:03d}_{record.name}.py").write_text(mod.script(show_meta=False))

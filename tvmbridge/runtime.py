@@ -1,0 +1,51 @@
+"""The runtime: calls compiled functions on PyTorch's tensors, by DLPack and without a copy."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from tvm import relax
+
+# Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
+_ALIGNMENT_MASK = 63
+
+
+def prepare(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` if compiled code may read its memory, else a dense, aligned copy of its values."""
+    if (
+        tensor.is_contiguous()
+        and not tensor.data_ptr() & _ALIGNMENT_MASK
+        and not tensor.is_neg()
+    ):
+        return tensor
+    with torch.no_grad():
+        return tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
+
+
+class LoadedModule:
+    """The functions of a loaded executable.
+
+    A VirtualMachine keeps its state in itself, so calls from several threads take turns.
+    """
+
+    def __init__(self, vm: relax.VirtualMachine) -> None:
+        self._vm = vm
+        self._functions = {name: vm[name] for name in ("forward", "backward") if _has(vm, name)}
+        self._lock = threading.RLock()
+
+    def call(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Call ``name`` on dense, aligned tensors; the results own their memory or share it with
+        an argument of which they are a view."""
+        function = self._functions[name]
+        with self._lock:
+            return list(function(*tensors))
+
+
+def _has(vm: relax.VirtualMachine, name: str) -> bool:
+    try:
+        vm[name]
+    except (AttributeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Statement builders: sequences, loops, vector loops, local buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.kernel import Buffer, Reduction
+from tvmbridge.schedules.values import index_var, integer
+
+Body = Callable[[Expr], list[tirx.Stmt]]
+
+
+def sequence(statements: Sequence[tirx.Stmt]) -> tirx.Stmt:
+    """Return one statement for several."""
+    if len(statements) == 1:
+        return statements[0]
+    return tirx.SeqStmt(list(statements)) if statements else tirx.Evaluate(integer(0))
+
+
+def loop(
+    extent: Expr | int, body: Body, kind: tirx.ForKind = tirx.ForKind.SERIAL, start: Expr | int = 0
+) -> tirx.Stmt:
+    """Return a loop over [start, start + extent); one of extent 1 is its body."""
+    first = integer(start) if isinstance(start, int) else start
+    if isinstance(extent, int):
+        if extent == 1:
+            return sequence(body(first))
+        extent = integer(extent)
+    var = index_var("i")
+    return tirx.For(var, first, extent, kind, sequence(body(var)))
+
+
+def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
+    """Return a loop of ``lanes`` iterations that become one vector operation each."""
+    return loop(lanes, body, tirx.ForKind.VECTORIZED)
+
+
+def over_vectors(extent: int, lanes: int, body: Callable[[Expr, Expr | None], tirx.Stmt]) -> tirx.Stmt:
+    """Return a loop over [0, extent) in steps of ``lanes``, at most ``extent``.
+
+    ``body(base, fresh)`` handles the ``lanes`` positions from ``base``. Where ``lanes`` does not divide
+    ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are new; else
+    ``fresh`` is None.
+    """
+    count = -(-extent // lanes)
+    if extent % lanes == 0:
+        return loop(count, lambda i: [body(i * integer(lanes), None)])
+
+    def step(i: Expr) -> list[tirx.Stmt]:
+        fresh, base = index_var("fresh"), index_var("base")
+        last = tirx.Min(fresh, integer(extent - lanes))
+        bind = tirx.Bind(fresh, i * integer(lanes))
+        return [bind, tirx.Bind(base, last), body(base, fresh)]
+
+    return loop(count, step)
+
+
+def allocate(shape: Sequence[int], dtype: str, name: str) -> tuple[Buffer, tirx.Stmt]:
+    """Return a new buffer and the statement that allocates it."""
+    buffer = tirx.decl_buffer([integer(n) for n in shape], dtype, name)
+    return buffer, tirx.AllocBuffer(buffer)
+
+
+def store(buffer: Buffer, value: Expr, *indices: Expr) -> tirx.Stmt:
+    """Return ``buffer[indices] = value``."""
+    return tirx.BufferStore(buffer, value, list(indices))
+
+
+def load(buffer: Buffer, *indices: Expr) -> Expr:
+    """Return ``buffer[indices]``."""
+    return tirx.BufferLoad(buffer, list(indices))
+
+
+def combine_lanes(accumulator: Buffer, lanes: int, reduction: Reduction) -> list[tirx.Stmt]:
+    """Reduce ``lanes`` (a power of two) partial results into element 0, by halves."""
+    statements = []
+    half = lanes // 2
+    while half >= 1:
+
+        def step(lane: Expr, half: int = half) -> list[tirx.Stmt]:
+            other = load(accumulator, lane + integer(half))
+            return [store(accumulator, reduction.combine(load(accumulator, lane), other), lane)]
+
+        statements.append(vector_loop(half, step))
+        half //= 2
+    return statements
+
+
+def power_of_two_below(limit: int) -> int:
+    """Return the largest power of two that is at most ``limit`` (at least 1)."""
+    return 1 << max(limit, 1).bit_length() - 1

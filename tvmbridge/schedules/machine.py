@@ -1,0 +1,31 @@
+"""What the schedules need to know of a machine: vector lanes, cores, and when a parallel loop pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.target import Target
+
+from tvmbridge.schedules.target import core_count, vector_bits
+
+# Expression nodes evaluated in about the time that a parallel launch costs.
+_PARALLEL_WORK = 4_000_000
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``lanes`` float32 elements fit a vector register; ``cores`` share a parallel loop."""
+
+    lanes: int
+    cores: int
+
+    @staticmethod
+    def of(target: Target) -> Machine:
+        """Return what ``target`` says of itself."""
+        return Machine(vector_bits(target) // 32, core_count(target))
+
+    def chunks(self, work: int, steps: int) -> int:
+        """Return into how many parallel parts to cut ``steps`` steps of ``work`` nodes in all."""
+        if self.cores == 1 or work < _PARALLEL_WORK:
+            return 1
+        return max(1, min(steps, 4 * self.cores))

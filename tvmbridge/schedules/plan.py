@@ -1,0 +1,86 @@
+"""Which stages of a function are stored, and in which nests they are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.rows import RowNest, row_axes, smooth_rows
+
+# A map whose expression is larger than this is computed once if several stages read it.
+_CHEAP = 5
+
+
+def stored_stages(kernel: Kernel) -> list[Stage]:
+    """Return the stages that are not just computed where they are read, in order.
+
+    These are reductions, outputs, and maps that are not cheap and are read by several stages or by
+    one that is larger (a broadcast would repeat them).
+    """
+    readers: dict[Any, list[Stage]] = {}
+    for stage in kernel.stages:
+        for buffer in {load.buffer for load in stage.loads}:
+            readers.setdefault(buffer, []).append(stage)
+    costs: dict[Any, int] = {}
+    stored = []
+    for stage in kernel.stages:
+        inner = sum(costs.get(load.buffer, 0) for load in stage.loads)
+        cost = stage.cost + inner
+        uses = readers.get(stage.buffer, [])
+        repeated = len(uses) > 1 or any(use.size * use.depth > stage.size for use in uses)
+        dear = cost > _CHEAP and repeated
+        if stage.reduction is not None or stage.buffer in kernel.outputs or dear:
+            stored.append(stage)
+        else:
+            costs[stage.buffer] = cost
+    return stored
+
+
+def plan(kernel: Kernel) -> list[RowNest]:
+    """Group the stored stages into nests, each as large as its rows allow."""
+    stages = stored_stages(kernel)
+    stored = {stage.buffer for stage in stages}
+    nests: list[RowNest] = []
+    for position, stage in enumerate(stages):
+        if nests and nests[-1].add(stage):
+            continue
+        nest = RowNest(kernel, _rows_for(kernel, stored, stages[position:]), stored)
+        if not nest.add(stage):
+            raise ValueError(f"stage {stage.name} does not fit its own rows")
+        nests.append(nest)
+    return nests
+
+
+def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage]) -> int:
+    """Return the rows of the nest that begins with the first of ``stages``."""
+    first = stages[0]
+    if first.reduction is not None:
+        return first.size
+    following = next((s for s in stages if s.reduction is not None), None)
+    if following is not None and following.size > 1 and row_axes(first, following.size):
+        return following.size
+    rows = smooth_rows(kernel, stored, first)
+    if rows is None:
+        extents = [axis.extent for axis in first.spatial]
+        rows = first.size // extents[-1]
+    return rows
+
+
+def shared_buffers(kernel: Kernel, nests: list[RowNest]) -> set[Any]:
+    """Return the buffers that must lie in memory for the caller or for another nest."""
+    shared = set(kernel.outputs)
+    home = {m.stage.buffer: i for i, nest in enumerate(nests) for m in nest.members}
+    for i, nest in enumerate(nests):
+        for member in nest.members:
+            for buffer in _read_buffers(kernel, nest.stored, member.stage):
+                if buffer in home and home[buffer] != i:
+                    shared.add(buffer)
+    return shared
+
+
+def _read_buffers(kernel: Kernel, stored: set[Any], stage: Stage) -> set[Any]:
+    found: set[Any] = set()
+    for load in stage.loads:
+        producer = None if load.buffer in stored else kernel.producer(load.buffer)
+        found |= {load.buffer} if producer is None else _read_buffers(kernel, stored, producer)
+    return found

@@ -1,0 +1,144 @@
+"""Row-wise nests: whatever a row needs is computed while that row is in cache.
+
+A nest is a loop over rows. For each row it runs passes over the columns (vector loops; a reduction keeps
+one partial result a lane) and, between passes, the scalars of the row. Softmax and layer normalisation with
+what surrounds them are one nest with three passes; a chain of element-wise stages is one with one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tvm_ffi
+from tvm.ir import Expr
+
+from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage
+from tvmbridge.schedules.values import (
+    Indexer,
+    index_var,
+    integer,
+    mentions,
+    reads,
+    split_axes,
+    unravel,
+)
+
+
+@dataclass
+class Member:
+    """A stage of a nest, over ``columns`` positions of a row, in pass ``time``.
+
+    Even times are passes over columns, odd ones the scalars between. ``kept`` says that its value is read
+    after its pass, or from another column, so that it needs a place in memory.
+    """
+
+    stage: Stage
+    columns: int
+    time: int
+    kept: bool = False
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the result is one value a row."""
+        return self.columns == 1 or self.stage.reduction is not None
+
+    @property
+    def looped(self) -> bool:
+        """Whether it runs in a pass over columns."""
+        return self.stage.reduction is not None or self.columns > 1
+
+    @property
+    def ready(self) -> int:
+        """The first time at which the result can be read."""
+        return self.time + 1 if self.stage.reduction is not None else self.time
+
+
+@dataclass
+class RowNest:
+    """Stages that share a loop over ``rows`` rows; :meth:`add` says whether one more can join."""
+
+    kernel: Kernel
+    rows: int
+    stored: set[Any]
+    members: list[Member] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.row, self.column = index_var("row"), index_var("column")
+
+    def member(self, buffer: Buffer) -> Member | None:
+        """Return the member that computes ``buffer``."""
+        return next((m for m in self.members if m.stage.buffer.same_as(buffer)), None)
+
+    def add(self, stage: Stage) -> bool:
+        """Let ``stage`` join if every row of it needs only the same row of the stages before it."""
+        axes = row_axes(stage, self.rows)
+        if axes is None:
+            return False
+        columns = extent_of(axes[1])
+        indexer = Indexer({self.row: self.rows, self.column: columns})
+        at = unravel(self.row, axes[0], indexer) | unravel(self.column, axes[1], indexer)
+        joined = Member(stage, columns, -1)
+        joined.time = 0 if joined.looped else -1
+        sources = []
+        for _, buffer, indices in reads(self.kernel, self.stored, indexer, stage, at):
+            source = self.member(buffer)
+            if source is None:
+                continue
+            width = 1 if source.scalar else source.columns
+            flat = indexer.flat(buffer, indices) - self.row * integer(width)
+            within = indexer.simplify(flat)
+            if mentions(within, self.row):
+                return False
+            same = source.columns == columns and tvm_ffi.structural_equal(within, self.column)
+            joined.time = max(joined.time, _earliest(source, joined.looped, same))
+            sources.append((source, same))
+        for source, same in sources:
+            source.kept |= not source.scalar and (not same or joined.time > source.time)
+        self.members.append(joined)
+        return True
+
+
+def _earliest(source: Member, looped: bool, same: bool) -> int:
+    """Return the first time at which a stage that reads ``source`` can run."""
+    if source.scalar:
+        return source.ready + 1 if looped else source.ready
+    if not looped:
+        return source.time + 1
+    return source.time if same else source.time + 2
+
+
+def extent_of(axes: Sequence[Axis]) -> int:
+    """Return the number of positions over ``axes``."""
+    count = 1
+    for axis in axes:
+        count *= axis.extent
+    return count
+
+
+def row_axes(stage: Stage, rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
+    """Split a stage's axes into those of rows and those of columns; a reduction's columns are reduced."""
+    if stage.reduction is not None:
+        return (stage.spatial, stage.reduced) if stage.size == rows else None
+    return split_axes(stage.spatial, rows)
+
+
+def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
+    """Return the fewest rows for which every read of a map moves by 0 or 1 from column to column."""
+    row, column = index_var("row"), index_var("column")
+    rows = 1
+    for cut in range(len(stage.spatial)):
+        rows = extent_of(stage.spatial[:cut])
+        if cut and stage.spatial[cut - 1].extent == 1:
+            continue
+        axes = stage.spatial[:cut], stage.spatial[cut:]
+        indexer = Indexer({row: rows, column: extent_of(axes[1])})
+        at: dict[Any, Expr] = unravel(row, axes[0], indexer) | unravel(column, axes[1], indexer)
+        moves = (
+            indexer.coefficient(indexer.flat(buffer, indices), column)
+            for _, buffer, indices in reads(kernel, stored, indexer, stage, at)
+        )
+        if all(move in (0, 1) for move in moves):
+            return rows
+    return 1 if not stage.spatial else None

@@ -1,0 +1,261 @@
+"""Code for a row-wise nest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.kernel import Buffer
+from tvmbridge.schedules.loops import (
+    allocate,
+    combine_lanes,
+    load,
+    loop,
+    over_vectors,
+    power_of_two_below,
+    sequence,
+    store,
+    vector_loop,
+)
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.rows import Member, RowNest, row_axes
+from tvmbridge.schedules.values import Evaluator, Indexer, Memory, index_var, integer, unravel
+
+# A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
+_CHEAP_PASS = 24
+
+
+@dataclass
+class _Accumulator:
+    member: Member
+    buffer: Buffer
+    lanes: int
+
+
+class RowEmitter:
+    """Writes one :class:`RowNest`; ``shared`` are the buffers that are read outside of it."""
+
+    def __init__(
+        self, nest: RowNest, machine: Machine, shared: set[Any], memory: Memory
+    ) -> None:
+        self.nest, self.machine, self.shared, self.memory = nest, machine, shared, memory
+        self.local: dict[Any, Buffer] = {}
+        self.indexer = Indexer()
+        self.evaluator = Evaluator(nest.kernel, nest.stored, self.indexer, memory)
+
+    def emit(self) -> list[tirx.Stmt]:
+        """Return the statements of the nest."""
+        rows, machine = self.nest.rows, self.machine
+        if rows == 1 and self._is_flat():
+            return self._flat()
+        chunks = machine.chunks(self.work(), rows)
+        if chunks == 1:
+            return [*self._allocations(), loop(rows, lambda row: self._row(row))]
+
+        def chunk(p: Expr) -> list[tirx.Stmt]:
+            allocations = self._allocations()
+            first, last = (integer(rows) * q // integer(chunks) for q in (p, p + integer(1)))
+            return [*allocations, loop(last - first, lambda row: self._row(row), start=first)]
+
+        return [loop(chunks, chunk, tirx.ForKind.PARALLEL)]
+
+    def work(self) -> int:
+        """Return the number of expression nodes that the nest evaluates, about."""
+        nest = self.nest
+        return sum(nest.rows * m.columns * (m.stage.cost + 10) for m in nest.members)
+
+    def _is_flat(self) -> bool:
+        return all(m.time == 0 and m.stage.reduction is None and m.looped for m in self.nest.members)
+
+    def _flat(self) -> list[tirx.Stmt]:
+        """Return element-wise stages over one long row, the vectors divided among the cores."""
+        members = self.nest.members
+        columns, row = members[0].columns, integer(0)
+        lanes = self._lanes(members, columns)
+        steps = -(-columns // lanes)
+        chunks = self.machine.chunks(self.work(), steps)
+
+        def step(i: Expr) -> list[tirx.Stmt]:
+            base = index_var("base")
+            self.indexer.bind(base, columns - lanes + 1)
+            last = integer(columns - lanes)
+            at = i * integer(lanes)
+            bind = tirx.Bind(base, tirx.Min(at, last) if columns % lanes else at)
+            return [bind, self._vectors(members, [], row, base, None, lanes)]
+
+        def chunk(p: Expr) -> list[tirx.Stmt]:
+            first, last = (integer(steps) * q // integer(chunks) for q in (p, p + integer(1)))
+            return [loop(last - first, step, start=first)]
+
+        if chunks == 1:
+            return [loop(steps, step)]
+        return [loop(chunks, chunk, tirx.ForKind.PARALLEL)]
+
+    def _allocations(self) -> list[tirx.Stmt]:
+        statements = []
+        for member in self.nest.members:
+            buffer = member.stage.buffer
+            if member.kept and buffer not in self.shared:
+                self.local[buffer], statement = allocate(
+                    [member.columns], member.stage.dtype, f"{member.stage.name}_row"
+                )
+                statements.append(statement)
+        return statements
+
+    def _row(self, row: Expr) -> list[tirx.Stmt]:
+        """Return all passes over one row."""
+        if isinstance(row, tirx.Var):
+            self.indexer.bind(row, self.nest.rows)
+        self._redirect(row)
+        statements: list[tirx.Stmt] = []
+        for time in sorted({member.time for member in self.nest.members}):
+            members = [m for m in self.nest.members if m.time == time]
+            if time % 2:
+                for member in members:
+                    statements += self._scalar(member, row)
+                continue
+            for columns in dict.fromkeys(m.columns for m in members):
+                statements += self._pass([m for m in members if m.columns == columns], row)
+        return statements
+
+    def _redirect(self, row: Expr) -> None:
+        """Make reads of kept rows go to their local buffers."""
+        self.evaluator = self.evaluator.fork()
+        self.evaluator.places.clear()
+        for member in self.nest.members:
+            buffer = member.stage.buffer
+            if buffer in self.local:
+                self.evaluator.places[buffer] = self._place(member, row)
+
+    def _place(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
+        local, columns = self.local[member.stage.buffer], integer(member.columns)
+        return lambda offset: load(local, self.indexer.simplify(offset - row * columns))
+
+    def _set_scalar(self, member: Member, value: Expr, row: Expr) -> list[tirx.Stmt]:
+        """Let later reads of a row's scalar be ``value``; store it if it is read elsewhere."""
+        stage = member.stage
+        named = self.evaluator.name(value, stage.name)
+        self.evaluator.places[stage.buffer] = lambda _: named
+        if stage.buffer in self.shared:
+            self.evaluator.store(stage.buffer, row, named)
+        return self.evaluator.take()
+
+    def _scalar(self, member: Member, row: Expr) -> list[tirx.Stmt]:
+        axes = row_axes(member.stage, self.nest.rows)
+        assert axes is not None
+        at = unravel(row, axes[0], self.indexer) | unravel(integer(0), axes[1], self.indexer)
+        return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
+
+    def _lanes(self, members: Sequence[Member], columns: int) -> int:
+        if not all(self._vectorizable(m) for m in members):
+            return 1
+        lanes = power_of_two_below(min(self.machine.lanes, columns))
+        cheap = sum(m.stage.cost for m in members) < _CHEAP_PASS
+        if cheap and any(m.stage.reduction for m in members):
+            while lanes < 4 * self.machine.lanes and 4 * lanes <= columns:
+                lanes *= 2
+        return lanes
+
+    def _vectorizable(self, member: Member) -> bool:
+        return all(stage.vectorizable for stage in self._virtual(member))
+
+    def _virtual(self, member: Member) -> list[Any]:
+        """Return the member's stage and the ones computed within it."""
+        found, pending = [], [member.stage]
+        while pending:
+            stage = pending.pop()
+            found.append(stage)
+            for read in stage.loads:
+                producer = self.nest.kernel.producer(read.buffer)
+                if producer and read.buffer not in self.nest.stored and producer not in found:
+                    pending.append(producer)
+        return found
+
+    def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
+        """Return one loop over the columns, and what finishes its reductions."""
+        columns = members[0].columns
+        lanes = self._lanes(members, columns)
+        statements: list[tirx.Stmt] = []
+        accumulators = []
+        for member in members:
+            if member.stage.reduction is None:
+                continue
+            buffer, statement = allocate([lanes], member.stage.dtype, f"{member.stage.name}_lanes")
+            accumulators.append(_Accumulator(member, buffer, lanes))
+            init = member.stage.reduction.init
+
+            def clear(lane: Expr, buffer: Buffer = buffer, init: Expr = init) -> list[tirx.Stmt]:
+                return [store(buffer, init, lane)]
+
+            statements += [statement, vector_loop(lanes, clear)]
+
+        def step(base: Expr, fresh: Expr | None) -> tirx.Stmt:
+            if isinstance(base, tirx.Var):
+                self.indexer.bind(base, columns - lanes + 1)
+            return self._vectors(members, accumulators, row, base, fresh, lanes)
+
+        statements.append(over_vectors(columns, lanes, step))
+        for accumulator in accumulators:
+            reduction = accumulator.member.stage.reduction
+            assert reduction is not None
+            statements += combine_lanes(accumulator.buffer, lanes, reduction)
+            total = load(accumulator.buffer, integer(0))
+            statements += self._set_scalar(accumulator.member, total, row)
+        return statements
+
+    def _vectors(
+        self,
+        members: Sequence[Member],
+        accumulators: Sequence[_Accumulator],
+        row: Expr,
+        base: Expr,
+        fresh: Expr | None,
+        lanes: int,
+    ) -> tirx.Stmt:
+        """Return the members' elements at ``lanes`` columns from ``base``."""
+
+        def body(lane: Expr) -> list[tirx.Stmt]:
+            if isinstance(lane, tirx.Var):
+                self.indexer.bind(lane, lanes)
+            column = self.indexer.simplify(base + lane)
+            evaluator = self.evaluator.fork()
+            for member in members:
+                axes = row_axes(member.stage, self.nest.rows)
+                assert axes is not None
+                at = unravel(row, axes[0], self.indexer) | unravel(column, axes[1], self.indexer)
+                value = evaluator.element(member.stage, at)
+                if member.stage.reduction is None:
+                    self._keep(member, evaluator, row, column, value)
+                    continue
+                target = next(a for a in accumulators if a.member is member)
+                old = evaluator.name(load(target.buffer, lane), "old")
+                value = evaluator.name(value, "element")
+                new = member.stage.reduction.combine(old, value)
+                if fresh is not None:
+                    new = tirx.Select(column >= fresh, new, old)
+                evaluator.statements.append(store(target.buffer, new, lane))
+            return evaluator.statements
+
+        return vector_loop(lanes, body)
+
+    def _keep(
+        self, member: Member, evaluator: Evaluator, row: Expr, column: Expr, value: Expr
+    ) -> None:
+        """Remember a map's element for this pass, and store it where it is needed later."""
+        stage = member.stage
+        offset = self.indexer.simplify(row * integer(member.columns) + column)
+        named = evaluator.name(value, stage.name)
+        evaluator.remember(stage.buffer, offset, named)
+        if stage.buffer in self.shared:
+            evaluator.store(stage.buffer, offset, named)
+        elif stage.buffer in self.local:
+            evaluator.statements.append(store(self.local[stage.buffer], named, column))
+
+
+def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> tirx.Stmt:
+    """Return the code of a nest; ``shared`` are the buffers that are read outside of it."""
+    return sequence(RowEmitter(nest, machine, shared, memory).emit())

@@ -1,0 +1,228 @@
+"""Evaluation on demand: what a stage's element is, in terms of what lies in memory.
+
+A stage that is not stored anywhere is computed where it is read, once for every distinct index
+(the results are bound to names, so nothing is copied as often as it is read).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Expr, Range
+from tvm.sym import Analyzer
+
+from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage, fresh_lets, substitute
+
+Indices = tuple[Expr, ...]
+
+
+def integer(value: int) -> Expr:
+    """Return an index constant."""
+    return tirx.IntImm("int64", value)
+
+
+def index_var(name: str) -> tirx.Var:
+    """Return a fresh index variable."""
+    return tirx.Var(name, "int64")
+
+
+class Indexer:
+    """Simplifies index expressions over variables with known ranges."""
+
+    def __init__(self, ranges: Mapping[tirx.Var, int] | None = None) -> None:
+        self._analyzer = Analyzer()
+        for var, extent in (ranges or {}).items():
+            self.bind(var, extent)
+
+    def bind(self, var: tirx.Var, extent: int) -> None:
+        """State that ``var`` lies in [0, extent)."""
+        self._analyzer.bind(var, Range(0, max(extent, 1)))
+
+    def simplify(self, index: Expr) -> Expr:
+        """Return a simpler equal expression."""
+        if isinstance(index, tirx.IntImm | tirx.Var):
+            return index
+        return self._analyzer.simplify(index)
+
+    def flat(self, buffer: Buffer, indices: Sequence[Expr]) -> Expr:
+        """Return the row-major offset of an element of ``buffer``."""
+        offset: Expr = integer(0)
+        for index, extent in zip(indices, buffer.shape, strict=True):
+            offset = offset * integer(int(extent)) + index
+        return self._analyzer.simplify(offset)
+
+    def coefficient(self, flat: Expr, var: tirx.Var) -> int | None:
+        """Return d(flat)/d(var) where it is the same everywhere, else None."""
+        if not mentions(flat, var):
+            return 0
+        step = self._analyzer.simplify(substitute(flat, {var: var + integer(1)}) - flat)
+        return int(step) if isinstance(step, tirx.IntImm) else None
+
+
+def mentions(expr: Expr, var: tirx.Var) -> bool:
+    """Return whether ``var`` occurs in ``expr``."""
+    found: list[bool] = []
+    tvm_ffi.structural_walk(
+        expr, (tirx.Var, lambda v: found.append(True) if v.same_as(var) else None)
+    )
+    return bool(found)
+
+
+def unravel(position: Expr, axes: Sequence[Axis], indexer: Indexer) -> dict[Any, Expr]:
+    """Return the value of each axis at a position in their row-major order."""
+    values: dict[Any, Expr] = {}
+    stride = prod(axis.extent for axis in axes)
+    first = True
+    for axis in axes:
+        if axis.extent == 1:
+            values[axis.var] = integer(0)
+            continue
+        stride //= axis.extent
+        value = position // integer(stride) if stride > 1 else position
+        values[axis.var] = indexer.simplify(value if first else value % integer(axis.extent))
+        first = False
+    return values
+
+
+def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
+    """Split axes into leading ones of ``rows`` elements in all, and the rest."""
+    for cut in range(len(axes), -1, -1):
+        if prod(axis.extent for axis in axes[:cut]) == rows:
+            return axes[:cut], axes[cut:]
+    return None
+
+
+class Memory:
+    """One-dimensional views of the buffers of a function: every access is by row-major offset."""
+
+    def __init__(self) -> None:
+        self._views: dict[Any, Any] = {}
+        self.declarations: list[tirx.Stmt] = []
+
+    def view(self, buffer: Buffer) -> Buffer:
+        """Return the flat view of a parameter."""
+        if buffer not in self._views:
+            flat = tirx.decl_buffer([_size(buffer)], str(buffer.dtype), buffer.name)
+            self._views[buffer] = flat
+            self.declarations.append(tirx.DeclBuffer(flat, data=tirx.buffer_data(buffer)))
+        return self._views[buffer]
+
+    def allocate(self, buffer: Buffer) -> None:
+        """Make room for an intermediate result."""
+        flat = tirx.decl_buffer([_size(buffer)], str(buffer.dtype), buffer.name)
+        self._views[buffer] = flat
+        self.declarations.append(tirx.AllocBuffer(flat))
+
+
+def _size(buffer: Buffer) -> Expr:
+    return integer(prod(int(extent) for extent in buffer.shape))
+
+
+class Evaluator:
+    """Builds the statements and the expression for elements of stages at given indices.
+
+    ``stored`` are the buffers that lie in memory; ``places`` redirects reads of a buffer (a row kept in
+    a local buffer, a value held in a scalar).
+    """
+
+    def __init__(
+        self, kernel: Kernel, stored: set[Any], indexer: Indexer, memory: Memory
+    ) -> None:
+        self.kernel, self.stored, self.indexer, self.memory = kernel, stored, indexer, memory
+        self.places: dict[Any, Callable[[Expr], Expr]] = {}
+        self.statements: list[tirx.Stmt] = []
+        self._known: dict[tuple[Any, int], list[tuple[Expr, Expr]]] = {}
+
+    def element(self, stage: Stage, at: Mapping[Any, Expr]) -> Expr:
+        """Return the (not yet reduced) element of ``stage`` where its axes have the values ``at``."""
+        values: dict[Any, Expr] = dict(at)
+        guarded = [load for load in stage.loads if load.guarded]
+        for load in stage.loads:
+            if not load.guarded:
+                values[load.slot] = self.load(load.buffer, self._indices(load.indices, at))
+        for load in guarded:
+            values[load.slot] = self._inline(load.buffer, self._indices(load.indices, at))
+        for var, value in stage.binds:
+            values[var] = self.name(substitute(value, values), var.name)
+        return substitute(stage.value, values)
+
+    def name(self, value: Expr, hint: str) -> Expr:
+        """Bind ``value`` to a fresh variable unless it is one already.
+
+        Truth values are not bound: the simplifier stops at a variable that is a vector of them.
+        """
+        dtype = str(value.ty.dtype)
+        if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm) or dtype == "bool":
+            return value
+        var = tirx.Var(hint, dtype)
+        self.statements.append(tirx.Bind(var, value))
+        return var
+
+    def load(self, buffer: Buffer, indices: Indices) -> Expr:
+        """Return the value of ``buffer[indices]``, computing it if it is stored nowhere."""
+        offset = self.indexer.flat(buffer, indices)
+        for at, value in self._known.get(_key(buffer, offset), ()):
+            if tvm_ffi.structural_equal(at, offset):
+                return value
+        place = self.places.get(buffer)
+        stage = None if buffer in self.stored else self.kernel.producer(buffer)
+        if place is not None:
+            value = place(offset)
+        elif stage is None:
+            value = tirx.BufferLoad(self.memory.view(buffer), [offset])
+        else:
+            value = self.element(stage, stage.at(indices))
+        named = self.name(value, "v")
+        self.remember(buffer, offset, named)
+        return named
+
+    def remember(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
+        """State that the element of ``buffer`` at a row-major offset is ``value`` in this scope."""
+        self._known.setdefault(_key(buffer, offset), []).append((offset, value))
+
+    def store(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
+        """Write the element of ``buffer`` at a row-major offset."""
+        self.statements.append(tirx.BufferStore(self.memory.view(buffer), value, [offset]))
+
+    def fork(self) -> Evaluator:
+        """Return an evaluator for an inner scope: it knows what this one knows, and adds nothing here."""
+        inner = Evaluator(self.kernel, self.stored, self.indexer, self.memory)
+        inner.places = dict(self.places)
+        return inner
+
+    def take(self) -> list[tirx.Stmt]:
+        """Return the statements so far and start afresh."""
+        statements, self.statements = self.statements, []
+        return statements
+
+    def _indices(self, indices: Sequence[Expr], at: Mapping[Any, Expr]) -> Indices:
+        return tuple(self.indexer.simplify(substitute(i, dict(at))) for i in indices)
+
+    def _inline(self, buffer: Buffer, indices: Indices) -> Expr:
+        """Like :meth:`load`, as one expression that evaluates nothing outside of itself."""
+        inner = self.fork()
+        value = inner.load(buffer, indices)
+        for statement in reversed(inner.statements):
+            value = tirx.Let(statement.var, statement.value, value)
+        return fresh_lets(value)
+
+
+def _key(buffer: Buffer, offset: Expr) -> tuple[Any, int]:
+    return buffer, tvm_ffi.structural_hash(offset)
+
+
+def reads(
+    kernel: Kernel, stored: set[Any], indexer: Indexer, stage: Stage, at: Mapping[Any, Expr]
+) -> Iterator[tuple[Stage, Buffer, Indices]]:
+    """Yield (reader, buffer, indices) of all that an element of ``stage`` reads from memory."""
+    for load in stage.loads:
+        indices = tuple(indexer.simplify(substitute(i, dict(at))) for i in load.indices)
+        producer = None if load.buffer in stored else kernel.producer(load.buffer)
+        if producer is None:
+            yield stage, load.buffer, indices
+        else:
+            yield from reads(kernel, stored, indexer, producer, producer.at(indices))

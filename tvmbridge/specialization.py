@@ -1,0 +1,214 @@
+"""A specialisation: one input signature, with the code compiled for it in each mode."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tvmbridge.autograd import TrainingCall
+from tvmbridge.compiled import CompiledModule
+from tvmbridge.noise import draw_noise
+from tvmbridge.runtime import prepare
+from tvmbridge.state import ModuleState
+from tvmbridge.types import InputKind, OutputKind
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the same signature is compiled for separately.
+
+    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call.
+    """
+
+    training: bool
+    needs_grad: bool
+
+    def __str__(self) -> str:
+        return ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
+
+
+class Signature:
+    """Structure, shapes, dtypes, devices and constants of the arguments of a call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
+        self.keywords = tuple(kwargs)
+        self.num_args = len(args)
+        # Arguments that are leaves themselves need no flattening at a call.
+        self.flat = len(leaves) == len(args) + len(kwargs)
+        self.tensors = [
+            (i, leaf.shape, leaf.dtype, leaf.device)
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        self.constants = [
+            (i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
+        ]
+
+    @property
+    def device_type(self) -> str:
+        """The device type of the tensors among the arguments."""
+        return self.tensors[0][3].type if self.tensors else "cpu"
+
+    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The leaves of a call in the order of the signature; None: another structure."""
+        if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
+            return None
+        if self.flat:
+            return [*args, *(kwargs[k] for k in self.keywords)]
+        leaves, spec = pytree.tree_flatten((args, {k: kwargs[k] for k in self.keywords}))
+        return leaves if spec == self.spec else None
+
+    def mismatch(self, leaves: Sequence[Any]) -> str | None:
+        """Why ``leaves`` do not fit the signature; None when they do."""
+        for i, shape, dtype, device in self.tensors:
+            leaf = leaves[i]
+            if type(leaf) not in _PLAIN:
+                return "an argument is not a plain tensor"
+            if leaf.shape != shape:
+                return "the shape of an input differs"
+            if leaf.dtype is not dtype:
+                return "the dtype of an input differs"
+            if leaf.device != device:
+                return "the device of an input differs"
+            if leaf.layout is not torch.strided:
+                return "the layout of an input differs"
+        for i, value in self.constants:
+            leaf = leaves[i]
+            if leaf is not value and (type(leaf) is not type(value) or leaf != value):
+                return "an argument that is not a tensor differs"
+        return None
+
+    def __str__(self) -> str:
+        shapes = ", ".join(
+            f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
+            for _, shape, dtype, _ in self.tensors
+        )
+        return f"({shapes})"
+
+
+class Variant:
+    """The code of one specialisation for one mode, ready to be called.
+
+    Args:
+        module: the dispatched module, whose state is read at each call.
+        compiled: its code.
+    """
+
+    def __init__(self, module: nn.Module, compiled: CompiledModule) -> None:
+        captured = compiled.captured
+        self.module = module
+        self.compiled = compiled
+        self.calls = 0
+        self._state: ModuleState | None = None
+        self._process = os.getpid()
+        users = [d for d in captured.inputs if d.kind is InputKind.USER]
+        self._positions = [d.position or 0 for d in users]
+        self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
+        noise = captured.noise
+        self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
+        self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        self._training = TrainingCall(compiled) if compiled.split is not None else None
+
+    @property
+    def state(self) -> ModuleState:
+        """The module's state; looked up at first use, when a copied module is complete."""
+        if self._state is None:
+            captured = self.compiled.captured
+            self._state = ModuleState(self.module, captured.inputs, captured.aliases)
+        return self._state
+
+    def rebound(self, module: nn.Module) -> Variant:
+        """The same code for a copy of the module."""
+        return Variant(module, self.compiled)
+
+    def mismatch(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> str | None:
+        """Why the code cannot serve this call; None when it can."""
+        if os.getpid() != self._process:
+            return "the process was forked after compilation"
+        reason = self.state.changed(tensors, check_grad=self._training is not None)
+        if reason is None and self._training is not None:
+            for position, requires_grad in self._input_grads:
+                if leaves[position].requires_grad is not requires_grad:
+                    return "requires_grad of an input differs"
+        return reason
+
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Any:
+        """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        noise = draw_noise(self.compiled.captured.noise)
+        primals = [leaves[p] for p in self._positions]
+        primals += tensors
+        primals += [noise[i] for i in self._noise_order]
+        if self._training is not None:
+            results: Sequence[torch.Tensor] = self._training(primals)
+        else:
+            results = self._run_inference(primals)
+        self.calls += 1
+        return self._assemble(results, leaves, tensors)
+
+    def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
+        results = self.compiled.loaded.call("forward", [prepare(p) for p in primals])
+        for i in self.compiled.copied_outputs:
+            results[i] = results[i].clone()
+        return results
+
+    def _assemble(
+        self, results: Sequence[torch.Tensor], leaves: Sequence[Any], tensors: Sequence[Any]
+    ) -> Any:
+        captured = self.compiled.captured
+        computed = iter(results)
+        flat: list[Any] = []
+        for output in captured.outputs:
+            if output.spec is None:
+                value = output.value
+            elif output.alias_of is not None:
+                value = leaves[output.alias_of]
+            else:
+                value = next(computed)
+            if output.kind is OutputKind.USER:
+                flat.append(value)
+            else:
+                self._write_back(output.kind, output.target or "", value, leaves, tensors)
+        return pytree.tree_unflatten(flat, captured.out_spec)
+
+    def _write_back(
+        self,
+        kind: OutputKind,
+        target: str,
+        value: torch.Tensor,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+    ) -> None:
+        if kind is OutputKind.BUFFER_MUTATION:
+            written = tensors[self.state.names.index(target)]
+        else:
+            users = {d.name: d.position for d in self.compiled.captured.inputs}
+            written = leaves[users[target] or 0]
+        with torch.no_grad():
+            written.copy_(value)
+
+
+class Specialization:
+    """One signature and its variants by mode; a mode whose compilation failed holds the reason."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.signature = signature
+        self.variants: dict[Mode, Variant] = {}
+        self.failures: dict[Mode, str] = {}
+
+    def rebound(self, module: nn.Module) -> Specialization:
+        """The same code for a copy of the module, with counters at zero."""
+        copy = Specialization(self.signature)
+        copy.variants = {mode: v.rebound(module) for mode, v in self.variants.items()}
+        copy.failures = dict(self.failures)
+        return copy

@@ -1,0 +1,133 @@
+"""The split: a colored joint function becomes the two functions forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.coloring import Coloring
+from tvmbridge.differentiate import JointModule
+from tvmbridge.kernels.dtypes import from_relax_dtype
+from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
+from tvmbridge.types import TensorSpec, ValueDescriptor
+
+
+@dataclass(frozen=True)
+class SplitModule:
+    """Forward and backward with their calling conventions (all names).
+
+    ``forward(primals...) -> (outputs..., residuals...)`` and ``backward(reads..., kept outputs...,
+    residuals..., cotangents...) -> (gradients...)``, where ``reads`` are the primals that backward
+    needs again and ``kept_outputs`` the numbers of the outputs that it reads, with the shapes it
+    reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
+    output of each cotangent and ``wanted`` the primal of each gradient.
+    """
+
+    mod: tvm.IRModule
+    primals: tuple[str, ...]
+    num_outputs: int
+    reads: tuple[str, ...]
+    kept_outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    residuals: tuple[ValueDescriptor, ...]
+    cotangent_of: tuple[int, ...]
+    wanted: tuple[str, ...]
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that forward keeps for backward, inputs and outputs not counted."""
+        return sum(r.spec.nbytes for r in self.residuals)
+
+
+def split(joint: JointModule, coloring: Coloring) -> SplitModule:
+    """Build ``{forward, backward}`` from a joint function and its coloring."""
+    function = joint.mod["joint"]
+    results = flat_results(function)
+    primals = function.params[: len(joint.primals)]
+    cotangents = function.params[len(joint.primals) :]
+    outputs = results[: joint.num_outputs]
+    kept, residuals = _separate_outputs(coloring, outputs)
+    forward = _build("forward", primals, coloring.forward, [*outputs, *residuals])
+    inputs = [*coloring.reads, *kept, *residuals, *cotangents]
+    backward = _build("backward", inputs, coloring.backward, results[joint.num_outputs :])
+    return SplitModule(
+        mod=tvm.IRModule({"forward": forward, "backward": backward}),
+        primals=joint.primals,
+        num_outputs=joint.num_outputs,
+        reads=tuple(v.name for v in coloring.reads),
+        kept_outputs=tuple((number, shape_of(v) or ()) for v, number in kept.items()),
+        residuals=tuple(ValueDescriptor(v.name, _spec(v)) for v in residuals),
+        cotangent_of=joint.cotangent_of,
+        wanted=joint.wanted,
+    )
+
+
+def _separate_outputs(
+    coloring: Coloring, outputs: Sequence[relax.Expr]
+) -> tuple[dict[relax.Var, int], list[relax.Var]]:
+    """Residuals that share memory with an output (and which), and the others.
+
+    The user may write into an output before backward; only the output itself has the version
+    counter by which autograd notices.
+    """
+    bound = {b.var: b.value for b in coloring.forward}
+    owner: dict[relax.Var, int] = {}
+    for number, output in enumerate(outputs):
+        root = storage_root(output, bound)
+        if root is not None:
+            owner.setdefault(root, number)
+    kept: dict[relax.Var, int] = {}
+    others = []
+    for residual in coloring.residuals:
+        root = storage_root(residual, bound)
+        if root in owner:
+            kept[residual] = owner[root]
+        else:
+            others.append(residual)
+    return kept, others
+
+
+def _spec(var: relax.Var) -> TensorSpec:
+    shape = shape_of(var) or ()
+    fake = torch.empty(shape, dtype=from_relax_dtype(dtype_of(var)), device="meta")
+    return TensorSpec(shape, fake.stride(), fake.dtype, torch.device("cpu"))
+
+
+def _build(
+    name: str,
+    inputs: Sequence[relax.Var],
+    bindings: Iterable[relax.Binding],
+    results: Sequence[relax.Expr],
+) -> relax.Function:
+    """A function of ``inputs`` that runs ``bindings`` and returns ``results`` as a flat tuple."""
+    parameters = [relax.Var(v.name, v.ty) for v in inputs]
+    renamed = _Renamer(dict(zip(inputs, parameters, strict=True)))
+    builder = relax.BlockBuilder()
+    with builder.function(name, parameters):
+        with builder.dataflow():
+            for binding in bindings:
+                renamed.names[binding.var] = builder.emit(
+                    renamed.visit_expr(binding.value), binding.var.name
+                )
+            output = builder.emit_output(relax.Tuple([renamed.visit_expr(r) for r in results]))
+        builder.emit_func_output(output)
+    return builder.get()[name]
+
+
+@mutator
+class _Renamer(PyExprMutator):  # type: ignore[misc]
+    """Replaces variables by others; the split must not share variables between functions."""
+
+    def __init__(self, names: Mapping[relax.Var, relax.Var]) -> None:
+        super().__init__()
+        self.names = dict(names)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.names.get(var, var)
+
+    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
+        return self.names.get(var, var)

@@ -1,0 +1,171 @@
+"""The frozen data types that travel from capture to dispatch.
+
+Words used here with one meaning: a *primal* is an input of the forward function, a *cotangent* the
+gradient that arrives for an output, a *residual* a value that forward keeps for backward, *noise*
+a random draw that PyTorch makes before the compiled code runs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils._pytree import TreeSpec
+
+
+class InputKind(enum.Enum):
+    """Where the value of a graph input comes from at a call."""
+
+    USER = "user"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    NOISE = "noise"
+
+
+class OutputKind(enum.Enum):
+    """What becomes of a graph output after a call."""
+
+    USER = "user"
+    BUFFER_MUTATION = "buffer_mutation"
+    INPUT_MUTATION = "input_mutation"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides (in elements), dtype and device of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a real or fake tensor with static shape."""
+        return cls(
+            tuple(int(s) for s in tensor.shape),
+            tuple(int(s) for s in tensor.stride()),
+            tensor.dtype,
+            tensor.device,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a contiguous tensor of this spec."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclass(frozen=True)
+class NoiseDescriptor:
+    """One random draw, hoisted out of the graph and made by PyTorch before each call.
+
+    ``op`` is the ATen overload that draws, called as ``op(*args, **kwargs)``; a ``TensorSpec``
+    among the arguments stands for a fresh tensor of that spec, of which the operator reads
+    nothing but its metadata. ``drop_probability`` is set for dropout, whose draw is the mask of
+    the elements that stay (one byte an element).
+    """
+
+    name: str
+    spec: TensorSpec
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    drop_probability: float | None = None
+
+
+@dataclass(frozen=True)
+class InputDescriptor:
+    """One input of the captured graph.
+
+    ``target`` is the dotted name of the parameter or buffer; ``position`` the index of a user
+    input among the flattened leaves of ``(args, kwargs)``.
+    """
+
+    name: str
+    kind: InputKind
+    spec: TensorSpec
+    target: str | None = None
+    position: int | None = None
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class OutputDescriptor:
+    """One output of the captured graph.
+
+    A user output that is not computed has ``spec`` None: it is the constant ``value`` (a number,
+    a string, None). ``alias_of`` is the position of the user input that is returned as it is.
+    """
+
+    kind: OutputKind
+    name: str
+    spec: TensorSpec | None
+    target: str | None = None
+    value: Any = None
+    alias_of: int | None = None
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A module's functional graph with a description of every input and output.
+
+    ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
+    specialised on them. ``aliases`` groups the dotted names that share one tensor (tied weights).
+    """
+
+    program: ExportedProgram
+    training: bool
+    in_spec: TreeSpec
+    out_spec: TreeSpec
+    inputs: tuple[InputDescriptor, ...]
+    outputs: tuple[OutputDescriptor, ...]
+    noise: tuple[NoiseDescriptor, ...]
+    constants: Mapping[int, Any]
+    constant_tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """The one device that all inputs of the graph live on."""
+        for descriptor in self.inputs:
+            return descriptor.spec.device
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What one pass did: how many candidates it rewrote, and which it ``declined`` and why."""
+
+    name: str
+    options: str
+    seconds: float
+    rewrites: int
+    declined: tuple[str, ...]
+    bindings_before: int
+    bindings_after: int
+    hash_before: int
+    hash_after: int
+
+    @property
+    def changed(self) -> bool:
+        """Whether the module differs structurally after the pass."""
+        return self.hash_before != self.hash_after
+
+
+@dataclass(frozen=True)
+class ValueDescriptor:
+    """A named tensor that crosses the border between forward and backward."""
+
+    name: str
+    spec: TensorSpec
