@@ -83,7 +83,7 @@ def capture(
             i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
         },
         constant_tensors=constant_tensors,
-        aliases=_find_aliases(module, inputs),
+        aliases=_find_aliases(module),
     )
 
 
@@ -258,22 +258,32 @@ def _describe_outputs(
         alias = user_inputs[name].position if name in user_inputs else None
         if kind is not OutputKind.USER:
             alias = None
-        tensor_spec = TensorSpec.of(values[name])
+        tensor_spec = _output_spec(name, values[name])
         outputs.append(OutputDescriptor(kind, name, tensor_spec, spec.target, alias_of=alias))
     return tuple(outputs)
 
 
-def _find_aliases(module: nn.Module, inputs: tuple[InputDescriptor, ...]) -> dict[str, str]:
-    """Dotted names that share a tensor with a name that the graph reads (tied weights)."""
-    named: list[tuple[str, torch.Tensor]] = [
+def _output_spec(name: str, value: Any) -> TensorSpec:
+    """The spec of a result, which must be a tensor whose shape is known."""
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedOperatorError(
+            f"the result {name} is a number that is computed from the values of tensors"
+        )
+    if not all(isinstance(extent, int) for extent in value.shape):
+        raise UnsupportedOperatorError(f"the shape of the result {name} depends on data")
+    return TensorSpec.of(value)
+
+
+def _find_aliases(module: nn.Module) -> dict[str, str]:
+    """Dotted names that share a tensor with an earlier one (tied weights), and that name."""
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in (
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
-    ]
-    tensors = dict(named)
-    read = {d.target for d in inputs if d.target is not None and d.target in tensors}
-    canonical = {id(tensors[t]): t for t in read}
-    return {
-        name: canonical[id(tensor)]
-        for name, tensor in named
-        if name not in read and id(tensor) in canonical
-    }
+    ):
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+    return aliases

@@ -21,6 +21,7 @@ from tvmbridge.errors import BridgeError
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.specialization import Mode, Signature, Specialization, Variant
+from tvmbridge.state import ModuleState
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,9 @@ class Dispatcher:
                 target=self.target,
                 options=self.options,
             )
-        specialization.variants[mode] = Variant(self.module, compiled)
+        captured = compiled.captured
+        state = ModuleState(self.module, captured.inputs, captured.aliases)
+        specialization.variants[mode] = Variant(state, compiled)
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.fallbacks[reason]:
@@ -133,7 +136,7 @@ class Dispatcher:
             return self
         original = _rebind(self.original, self.module, module, memo)
         duplicate = Dispatcher(module, original, self.target, self.options)
-        duplicate.specializations = [s.rebound(module) for s in self.specializations]
+        duplicate.specializations = [s.rebound(memo) for s in self.specializations]
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -40,7 +40,9 @@ class LoadedModule:
         an argument of which they are a view."""
         function = self._functions[name]
         with self._lock:
-            return list(function(*tensors))
+            results = list(function(*tensors))
+        # Results are PyTorch's tensors only where an argument was one.
+        return results if tensors else [torch.from_dlpack(r) for r in results]
 
 
 def _has(vm: relax.VirtualMachine, name: str) -> bool:

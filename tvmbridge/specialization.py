@@ -99,16 +99,15 @@ class Variant:
     """The code of one specialisation for one mode, ready to be called.
 
     Args:
-        module: the dispatched module, whose state is read at each call.
-        compiled: its code.
+        state: the dispatched module's state, which is read at each call.
+        compiled: the code.
     """
 
-    def __init__(self, module: nn.Module, compiled: CompiledModule) -> None:
+    def __init__(self, state: ModuleState, compiled: CompiledModule) -> None:
         captured = compiled.captured
-        self.module = module
+        self.state = state
         self.compiled = compiled
         self.calls = 0
-        self._state: ModuleState | None = None
         self._process = os.getpid()
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
@@ -117,18 +116,6 @@ class Variant:
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
         self._training = TrainingCall(compiled) if compiled.split is not None else None
-
-    @property
-    def state(self) -> ModuleState:
-        """The module's state; looked up at first use, when a copied module is complete."""
-        if self._state is None:
-            captured = self.compiled.captured
-            self._state = ModuleState(self.module, captured.inputs, captured.aliases)
-        return self._state
-
-    def rebound(self, module: nn.Module) -> Variant:
-        """The same code for a copy of the module."""
-        return Variant(module, self.compiled)
 
     def mismatch(
         self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
@@ -206,9 +193,16 @@ class Specialization:
         self.variants: dict[Mode, Variant] = {}
         self.failures: dict[Mode, str] = {}
 
-    def rebound(self, module: nn.Module) -> Specialization:
-        """The same code for a copy of the module, with counters at zero."""
+    def rebound(self, memo: Mapping[int, Any]) -> Specialization:
+        """The same code for a deep copy of the module, with counters at zero.
+
+        Code that no longer fits the module is not copied: the copy could not tell.
+        """
         copy = Specialization(self.signature)
-        copy.variants = {mode: v.rebound(module) for mode, v in self.variants.items()}
+        copy.variants = {
+            mode: Variant(v.state.rebound(memo), v.compiled)
+            for mode, v in self.variants.items()
+            if not v.state.replaced()
+        }
         copy.failures = dict(self.failures)
         return copy

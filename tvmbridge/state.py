@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.types import InputDescriptor, InputKind, TensorSpec
+from tvmbridge.types import InputDescriptor, InputKind
 
 _HOOKS = (
     "_forward_hooks",
@@ -54,16 +54,34 @@ class ModuleState:
             if hooks is not None
         ]
 
+    def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
+        """The same expectations of a deep copy of the module, found through the copy's ``memo``.
+
+        Everything looked up here is an item of the module's ``__dict__`` older than its dispatch,
+        so it has been copied before.
+        """
+        copied = ModuleState.__new__(ModuleState)
+        copied.names, copied._expected = self.names, self._expected
+        copied._slots = [(memo[id(owner)], name) for owner, name in self._slots]
+        copied._ties = [
+            ((memo[id(a)], alias), (memo[id(o)], name)) for (a, alias), (o, name) in self._ties
+        ]
+        copied._children = [
+            (memo[id(parent)], name, memo[id(child)], training)
+            for parent, name, child, training in self._children
+        ]
+        copied._hooks = [memo[id(hooks)] for hooks in self._hooks]
+        return copied
+
     def tensors(self) -> list[torch.Tensor | None]:
         """The parameters and buffers of now, in the order of :attr:`names`; None where missing."""
         return [owner.get(name) for owner, name in self._slots]
 
-    def specs(self) -> list[TensorSpec]:
-        """Specs of the state of now."""
-        return [TensorSpec.of(t) for t in self.tensors() if t is not None]
+    def replaced(self) -> bool:
+        """Whether a submodule is no longer the one that was captured."""
+        return any(parent.get(name) is not child for parent, name, child, _ in self._children)
 
-    def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
-        """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
+    def _restructured(self) -> str | None:
         for parent, name, child, training in self._children:
             if parent.get(name) is not child:
                 return "a submodule was replaced"
@@ -72,6 +90,13 @@ class ModuleState:
         for hooks in self._hooks:
             if hooks:
                 return "a submodule has hooks"
+        return None
+
+    def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
+        """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
+        reason = self._restructured()
+        if reason is not None:
+            return reason
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):

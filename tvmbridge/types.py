@@ -121,7 +121,8 @@ class CapturedGraph:
     """A module's functional graph with a description of every input and output.
 
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
-    specialised on them. ``aliases`` groups the dotted names that share one tensor (tied weights).
+    specialised on them. ``aliases`` gives
+    for dotted names that share a tensor (tied weights) the first name of it.
     """
 
     program: ExportedProgram

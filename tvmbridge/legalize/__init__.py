@@ -8,7 +8,15 @@ from __future__ import annotations
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
 from tvmbridge.legalize import normalizations
-from tvmbridge.legalize.elementwise import relu, unary, unary_float
+from tvmbridge.legalize.elementwise import (
+    binary,
+    clip,
+    larger,
+    relu,
+    smaller,
+    unary,
+    unary_float,
+)
 from tvmbridge.legalize.reductions import reduction
 
 LEGALIZE_MAP: dict[str, LegalizeFunc] = {
@@ -23,6 +31,9 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
     "relax.nn.gelu_tanh": unary_float("gelu_tanh"),
     "relax.nn.silu": unary_float("silu"),
     "relax.nn.relu": unary(relu, "relu"),
+    "relax.maximum": binary(larger, "maximum"),
+    "relax.minimum": binary(smaller, "minimum"),
+    "relax.clip": clip,
     "relax.nn.softmax": normalizations.softmax,
     "relax.nn.log_softmax": normalizations.log_softmax,
     "relax.nn.layer_norm": normalizations.layer_norm,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tvm import te, tirx
-from tvm import relax
-from tvm.ir import Call, Expr
+import math
+from collections.abc import Callable
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr, GenericConst
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
-from tvmbridge.legalize.functions import FLOATS, FUNCTIONS, ScalarFunction, is_nan
+from tvmbridge.legalize.functions import FLOATS, FUNCTIONS, HALF, ScalarFunction, is_nan
 from tvmbridge.legalize.lets import Lets, constant, dtype_of
 
 #: relax.op.transform pattern numbers: how FuseOps may combine a function with its neighbours.
@@ -42,20 +44,26 @@ def unary_float(name: str) -> LegalizeFunc:
 
 def larger(a: Expr, b: Expr) -> Expr:
     """Return the larger of two scalars of one dtype; NaN if either is."""
-    if dtype_of(a) not in FLOATS:
-        return tirx.Max(a, b)
-    lets = Lets()
-    a, b = lets.bind(a, "a"), lets.bind(b, "b")
-    return lets.close(tirx.Select(tirx.Or(a > b, is_nan(a)), a, b))
+    return _choose(a, b, lambda x, y: x > y, tirx.Max)
 
 
 def smaller(a: Expr, b: Expr) -> Expr:
     """Return the smaller of two scalars of one dtype; NaN if either is."""
-    if dtype_of(a) not in FLOATS:
-        return tirx.Min(a, b)
+    return _choose(a, b, lambda x, y: x < y, tirx.Min)
+
+
+def _choose(
+    a: Expr, b: Expr, better: Callable[[Expr, Expr], Expr], exact: Callable[[Expr, Expr], Expr]
+) -> Expr:
+    dtype = dtype_of(a)
+    if dtype not in FLOATS:
+        return exact(a, b)
+    if dtype in HALF:
+        wide = _choose(tirx.Cast("float32", a), tirx.Cast("float32", b), better, exact)
+        return tirx.Cast(dtype, wide)
     lets = Lets()
     a, b = lets.bind(a, "a"), lets.bind(b, "b")
-    return lets.close(tirx.Select(tirx.Or(a < b, is_nan(a)), a, b))
+    return lets.close(tirx.Select(tirx.Or(better(a, b), is_nan(a)), a, b))
 
 
 def relu(x: Expr) -> Expr:
@@ -63,3 +71,80 @@ def relu(x: Expr) -> Expr:
     lets = Lets()
     x, zero = lets.bind(x, "x"), constant(0, dtype_of(x))
     return lets.close(tirx.Select(x <= zero, zero, x))
+
+
+def _as_scalar(arg: Expr, dtype: str) -> Expr | None:
+    """Return a 0-d constant as an immediate, None for anything else."""
+    if isinstance(arg, GenericConst) and not arg.value.shape:
+        return constant(arg.value.numpy().item(), dtype)
+    return None
+
+
+def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
+    """Return the legalisation of a two-argument operator with broadcasting, result and arguments of one dtype."""
+
+    def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
+        shape = [int(extent) for extent in call.ty.shape.values]
+        dtype = str(call.ty.dtype.dtype)
+        scalars = [_as_scalar(arg, dtype) for arg in call.args]
+        tensors = [arg for arg, s in zip(call.args, scalars, strict=True) if s is None]
+
+        def compute(*args: te.Tensor) -> te.Tensor:
+            def element(*i: Expr) -> Expr:
+                left = iter(args)
+                return function(*[_broadcast(next(left), i) if s is None else s for s in scalars])
+
+            return te.compute(shape, element, name=f"T_{name}")
+
+        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
+        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
+        return bb.call_te(
+            compute, *tensors, primfunc_name_hint=f"tir_{name}", primfunc_attrs=attrs
+        )
+
+    return legalize
+
+
+def _broadcast(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
+    """Return the element of ``x`` that a broadcast to more or larger dimensions has at ``indices``."""
+    last = indices[len(indices) - len(x.shape) :]
+    zero = constant(0, "int64")
+    return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])
+
+
+def clip(bb: relax.BlockBuilder, call: Call) -> Expr:
+    """Legalise relax.clip: NaN stays NaN; a bound that the dtype cannot exceed does not bind."""
+    dtype = str(call.ty.dtype.dtype)
+    low, high = (arg.value for arg in call.args[1:3])
+
+    def limit(x: Expr) -> Expr:
+        lets = Lets()
+        value: Expr = lets.bind(x, "x")
+        if low > _least(dtype):
+            edge = _immediate(low, dtype)
+            value = lets.bind(tirx.Select(value < edge, edge, value), "raised")
+        if high < _most(dtype):
+            edge = _immediate(high, dtype)
+            value = lets.bind(tirx.Select(value > edge, edge, value), "lowered")
+        return lets.close(value)
+
+    def compute(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *i: limit(x(*i)), name="T_clip")
+
+    attrs = {"op_pattern": ELEMENTWISE}
+    return bb.call_te(compute, call.args[0], primfunc_name_hint="tir_clip", primfunc_attrs=attrs)
+
+
+def _least(dtype: str) -> float | int:
+    return -math.inf if dtype in FLOATS else int(tirx.min_value(dtype).value)
+
+
+def _most(dtype: str) -> float | int:
+    return math.inf if dtype in FLOATS else int(tirx.max_value(dtype).value)
+
+
+def _immediate(bound: float | int, dtype: str) -> Expr:
+    """Return a bound as an immediate of ``dtype``, cut to what an integer dtype can hold."""
+    if dtype in FLOATS:
+        return constant(float(bound), dtype)
+    return constant(int(max(_least(dtype), min(bound, _most(dtype)))), dtype)

@@ -26,10 +26,21 @@ _EXP += (0.0013944758102297783, 0.00019790243823081255)
 _LOG = (0.3333331346511841, -0.25000008940696716, 0.2000211924314499, -0.1666799634695053)
 _LOG += (0.14219552278518677, -0.1240558922290802, 0.11888162046670914, -0.11675652116537094)
 _LOG += (0.06746640801429749,)
-_ERF_SMALL = (1.1283791065216064, -0.3761262595653534, 0.1128358542919159, -0.026853812858462334)
+# 2^-s = 1 + s P(s) for |s| <= 1/2
+_EXP2 = (-0.6931471824645996, 0.24022647738456726, -0.05550331994891167, 0.00961843878030777)
+_EXP2 += (-0.0013399003073573112, 0.00015353258640971035)
+# erf x = x + x P(x^2) for |x| <= 1; erfc x = 2^-P(x) for 1 <= x <= 4
+_ERF_SMALL = (0.12837916612625122, -0.3761262595653534, 0.1128358542919159, -0.026853812858462334)
 _ERF_SMALL += (0.005188327748328447, -0.0008010193705558777, 7.853861461626366e-05)
-_ERF_LARGE = (0.00034152137232013047, 1.1270891427993774, 0.638144850730896, 0.10310676693916321)
-_ERF_LARGE += (-0.021838068962097168, 0.0029476594645529985, -0.00018637930043041706)
+_ERFC = (0.0004927112022414804, 1.6260459423065186, 0.9206483960151672, 0.1487516164779663)
+_ERFC += (-0.03150567412376404, 0.004252573475241661, -0.00026888848515227437)
+# erfc(x / sqrt 2) = 2^-(x P(x)) for 0 <= x <= 6, to 2e-8
+_NORMAL_TAIL = (1.1511051654815674, 0.4592081904411316, 0.052496179938316345)
+_NORMAL_TAIL += (-0.007063423283398151, 0.00013693880464415997, 0.0001861791533883661)
+_NORMAL_TAIL += (-3.937744986615144e-05, 2.8348920295684366e-06)
+# tanh x = x + x^3 P(x^2) for |x| <= 0.625
+_TANH_SMALL = (-0.3333328068256378, 0.13331441581249237, -0.05373971536755562)
+_TANH_SMALL += (0.02063908614218235, -0.005704986862838268)
 
 
 def _f32(value: float) -> Expr:
@@ -94,6 +105,15 @@ def exp(x: Expr) -> Expr:
     return lets.close(p * _power_of_two(half) * _power_of_two(n - half))
 
 
+def _half_power(lets: Lets, q: Expr) -> Expr:
+    """2^-q for ``0 <= q <= 120`` (or NaN), relative error 1e-7 beside that of ``q``."""
+    n = lets.bind(tirx.floor(_f32(0.5) - q), "n")
+    s = lets.bind(q + n, "s")
+    p = bits(lets.bind(_f32(1.0) + s * horner(s, _EXP2), "p"))
+    # n sits in the low bits of n + 1.5 2^23; nothing else survives the shift into the exponent.
+    return lets.bind(from_bits(p + (bits(n + _f32(_ROUND)) << _i32(23))), "power")
+
+
 def exp_nonpositive(x: Expr) -> Expr:
     """e^x for ``x <= 0`` or NaN, error below 1 ulp; results below the normal range are flushed to 0."""
     lets = Lets()
@@ -114,13 +134,16 @@ def expm1_nonnegative(lets: Lets, x: Expr) -> Expr:
 
 
 def tanh(x: Expr) -> Expr:
-    """tanh x = t / (t + 2) with t = e^(2|x|) - 1: error below 2 ulp everywhere; NaN in NaN out."""
+    """tanh x, error below 2 ulp: a polynomial near 0, else t / (t + 2) with t = e^(2|x|) - 1."""
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
+    square = lets.bind(a * a, "square")
+    small = lets.bind(a + a * (square * horner(square, _TANH_SMALL)), "small")
     doubled = lets.bind(tirx.Select(a > _f32(10.0), _f32(20.0), a + a), "doubled")
     t = expm1_nonnegative(lets, doubled)
-    return lets.close(copy_sign(t / (t + _f32(2.0)), x))
+    size = lets.bind(tirx.Select(a < _f32(0.625), small, t / (t + _f32(2.0))), "size")
+    return lets.close(copy_sign(size, x))
 
 
 def sigmoid(x: Expr) -> Expr:
@@ -154,12 +177,27 @@ def log(x: Expr) -> Expr:
 
 
 def erf(x: Expr) -> Expr:
-    """erf x, error below 2 ulp: x P(x^2) below 1, 1 - e^-Q(|x|) above; NaN in NaN out."""
+    """erf x, error below 2 ulp: x + x P(x^2) below 1, 1 - 2^-Q(|x|) above; NaN in NaN out."""
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
+    square = lets.bind(x * x, "square")
+    small = lets.bind(x + x * horner(square, _ERF_SMALL), "small")
     cut = lets.bind(tirx.Select(a > _f32(4.0), _f32(4.0), a), "cut")
-    small = lets.bind(x * horner(lets.bind(cut * cut, "square"), _ERF_SMALL), "small")
-    decay = lets.bind(exp_nonpositive(_f32(0.0) - horner(cut, _ERF_LARGE)), "decay")
+    decay = _half_power(lets, lets.bind(horner(cut, _ERFC), "q"))
     large = copy_sign(_f32(1.0) - decay, x)
     return lets.close(tirx.Select(a < _f32(1.0), small, large))
+
+
+def gelu(x: Expr) -> Expr:
+    """x Phi(x) = max(x, 0) - |x| / 2 erfc(|x| / sqrt 2): no cancellation in the negative tail.
+
+    Error below 1e-7 |x|; 0 below -6, where the result is below 6e-9; NaN in NaN out.
+    """
+    lets = Lets()
+    x = lets.bind(x, "x")
+    a = lets.bind(absolute(x), "a")
+    cut = lets.bind(tirx.Select(a > _f32(6.0), _f32(6.0), a), "cut")
+    tail = _half_power(lets, lets.bind(cut * horner(cut, _NORMAL_TAIL), "q"))
+    lost = lets.bind(tirx.Select(a > _f32(6.0), _f32(0.0), cut * _f32(0.5) * tail), "lost")
+    return lets.close(tirx.Select(x <= _f32(0.0), _f32(0.0), x) - lost)

@@ -53,16 +53,12 @@ def _sigmoid64(x: Expr) -> Expr:
     return one / (one + libm("exp")(constant(0.0, "float64") - x))
 
 
-def _gelu(erf: ScalarFunction) -> ScalarFunction:
+def _gelu64(x: Expr) -> Expr:
     """x Phi(x) = x / 2 (1 + erf(x / sqrt 2))."""
-
-    def apply(x: Expr) -> Expr:
-        lets, dtype = Lets(), dtype_of(x)
-        x = lets.bind(x, "x")
-        half = constant(0.5, dtype)
-        return lets.close(x * half * (constant(1.0, dtype) + erf(x * constant(0.5**0.5, dtype))))
-
-    return apply
+    lets = Lets()
+    x, half = lets.bind(x, "x"), constant(0.5, "float64")
+    erf = libm("erf")(x * constant(0.5**0.5, "float64"))
+    return lets.close(x * half * (constant(1.0, "float64") + erf))
 
 
 def _gelu_tanh(tanh: ScalarFunction) -> ScalarFunction:
@@ -100,7 +96,7 @@ FUNCTIONS: dict[str, ScalarFunction] = {
     "erf": by_dtype(float32.erf, libm("erf")),
     "tanh": by_dtype(float32.tanh, libm("tanh")),
     "sigmoid": by_dtype(float32.sigmoid, _sigmoid64),
-    "gelu": by_dtype(_gelu(float32.erf), _gelu(libm("erf"))),
+    "gelu": by_dtype(float32.gelu, _gelu64),
     "gelu_tanh": by_dtype(_gelu_tanh(float32.tanh), _gelu_tanh(libm("tanh"))),
     "silu": by_dtype(_silu(float32.exp), _silu(libm("exp"))),
     "rsqrt": by_dtype(_rsqrt, _rsqrt),

@@ -13,6 +13,8 @@ from tvmbridge.schedules.kernel import parse
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.plan import plan, shared_buffers
+from tvmbridge.schedules.reductions import emit_columns, emit_long_rows
+from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
 from tvmbridge.schedules.values import Memory
 
@@ -26,14 +28,21 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
     if kernel is None:
         return None
     machine = Machine.of(target)
-    nests = plan(kernel)
+    nests = plan(kernel, machine)
     shared = shared_buffers(kernel, nests)
     memory = Memory()
     for stage in kernel.stages:
         if stage.buffer in shared and stage.buffer not in kernel.outputs:
             memory.allocate(stage.buffer)
-    loops = [emit_rows(nest, machine, shared, memory) for nest in nests]
-    return func.with_body(sequence([*memory.declarations, *loops])).with_attr(_SCHEDULED, True)
+    loops = []
+    for nest in nests:
+        if isinstance(nest, RowNest):
+            loops += emit_rows(nest, machine, shared, memory)
+        elif nest.columns > 1:
+            loops += emit_columns(nest, machine, memory)
+        else:
+            loops += emit_long_rows(nest, machine, memory)
+    return func.with_body(sequence([*memory.allocations, *loops])).with_attr(_SCHEDULED, True)
 
 
 def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:

@@ -312,6 +312,7 @@ class _Reader:
 
     def _finish(self, expr: Expr) -> Expr:
         """Turn choices between safe values into selects; note what cannot be vectorized."""
+        expr = tvm_ffi.structural_map(expr, (tirx.Cast, _select_number))
         if not any(load.guarded for load in self.loads):
             expr = tvm_ffi.structural_map(expr, (Call, _select))
         else:
@@ -334,6 +335,14 @@ def _select(call: Call) -> Expr:
     if getattr(call.op, "name", "") == "prim.if_then_else":
         return tirx.Select(*call.args)
     return call
+
+
+def _select_number(cast: tirx.Cast) -> Expr:
+    """Spell out a truth value's integer: the simplifier stops at the cast of a vector of them."""
+    dtype = str(cast.ty.dtype)
+    if str(cast.value.ty.dtype) != "bool" or "float" in dtype:
+        return cast
+    return tirx.Select(cast.value, tirx.IntImm(dtype, 1), tirx.IntImm(dtype, 0))
 
 
 def _is_vectorizable(call: Call) -> bool:

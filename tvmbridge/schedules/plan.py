@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.reductions import ReductionNest, columns_of
 from tvmbridge.schedules.rows import RowNest, row_axes, smooth_rows
+
+Nest = RowNest | ReductionNest
 
 # A map whose expression is larger than this is computed once if several stages read it.
 _CHEAP = 5
+# A reduction of fewer rows than cores is divided along a row of at least this length.
+_LONG_ROW = 16384
 
 
 def stored_stages(kernel: Kernel) -> list[Stage]:
@@ -36,12 +42,16 @@ def stored_stages(kernel: Kernel) -> list[Stage]:
     return stored
 
 
-def plan(kernel: Kernel) -> list[RowNest]:
+def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
     """Group the stored stages into nests, each as large as its rows allow."""
     stages = stored_stages(kernel)
     stored = {stage.buffer for stage in stages}
-    nests: list[RowNest] = []
+    nests: list[Nest] = []
     for position, stage in enumerate(stages):
+        special = _reduction_nest(kernel, stored, stage, machine)
+        if special is not None:
+            nests.append(special)
+            continue
         if nests and nests[-1].add(stage):
             continue
         nest = RowNest(kernel, _rows_for(kernel, stored, stages[position:]), stored)
@@ -51,13 +61,32 @@ def plan(kernel: Kernel) -> list[RowNest]:
     return nests
 
 
+def _reduction_nest(
+    kernel: Kernel, stored: set[Any], stage: Stage, machine: Machine
+) -> ReductionNest | None:
+    """Return a nest of its own for a reduction that does not run along many rows."""
+    if stage.reduction is None or stage.depth == 0:
+        return None
+    columns = columns_of(kernel, stored, stage)
+    if columns is not None:
+        return ReductionNest(kernel, stored, stage, stage.size // columns, columns)
+    if stage.size < 4 * machine.cores and stage.depth >= _LONG_ROW:
+        return ReductionNest(kernel, stored, stage, stage.size, 1)
+    return None
+
+
 def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage]) -> int:
     """Return the rows of the nest that begins with the first of ``stages``."""
     first = stages[0]
     if first.reduction is not None:
         return first.size
     following = next((s for s in stages if s.reduction is not None), None)
-    if following is not None and following.size > 1 and row_axes(first, following.size):
+    if (
+        following is not None
+        and following.size > 1
+        and columns_of(kernel, stored, following) is None
+        and row_axes(first, following.size)
+    ):
         return following.size
     rows = smooth_rows(kernel, stored, first)
     if rows is None:
@@ -66,7 +95,7 @@ def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage]) -> int:
     return rows
 
 
-def shared_buffers(kernel: Kernel, nests: list[RowNest]) -> set[Any]:
+def shared_buffers(kernel: Kernel, nests: list[Nest]) -> set[Any]:
     """Return the buffers that must lie in memory for the caller or for another nest."""
     shared = set(kernel.outputs)
     home = {m.stage.buffer: i for i, nest in enumerate(nests) for m in nest.members}

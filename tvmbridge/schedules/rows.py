@@ -142,3 +142,19 @@ def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
         if all(move in (0, 1) for move in moves):
             return rows
     return 1 if not stage.spatial else None
+
+
+def virtual_stages(kernel: Kernel, stored: set[Any], stage: Stage) -> list[Stage]:
+    """Return a stage and the ones that are computed within it, each once."""
+    found: list[Stage] = []
+    pending = [stage]
+    while pending:
+        current = pending.pop()
+        if any(current is seen for seen in found):
+            continue
+        found.append(current)
+        for load in current.loads:
+            producer = kernel.producer(load.buffer)
+            if producer is not None and load.buffer not in stored:
+                pending.append(producer)
+    return found

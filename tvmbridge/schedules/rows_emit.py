@@ -17,12 +17,11 @@ from tvmbridge.schedules.loops import (
     loop,
     over_vectors,
     power_of_two_below,
-    sequence,
     store,
     vector_loop,
 )
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.rows import Member, RowNest, row_axes
+from tvmbridge.schedules.rows import Member, RowNest, row_axes, virtual_stages
 from tvmbridge.schedules.values import Evaluator, Indexer, Memory, index_var, integer, unravel
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
@@ -66,7 +65,11 @@ class RowEmitter:
     def work(self) -> int:
         """Return the number of expression nodes that the nest evaluates, about."""
         nest = self.nest
-        return sum(nest.rows * m.columns * (m.stage.cost + 10) for m in nest.members)
+        work = 0
+        for member in nest.members:
+            stages = virtual_stages(nest.kernel, nest.stored, member.stage)
+            work += nest.rows * member.columns * (sum(stage.cost for stage in stages) + 8)
+        return work
 
     def _is_flat(self) -> bool:
         return all(m.time == 0 and m.stage.reduction is None and m.looped for m in self.nest.members)
@@ -151,29 +154,16 @@ class RowEmitter:
         return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
 
     def _lanes(self, members: Sequence[Member], columns: int) -> int:
-        if not all(self._vectorizable(m) for m in members):
+        nest = self.nest
+        stages = [s for m in members for s in virtual_stages(nest.kernel, nest.stored, m.stage)]
+        if not all(stage.vectorizable for stage in stages):
             return 1
         lanes = power_of_two_below(min(self.machine.lanes, columns))
-        cheap = sum(m.stage.cost for m in members) < _CHEAP_PASS
+        cheap = sum(stage.cost for stage in stages) < _CHEAP_PASS
         if cheap and any(m.stage.reduction for m in members):
             while lanes < 4 * self.machine.lanes and 4 * lanes <= columns:
                 lanes *= 2
         return lanes
-
-    def _vectorizable(self, member: Member) -> bool:
-        return all(stage.vectorizable for stage in self._virtual(member))
-
-    def _virtual(self, member: Member) -> list[Any]:
-        """Return the member's stage and the ones computed within it."""
-        found, pending = [], [member.stage]
-        while pending:
-            stage = pending.pop()
-            found.append(stage)
-            for read in stage.loads:
-                producer = self.nest.kernel.producer(read.buffer)
-                if producer and read.buffer not in self.nest.stored and producer not in found:
-                    pending.append(producer)
-        return found
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
         """Return one loop over the columns, and what finishes its reductions."""
@@ -256,6 +246,8 @@ class RowEmitter:
             evaluator.statements.append(store(self.local[stage.buffer], named, column))
 
 
-def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> tirx.Stmt:
+def emit_rows(
+    nest: RowNest, machine: Machine, shared: set[Any], memory: Memory
+) -> list[tirx.Stmt]:
     """Return the code of a nest; ``shared`` are the buffers that are read outside of it."""
-    return sequence(RowEmitter(nest, machine, shared, memory).emit())
+    return RowEmitter(nest, machine, shared, memory).emit()

@@ -96,30 +96,58 @@ def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequenc
     return None
 
 
+_BFLOAT = "bfloat16"
+
+
+def _is_widened(value: Expr) -> bool:
+    return isinstance(value, tirx.Var) and value.name.endswith("_wide")
+
+
+def _collapse(value: Expr) -> Expr:
+    """Take a widened variable itself where it would be narrowed and widened again."""
+
+    def shorten(cast: tirx.Cast) -> Expr:
+        inner = cast.value
+        if str(cast.ty.dtype) == "float32" and isinstance(inner, tirx.Cast):
+            exact = str(inner.ty.dtype) == _BFLOAT and _is_widened(inner.value)
+            return inner.value if exact else cast
+        return cast
+
+    return tvm_ffi.structural_map(value, (tirx.Cast, shorten))
+
+
 class Memory:
-    """One-dimensional views of the buffers of a function: every access is by row-major offset."""
+    """Access to the buffers of a function by row-major offset.
+
+    An offset stands in the last index, zeros before it: buffers are compact, so flattening gives the
+    offset back. (A one-dimensional view would say it better, but TVM's legalisation of bfloat16 loses
+    views of parameters.)
+    """
 
     def __init__(self) -> None:
-        self._views: dict[Any, Any] = {}
-        self.declarations: list[tirx.Stmt] = []
-
-    def view(self, buffer: Buffer) -> Buffer:
-        """Return the flat view of a parameter."""
-        if buffer not in self._views:
-            flat = tirx.decl_buffer([_size(buffer)], str(buffer.dtype), buffer.name)
-            self._views[buffer] = flat
-            self.declarations.append(tirx.DeclBuffer(flat, data=tirx.buffer_data(buffer)))
-        return self._views[buffer]
+        self.allocations: list[tirx.Stmt] = []
+        self._flat: dict[Any, Buffer] = {}
 
     def allocate(self, buffer: Buffer) -> None:
         """Make room for an intermediate result."""
-        flat = tirx.decl_buffer([_size(buffer)], str(buffer.dtype), buffer.name)
-        self._views[buffer] = flat
-        self.declarations.append(tirx.AllocBuffer(flat))
+        size = integer(prod(int(extent) for extent in buffer.shape))
+        self._flat[buffer] = tirx.decl_buffer([size], str(buffer.dtype), buffer.name)
+        self.allocations.append(tirx.AllocBuffer(self._flat[buffer]))
+
+    def load(self, buffer: Buffer, offset: Expr) -> Expr:
+        """Return the element of ``buffer`` at a row-major offset."""
+        target = self._flat.get(buffer, buffer)
+        return tirx.BufferLoad(target, _last(target, offset))
+
+    def store(self, buffer: Buffer, offset: Expr, value: Expr) -> tirx.Stmt:
+        """Return the statement that writes the element of ``buffer`` at a row-major offset."""
+        target = self._flat.get(buffer, buffer)
+        return tirx.BufferStore(target, value, _last(target, offset))
 
 
-def _size(buffer: Buffer) -> Expr:
-    return integer(prod(int(extent) for extent in buffer.shape))
+def _last(buffer: Buffer, offset: Expr) -> list[Expr]:
+    zeros: list[Expr] = [integer(0)] * (len(buffer.shape) - 1)
+    return [*zeros, offset] if buffer.shape else []
 
 
 class Evaluator:
@@ -153,13 +181,20 @@ class Evaluator:
     def name(self, value: Expr, hint: str) -> Expr:
         """Bind ``value`` to a fresh variable unless it is one already.
 
-        Truth values are not bound: the simplifier stops at a variable that is a vector of them.
+        Truth values are not bound: the simplifier stops at a variable that is a vector of them. What is
+        bfloat16 is bound as float32: TVM's legalisation of bfloat16 does not know bound variables.
         """
         dtype = str(value.ty.dtype)
         if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm) or dtype == "bool":
             return value
+        if dtype == _BFLOAT:
+            if isinstance(value, tirx.Cast) and _is_widened(value.value):
+                return value
+            wide = tirx.Var(f"{hint}_wide", "float32")
+            self.statements.append(tirx.Bind(wide, _collapse(tirx.Cast("float32", value))))
+            return tirx.Cast(_BFLOAT, wide)
         var = tirx.Var(hint, dtype)
-        self.statements.append(tirx.Bind(var, value))
+        self.statements.append(tirx.Bind(var, _collapse(value)))
         return var
 
     def load(self, buffer: Buffer, indices: Indices) -> Expr:
@@ -173,7 +208,7 @@ class Evaluator:
         if place is not None:
             value = place(offset)
         elif stage is None:
-            value = tirx.BufferLoad(self.memory.view(buffer), [offset])
+            value = self.memory.load(buffer, offset)
         else:
             value = self.element(stage, stage.at(indices))
         named = self.name(value, "v")
@@ -186,7 +221,7 @@ class Evaluator:
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
         """Write the element of ``buffer`` at a row-major offset."""
-        self.statements.append(tirx.BufferStore(self.memory.view(buffer), value, [offset]))
+        self.statements.append(self.memory.store(buffer, offset, value))
 
     def fork(self) -> Evaluator:
         """Return an evaluator for an inner scope: it knows what this one knows, and adds nothing here."""

@@ -1,0 +1,191 @@
+"""The parent: hands entries to worker processes and survives their crashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One operator in one dtype."""
+
+    name: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.dtype}"
+
+
+@dataclass
+class Settings:
+    """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds."""
+
+    limit: int = 0
+    group_size: int = 8
+    timeout: float = 120.0
+    workers: int = 1
+
+
+@dataclass
+class Progress:
+    """What the workers have said of one entry."""
+
+    labels: list[str] | None = None
+    group: list[str] = field(default_factory=list)
+    outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def left(self) -> list[str] | None:
+        """Labels without an outcome; None while the labels are unknown."""
+        return None if self.labels is None else [x for x in self.labels if x not in self.outcomes]
+
+
+class WorkerDied(Exception):
+    """The worker crashed, or took too long and was ended; the text says which."""
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  (lives with the worker)
+        self._process = subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-m", "tests.conformance.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def run(self, task: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
+        """The worker's lines for one task.
+
+        Raises:
+            WorkerDied: before the task was done.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(task) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise WorkerDied(self._last_words()) from error
+        while True:
+            try:
+                line = self._lines.get(timeout=timeout)
+            except queue.Empty:
+                self.close()
+                raise WorkerDied(f"nothing for {timeout:.0f} s") from None
+            if line is None:
+                raise WorkerDied(self._last_words())
+            content = json.loads(line)
+            if content.get("done"):
+                return
+            yield content
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._errors.seek(0)
+        tail = self._errors.read()[-1500:]
+        return f"exit status {code}: {tail}"
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[str, Any], Worker]:
+    """All outcomes of one entry, with the worker that is alive afterwards."""
+    progress = Progress()
+    group_size = settings.group_size
+    while True:
+        task = {
+            "name": entry.name,
+            "dtype": entry.dtype,
+            "limit": settings.limit,
+            "group_size": group_size,
+            "labels": progress.left(),
+        }
+        try:
+            for line in worker.run(task, settings.timeout):
+                _take(progress, line)
+            return progress.outcomes, worker
+        except WorkerDied as death:
+            worker.close()
+            worker = Worker()
+            lonely = len(progress.group) == 1
+            if lonely or not progress.group:
+                label = progress.group[0] if lonely else "samples"
+                progress.outcomes[label] = _crash(label, str(death))
+            if progress.labels is None or not progress.left():
+                return progress.outcomes, worker
+            group_size = 1
+            progress.group = []
+
+
+def _take(progress: Progress, line: dict[str, Any]) -> None:
+    if "group" in line:
+        progress.group = line["group"]
+    elif "cases" in line:
+        if progress.labels is None:
+            progress.labels = line["cases"]
+    else:
+        progress.outcomes[line["outcome"]["label"]] = line["outcome"]
+
+
+def _crash(label: str, reason: str) -> dict[str, Any]:
+    outcome = {"label": label, "result": "crash", "reason": reason}
+    return {**outcome, "ordinary": True, "native": [], "aten": []}
+
+
+def run_entries(
+    entries: Sequence[Entry],
+    settings: Settings,
+    record: Callable[[Entry, dict[str, Any]], None],
+) -> None:
+    """Run ``entries`` on ``settings.workers`` processes; ``record`` gets each one's outcomes."""
+    waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
+    for entry in entries:
+        waiting.put(entry)
+    lock = threading.Lock()
+
+    def serve() -> None:
+        worker = Worker()
+        try:
+            while True:
+                try:
+                    entry = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                outcomes, worker = _run_entry(entry, settings, worker)
+                with lock:
+                    record(entry, outcomes)
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=serve) for _ in range(settings.workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

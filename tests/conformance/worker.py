@@ -1,0 +1,91 @@
+"""The worker process: reads tasks as JSON lines, writes outcomes as JSON lines.
+
+A line ``{"group": [labels]}`` goes out before each group, so that the parent knows what a worker
+was at when it died.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import Any, TextIO
+
+import torch
+
+from tests.conformance.check import GroupFailed, Outcome, check_group, eager
+from tests.conformance.samples import UNDEFINED_VALUES, Case, cases_of, operators
+
+
+def _groups(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
+    """Cases with an empty tensor apart from the others, in groups of ``size``."""
+    for ordinary in (True, False):
+        kind = [case for case in cases if case.ordinary is ordinary]
+        for start in range(0, len(kind), size):
+            yield kind[start : start + size]
+
+
+def _check(
+    name: str, group: list[Case], announce: Callable[[Sequence[Case]], None]
+) -> Iterable[Outcome]:
+    operator = operators()[name].op
+    compare_values = name.split(":")[0] not in UNDEFINED_VALUES
+    announce(group)
+    try:
+        yield from check_group(operator, group, compare_values=compare_values)
+        return
+    except GroupFailed:
+        pass
+    for case in group:
+        announce([case])
+        yield from check_group(operator, [case], compare_values=compare_values)
+
+
+def _accepted(name: str, cases: Sequence[Case]) -> list[Case]:
+    """The cases that eager PyTorch accepts: some samples are of no use with special values."""
+    accepted = []
+    for case in cases:
+        try:
+            eager(operators()[name].op, case)
+        except Exception:
+            continue
+        accepted.append(case)
+    return accepted
+
+
+def _run_task(task: dict[str, Any], out: TextIO) -> None:
+    def write(content: dict[str, Any]) -> None:
+        out.write(json.dumps(content) + "\n")
+        out.flush()
+
+    def announce(group: Sequence[Case]) -> None:
+        write({"group": [case.label for case in group]})
+
+    name, dtype = task["name"], getattr(torch, task["dtype"])
+    wanted = task["labels"]
+    write({"group": []})
+    cases = cases_of(name, dtype, task["limit"])
+    cases = _accepted(name, [c for c in cases if wanted is None or c.label in wanted])
+    write({"cases": [case.label for case in cases]})
+    for group in _groups(cases, task["group_size"]):
+        for outcome in _check(name, group, announce):
+            write({"outcome": asdict(outcome)})
+    write({"done": True})
+
+
+def main() -> None:
+    """Serve tasks until the input ends."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    # Whatever else prints must not get between the lines of the protocol.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        _run_task(json.loads(line), out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Seeds, and a check around every Relax pass that any test runs.
+
+Each pass must get a well-formed module, return a well-formed module, and leave the one it got as
+it was. TVM's own passes are checked by the runner in ``tvmbridge.pipeline``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+
+import numpy
+import pytest
+import torch
+import tvm
+from tvm import relax
+
+import tvmbridge.passes.relax
+from tests.relax_helpers import compile_and_run, fingerprint
+from tvmbridge.passes.base import PassReport, RelaxPass
+
+Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _checked_passes() -> Iterator[None]:
+    for found in pkgutil.iter_modules(tvmbridge.passes.relax.__path__):
+        importlib.import_module(f"tvmbridge.passes.relax.{found.name}")
+    with pytest.MonkeyPatch.context() as patch:
+        for pass_class in RelaxPass.__subclasses__():
+            patch.setattr(pass_class, "apply", _checked(pass_class.apply))
+        yield
+
+
+@pytest.fixture
+def run_relax() -> Callable[..., list[torch.Tensor]]:
+    """Builds a Relax module and calls it: ``run_relax(mod, *tensors, name="main")``."""
+    return compile_and_run
+
+
+def _checked(apply: Apply) -> Apply:
+    @functools.wraps(apply)
+    def checked(self: RelaxPass, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        name = type(self).__name__
+        relax.analysis.well_formed(mod)
+        before = fingerprint(mod)
+        after = apply(self, mod, report)
+        relax.analysis.well_formed(after)
+        assert fingerprint(mod) == before, f"{name} changed the module it was given"
+        return after
+
+    return checked

@@ -1,0 +1,53 @@
+"""What a case of a gradient rule is, and values that make cases hard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NAN, INF = float("nan"), float("inf")
+
+# Zero from both sides, the domain's ends, and values where a careless formula overflows.
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 0.5, 30.0, -30.0, 800.0, -800.0, INF, -INF, NAN)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One formula of ``rule``'s operator, in Relax and in PyTorch, on ``inputs``.
+
+    All floating-point inputs are differentiated. Results may be one or several.
+    """
+
+    rule: str
+    name: str
+    relax: Callable[..., Any]
+    torch: Callable[..., Any]
+    inputs: tuple[torch.Tensor, ...]
+
+    def __str__(self) -> str:
+        return f"{self.rule.removeprefix('relax.')}-{self.name}"
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers, the same ones for the same shape and seed."""
+    generator = torch.Generator().manual_seed(seed + 1000 * len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def integers(*shape: int, high: int = 3, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers as float64: full of ties and zeros."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randint(-high + 1, high, shape, generator=generator).double()
+
+
+def mask(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Booleans."""
+    return normal(*shape, seed=seed + 77) > 0
+
+
+def special() -> torch.Tensor:
+    """:data:`SPECIAL` as a tensor."""
+    return torch.tensor(SPECIAL, dtype=torch.float64)

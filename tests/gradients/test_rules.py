@@ -1,0 +1,112 @@
+"""Every admitted gradient rule against PyTorch's autograd in float64, in every form it is met."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import tvm
+from tvm import relax
+
+from tests.gradients.cases import Case, normal
+from tests.gradients.cases_elementwise import elementwise_cases
+from tests.gradients.cases_reductions import reduction_and_product_cases
+from tests.gradients.cases_shapes import shape_cases
+from tests.relax_helpers import CompiledFunctions, build_main, operators
+from tvmbridge.differentiate import differentiate, missing_rules
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.gradients import ADMITTED
+
+op = relax.op
+
+CASES = (*elementwise_cases(), *shape_cases(), *reduction_and_product_cases())
+
+
+def forward_of(case: Case) -> tvm.IRModule:
+    """The Relax module of the case's formula."""
+    return build_main(case.inputs, case.relax)
+
+
+def joint_of(case: Case) -> relax.Function:
+    """The joint function of a case: inputs, cotangents -> results, gradients."""
+    mod = forward_of(case)
+    wanted = [f"x{i}" for i, t in enumerate(case.inputs) if t.is_floating_point()]
+    count = len(as_list(case.torch(*case.inputs)))
+    return differentiate(mod, wanted, range(count), []).mod["joint"]
+
+
+@functools.cache
+def compiled(rule: str) -> tuple[CompiledFunctions, dict[str, Exception]]:
+    """The joint functions of all cases of a rule in one executable, and those that failed."""
+    functions: dict[str, relax.Function] = {}
+    failed: dict[str, Exception] = {}
+    for number, case in enumerate(c for c in CASES if c.rule == rule):
+        try:
+            joint = joint_of(case)
+        except Exception as error:
+            failed[case.name] = error
+        else:
+            functions[f"case_{number}"] = joint.with_attr("global_symbol", f"case_{number}")
+    return CompiledFunctions(tvm.IRModule(functions)), failed
+
+
+def as_list(results: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def test_every_admitted_rule_has_a_case() -> None:
+    assert {c.rule for c in CASES} == set(ADMITTED)
+
+
+def test_cases_have_names_of_their_own() -> None:
+    names = [str(c) for c in CASES]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_agrees_with_autograd(case: Case) -> None:
+    assert case.rule in operators(forward_of(case)), "the case does not contain its operator"
+    run, failed = compiled(case.rule)
+    if case.name in failed:
+        raise failed[case.name]
+    leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in case.inputs]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    outputs = as_list(case.torch(*leaves))
+    cotangents = [normal(*o.shape, seed=5 + i).to(o.dtype) for i, o in enumerate(outputs)]
+    expected = torch.autograd.grad(
+        outputs, wanted, cotangents, allow_unused=True, materialize_grads=True
+    )
+    number = [c.name for c in CASES if c.rule == case.rule].index(case.name)
+    results = run(f"case_{number}", *case.inputs, *cotangents)
+    assert len(results) == len(outputs) + len(expected)
+    for got, want in zip(results, [*outputs, *expected], strict=True):
+        assert got.dtype == want.dtype
+        torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def refused(formula: object, *inputs: torch.Tensor) -> str:
+    """The message with which the formula's gradient is refused."""
+    mod = build_main(inputs, formula)
+    wanted = [f"x{i}" for i, t in enumerate(inputs) if t.is_floating_point()]
+    assert missing_rules(mod, wanted)
+    with pytest.raises(UnsupportedOperatorError) as caught:
+        differentiate(mod, wanted, [0], [])
+    return str(caught.value)
+
+
+def test_slices_with_steps_are_refused() -> None:
+    message = refused(lambda x: op.strided_slice(x, [0], [0], [7], [2]), normal(7))
+    assert "relax.strided_slice" in message
+
+
+def test_look_ups_by_other_than_a_row_of_indices_are_refused() -> None:
+    indices = torch.zeros(2, 2, dtype=torch.int64)
+    assert "relax.take" in refused(lambda x, i: op.take(x, i, axis=0), normal(3, 4), indices)
+    assert "relax.take" in refused(lambda x, i: op.take(x, i, axis=0), normal(3), indices[0, 0])
+
+
+def test_a_fill_that_is_computed_is_refused() -> None:
+    message = refused(lambda x: op.full((3,), x, "float64"), normal())
+    assert "relax.full" in message

@@ -1,0 +1,80 @@
+"""What tests of Relax modules share: compile one, run it on PyTorch's tensors, apply a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from tvmbridge.build import build, resolve_target
+from tvmbridge.kernels.dtypes import to_relax_dtype
+from tvmbridge.passes.base import PassReport, RelaxPass
+
+
+class CompiledFunctions:
+    """The compiled functions of a module, called by name on PyTorch's tensors."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self._machine = build(mod, resolve_target(None), [])
+
+    def __call__(self, name: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """The results of the function ``name``, as copies."""
+        dense = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+        result = self._machine[name](*dense)
+        if not isinstance(result, Sequence | tvm_ffi.Array):
+            result = [result]
+        return [torch.from_dlpack(r).clone() for r in result]
+
+
+def compile_and_run(
+    mod: tvm.IRModule, *tensors: torch.Tensor, name: str = "main"
+) -> list[torch.Tensor]:
+    """Build ``mod`` for this machine and call one of its functions."""
+    return CompiledFunctions(mod)(name, *tensors)
+
+
+def build_main(
+    inputs: Sequence[torch.Tensor],
+    formula: Callable[..., relax.Expr | Sequence[relax.Expr]],
+) -> tvm.IRModule:
+    """``main(x0, x1, ...)`` with the types of ``inputs``, which returns ``formula`` of them flat."""
+    parameters = [
+        relax.Var(f"x{i}", relax.TensorType(tuple(t.shape), to_relax_dtype(t.dtype)))
+        for i, t in enumerate(inputs)
+    ]
+    builder = relax.BlockBuilder()
+    with builder.function("main", parameters):
+        with builder.dataflow():
+            results = formula(*parameters)
+            listed = [results] if isinstance(results, relax.Expr) else list(results)
+            bound = [builder.emit(r) for r in listed]
+            output = builder.emit_output(relax.Tuple(bound))
+        builder.emit_func_output(output)
+    return builder.get()
+
+
+def apply_pass(pass_: RelaxPass, mod: tvm.IRModule) -> tuple[tvm.IRModule, PassReport]:
+    """The rewritten module and what the pass says of it."""
+    report = PassReport()
+    return pass_.apply(mod, report), report
+
+
+def operators(mod: tvm.IRModule) -> list[str]:
+    """The operators of all calls in ``mod``, in order."""
+    found = []
+    for _, function in mod.functions_items():
+        if not isinstance(function, relax.Function):
+            continue
+        for block in function.body.blocks:
+            for binding in block.bindings:
+                if isinstance(binding.value, relax.Call):
+                    found.append(getattr(binding.value.op, "name", str(binding.value.op)))
+    return found
+
+
+def fingerprint(mod: tvm.IRModule) -> tuple[int, str]:
+    """What differs if anything in ``mod`` was changed, the names of its variables included."""
+    return tvm_ffi.structural_hash(mod, map_free_vars=True), mod.script()

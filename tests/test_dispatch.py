@@ -1,0 +1,326 @@
+"""add_tvm_dispatch: what is served, what falls back and why, and what the module stays."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import tvmbridge
+from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+
+
+class Block(nn.Module):
+    """A block with everything that matters: a product, a norm, an activation, dropout."""
+
+    def __init__(self, width: int = 24, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.dropout(nn.functional.gelu(self.inner(x))))
+
+
+def make_block(dtype: torch.dtype = torch.float64, **kwargs: float) -> Block:
+    torch.manual_seed(0)
+    return Block(**kwargs).to(dtype)  # type: ignore[arg-type]
+
+
+def sample(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(shape or (6, 24), dtype=dtype, generator=torch.Generator().manual_seed(7))
+
+
+def eager(module: nn.Module) -> nn.Module:
+    """A copy that runs the module's own forward."""
+    duplicate = copy.deepcopy(module)
+    if "forward" in duplicate.__dict__:
+        remove_tvm_dispatch(duplicate)
+    return duplicate
+
+
+def train_step(module: nn.Module, x: torch.Tensor, seed: int = 3) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    x = x.clone().requires_grad_()
+    module.zero_grad()
+    output = module(x)
+    output.square().sum().backward()
+    assert x.grad is not None
+    results = {"output": output.detach(), "input": x.grad}
+    results |= {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    results["generator"] = torch.get_rng_state()
+    return results
+
+
+def assert_same_step(module: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
+    ours, theirs = train_step(module, x), train_step(reference, x)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    module = make_block().train()
+    return add_tvm_dispatch(module, sample().requires_grad_())
+
+
+@pytest.fixture(scope="module")
+def served() -> nn.Module:
+    return add_tvm_dispatch(make_block().eval(), sample())
+
+
+def test_inference_is_served_and_right(served: nn.Module) -> None:
+    x = sample()
+    before = dispatch_report(served).tvm_calls
+    with torch.no_grad():
+        torch.testing.assert_close(served(x), eager(served)(x), rtol=1e-12, atol=1e-12)
+    assert dispatch_report(served).tvm_calls == before + 1
+
+
+def test_training_step_equals_eager_from_the_same_seed(trained: nn.Module) -> None:
+    before = dispatch_report(trained).tvm_calls
+    assert_same_step(trained, eager(trained), sample())
+    report = dispatch_report(trained)
+    assert report.tvm_calls == before + 1
+    assert not report.fallbacks
+    assert "train with gradients" in str(report)
+
+
+def test_the_other_mode_is_compiled_at_its_first_call() -> None:
+    module = add_tvm_dispatch(make_block().eval(), sample())
+    assert [s.mode for s in dispatch_report(module).specializations] == ["eval"]
+    module.train()
+    assert_same_step(module, eager(module), sample())
+    module.eval()
+    assert_same_step(module, eager(module), sample())
+    modes = [s.mode for s in dispatch_report(module).specializations]
+    assert modes == ["eval", "train with gradients", "eval with gradients"]
+    assert not dispatch_report(module).fallbacks
+
+
+def test_train_mode_without_gradients_draws_dropout(trained: nn.Module) -> None:
+    x = sample()
+    with torch.no_grad():
+        torch.manual_seed(5)
+        ours = trained(x)
+        state = torch.get_rng_state()
+        torch.manual_seed(5)
+        theirs = eager(trained)(x)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(state, torch.get_rng_state())
+    assert not ours.requires_grad
+
+
+def test_optimizer_steps_are_seen() -> None:
+    module = add_tvm_dispatch(make_block().train(), sample().requires_grad_())
+    reference = eager(module)
+    # Not Adam: dividing by the root of tiny second moments magnifies rounding without bound.
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9) for m in (module, reference)
+    ]
+    for step in range(4):
+        for each, optimizer in zip((module, reference), optimizers, strict=True):
+            train_step(each, sample(), seed=step)
+            optimizer.step()
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert dispatch_report(module).tvm_calls == 4
+
+
+def _load_state(module: nn.Module) -> None:
+    module.load_state_dict({n: t * 1.5 for n, t in module.state_dict().items()})
+
+
+def _replace_parameter(module: nn.Module) -> None:
+    module.inner.weight = nn.Parameter(torch.flip(module.inner.weight.detach(), (0,)))  # type: ignore[operator, union-attr]
+
+
+def _write_data(module: nn.Module) -> None:
+    module.inner.weight.data.mul_(-2)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("change", [_load_state, _replace_parameter, _write_data])
+def test_changed_parameters_are_seen(change: Callable[[nn.Module], None]) -> None:
+    module = add_tvm_dispatch(make_block().eval(), sample())
+    with torch.no_grad():
+        module(sample())
+        change(module)
+        torch.testing.assert_close(module(sample()), eager(module)(sample()))
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_tied_weights_get_the_sum_of_their_gradients() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = nn.Linear(8, 8)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)))
+
+    module = add_tvm_dispatch(Tied().double().train(), sample(3, 8).requires_grad_())
+    assert_same_step(module, eager(module), sample(3, 8))
+    assert dispatch_report(module).tvm_calls == 1
+    module.second.weight = nn.Parameter(module.second.weight.detach() * 2)  # type: ignore[operator, union-attr]
+    assert_same_step(module, eager(module), sample(3, 8))
+    assert dispatch_report(module).fallbacks == {"tied parameters were untied": 1}
+
+
+FALLBACKS: list[tuple[str, Callable[[nn.Module], torch.Tensor]]] = [
+    ("the shape of an input differs", lambda m: m(sample(5, 24))),
+    ("the dtype of an input differs", lambda m: m.float()(sample(dtype=torch.float32))),
+    ("the structure of the arguments differs", lambda m: m(x=sample())),
+    ("the dtype of a parameter or buffer changed", lambda m: _mixed(m)),
+    ("autocast is on", lambda m: _autocast(m)),
+    ("requires_grad of a parameter changed", lambda m: _frozen(m)),
+    ("a submodule has hooks", lambda m: _hooked(m)),
+    ("the training flag of a submodule changed", lambda m: _half_eval(m)),
+    ("a dispatch mode is active", lambda m: _flops(m)),
+    ("a submodule was replaced", lambda m: _replaced(m)),
+]
+
+
+def _mixed(module: nn.Module) -> torch.Tensor:
+    module.norm.to(torch.float32)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError):
+        module(sample().requires_grad_())
+    module.norm.to(torch.float64)  # type: ignore[union-attr]
+    return torch.zeros(())
+
+
+def _autocast(module: nn.Module) -> torch.Tensor:
+    with torch.autocast("cpu"):
+        return module(sample())  # type: ignore[no-any-return]
+
+
+def _frozen(module: nn.Module) -> torch.Tensor:
+    module.norm.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+    return module(sample().requires_grad_())  # type: ignore[no-any-return]
+
+
+def _hooked(module: nn.Module) -> torch.Tensor:
+    module.inner.register_forward_hook(lambda m, a, out: out * 2)  # type: ignore[union-attr, operator]
+    return module(sample().requires_grad_())  # type: ignore[no-any-return]
+
+
+def _half_eval(module: nn.Module) -> torch.Tensor:
+    module.dropout.eval()  # type: ignore[union-attr]
+    return module(sample().requires_grad_())  # type: ignore[no-any-return]
+
+
+def _flops(module: nn.Module) -> torch.Tensor:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False):
+        return module(sample())  # type: ignore[no-any-return]
+
+
+def _replaced(module: nn.Module) -> torch.Tensor:
+    module.inner = nn.Linear(24, 24, dtype=torch.float64)
+    return module(sample().requires_grad_())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("reason", "call"), FALLBACKS, ids=[reason for reason, _ in FALLBACKS])
+def test_other_calls_go_to_the_own_forward(
+    trained: nn.Module, reason: str, call: Callable[[nn.Module], torch.Tensor]
+) -> None:
+    module = copy.deepcopy(trained)
+    reference = eager(module)
+    torch.manual_seed(1)
+    ours = call(module)
+    torch.manual_seed(1)
+    if reason != "a submodule was replaced":
+        torch.testing.assert_close(ours, call(reference))
+    assert dispatch_report(module).fallbacks == {reason: 1}
+
+
+def test_a_second_sample_adds_a_specialisation() -> None:
+    module = add_tvm_dispatch(make_block().eval(), sample())
+    forward = module.forward
+    add_tvm_dispatch(module, sample(2, 5, 24))
+    add_tvm_dispatch(module, sample())
+    assert module.forward is forward
+    with torch.no_grad():
+        for x in (sample(), sample(2, 5, 24)):
+            torch.testing.assert_close(module(x), eager(module)(x))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 2
+    assert len(report.specializations) == 2
+
+
+def test_specialisations_are_bounded() -> None:
+    module = make_block().eval()
+    for rows in (2, 3, 4):
+        add_tvm_dispatch(module, sample(rows, 24), options={"max_specializations": 2})
+    with torch.no_grad():
+        module(sample(2, 24))
+        module(sample(4, 24))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1
+    assert len(report.specializations) == 2
+
+
+def test_removal_leaves_the_module_as_it_was() -> None:
+    module = make_block()
+    before, state = set(module.__dict__), repr(module)
+    add_tvm_dispatch(module, sample())
+    assert repr(module) == state
+    remove_tvm_dispatch(module)
+    assert set(module.__dict__) == before
+    assert "forward" not in module.__dict__
+    with pytest.raises(ValueError, match="not dispatched"):
+        dispatch_report(module)
+
+
+def test_an_instance_own_forward_is_given_back() -> None:
+    module = make_block().eval()
+    own = lambda x: Block.forward(module, x) * 2  # noqa: E731
+    module.forward = own
+    add_tvm_dispatch(module, sample())
+    with torch.no_grad():
+        torch.testing.assert_close(module(sample()), own(sample()))
+    assert dispatch_report(module).tvm_calls == 1
+    remove_tvm_dispatch(module)
+    assert module.forward is own
+
+
+def test_a_deep_copy_has_its_own_dispatch_and_parameters(trained: nn.Module) -> None:
+    duplicate = copy.deepcopy(trained)
+    assert dispatch_report(duplicate).tvm_calls == 0
+    with torch.no_grad():
+        duplicate.inner.weight.zero_()  # type: ignore[union-attr, operator]
+    assert_same_step(duplicate, eager(duplicate), sample())
+    assert_same_step(trained, eager(trained), sample())
+    assert dispatch_report(duplicate).tvm_calls == 1
+
+
+def test_an_unpickled_module_runs_its_own_forward(trained: nn.Module) -> None:
+    loaded = pickle.loads(pickle.dumps(trained))
+    assert loaded.state_dict().keys() == trained.state_dict().keys()
+    assert_same_step(loaded, eager(trained), sample())
+    with pytest.raises(ValueError, match="not dispatched"):
+        dispatch_report(loaded)
+    add_tvm_dispatch(loaded, sample().requires_grad_())
+    assert_same_step(loaded, eager(trained), sample())
+    assert dispatch_report(loaded).tvm_calls == 1
+
+
+def test_hooks_of_the_module_itself_run(served: nn.Module) -> None:
+    seen: list[torch.Size] = []
+    handle = served.register_forward_hook(lambda m, args, out: seen.append(out.shape))
+    with torch.no_grad():
+        served(sample())
+    handle.remove()
+    assert seen == [torch.Size((6, 24))]
+
+
+def test_version_is_public() -> None:
+    assert tvmbridge.__version__

@@ -1,0 +1,110 @@
+"""Parallel loops of compiled kernels on PyTorch's own threads.
+
+TVM brings a thread pool of its own. Beside PyTorch's OpenMP pool it does harm: both spin while they wait
+and take the cores from each other; it binds the calling thread to a core; every thread that calls a kernel
+(autograd's, say) gets a pool; and on x86 it takes half of the processors for hyperthreads. TVM lets a host
+program supply the function that starts a parallel loop, so here it is given one that asks PyTorch's OpenMP
+runtime, a few instructions compiled by TVM's LLVM. The number of threads is then ``torch.get_num_threads()``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import tempfile
+from pathlib import Path
+
+import torch
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+# task(task_id, environment, data) divides its loop among the environment's number of tasks.
+_LAUNCHER = """
+define internal void @member(ptr %job) {{
+  %task = load ptr, ptr %job
+  %data_at = getelementptr i8, ptr %job, i64 8
+  %data = load ptr, ptr %data_at
+  %environment = alloca [2 x i64], align 8
+  %id = call i32 inttoptr (i64 {omp_get_thread_num} to ptr)()
+  %count = call i32 inttoptr (i64 {omp_get_num_threads} to ptr)()
+  store ptr null, ptr %environment
+  %count_at = getelementptr i8, ptr %environment, i64 8
+  store i32 %count, ptr %count_at
+  %code = call i32 %task(i32 %id, ptr %environment, ptr %data)
+  %failed = icmp ne i32 %code, 0
+  br i1 %failed, label %note, label %done
+note:
+  %code_at = getelementptr i8, ptr %job, i64 16
+  store atomic i32 %code, ptr %code_at monotonic, align 4
+  br label %done
+done:
+  ret void
+}}
+
+define i32 @launch(ptr %task, ptr %data, i32 %count) {{
+  %job = alloca [3 x i64], align 8
+  store ptr %task, ptr %job
+  %data_at = getelementptr i8, ptr %job, i64 8
+  store ptr %data, ptr %data_at
+  %code_at = getelementptr i8, ptr %job, i64 16
+  store i32 0, ptr %code_at
+  call void inttoptr (i64 {GOMP_parallel} to ptr)(ptr @member, ptr %job, i32 %count, i32 0)
+  %code = load i32, ptr %code_at
+  ret i32 %code
+}}
+
+define i32 @__tvm_ffi_launch_address(ptr %self, ptr %args, i32 %n, ptr %result) {{
+  store i64 1, ptr %result
+  %value_at = getelementptr i8, ptr %result, i64 8
+  store i64 ptrtoint (ptr @launch to i64), ptr %value_at
+  ret i32 0
+}}
+"""
+_NEEDED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+@functools.cache
+def share_torch_threads() -> bool:
+    """Make parallel loops of modules loaded from now on run on PyTorch's threads; False if they cannot.
+
+    They cannot where PyTorch was built without GNU's OpenMP interface; TVM's own pool serves there.
+    """
+    addresses = _openmp_addresses()
+    if addresses is None:
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "launcher.ll"
+        path.write_text(_target_lines() + _LAUNCHER.format(**addresses), encoding="ascii")
+        module = tvm.runtime.load_module(str(path))
+    address = int(module["launch_address"]())
+    _KEPT.append(module)
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    register = library.TVMFFIEnvModRegisterContextSymbol
+    register.argtypes, register.restype = [ctypes.c_char_p, ctypes.c_void_p], ctypes.c_int
+    return bool(register(b"__TVMBackendParallelLaunch", address) == 0)
+
+
+_KEPT: list[object] = []  # the launcher's code must outlive every kernel
+
+
+def _target_lines() -> str:
+    """Return the lines that say for which machine LLVM code is, taken from code for this one."""
+    nothing = tirx.PrimFunc([], tirx.Evaluate(0)).with_attr("global_symbol", "nothing")
+    source = tvm.tirx.build(nothing, target="llvm").inspect_source("ll")
+    lines = [line for line in source.splitlines() if line.startswith("target ")]
+    return "\n".join(lines) + "\n"
+
+
+def _openmp_addresses() -> dict[str, int] | None:
+    """Return where the OpenMP runtime that PyTorch uses has its functions."""
+    folder = Path(torch.__file__).parent / "lib"
+    library = next(iter(sorted(folder.glob("libtorch_cpu.*"))), None)
+    if library is None or not torch.backends.openmp.is_available():
+        return None
+    try:
+        handle = ctypes.CDLL(str(library))
+        symbols = {name: ctypes.cast(getattr(handle, name), ctypes.c_void_p) for name in _NEEDED}
+    except (OSError, AttributeError):
+        return None
+    return {name: int(symbol.value or 0) for name, symbol in symbols.items()}
