@@ -66,9 +66,14 @@ class _CompiledFunction(torch.autograd.Function):
             gradients = _run_backward(call, ctx.saved_tensors, cotangents)
         if torch.is_grad_enabled():
             gradients = _refuse_second_derivative(gradients, cotangents)
+        parts = call.parts
+        arrived = {n for n, o in enumerate(parts.cotangent_of) if cotangents[o] is not None}
         placed: list[torch.Tensor | None] = [None] * call.num_primals
-        for position, gradient in zip(call.gradient_of, gradients, strict=True):
-            if ctx.needs_input_grad[position + 1]:
+        for position, gradient, reads in zip(
+            call.gradient_of, gradients, parts.gradient_reads, strict=True
+        ):
+            # Eager gives no gradient, rather than zeros, where none flows: optimizers skip it.
+            if ctx.needs_input_grad[position + 1] and reads & arrived:
                 placed[position] = gradient
         return (None, *placed)
 

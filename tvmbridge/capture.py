@@ -92,9 +92,11 @@ def _export(
 ) -> ExportedProgram:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), _without_autocast():
+        with torch.set_grad_enabled(needs_grad), without_autocast():
             program = torch.export.export(module, args, kwargs, strict=False)
-            return program.run_decompositions(table)
+            program = program.run_decompositions(table)
+            _spell_out_total_dropout(program)
+            return program
     except Exception as error:
         _raise_if_forward_refuses(module, args, kwargs)
         line = _user_line(error) or "an unknown line"
@@ -104,8 +106,23 @@ def _export(
         ) from error
 
 
+def _spell_out_total_dropout(program: ExportedProgram) -> None:
+    """Dropout of everything is a product with zero: eager PyTorch draws nothing for it."""
+    aten = torch.ops.aten
+    for node in list(program.graph.nodes):
+        if node.target is not aten.native_dropout.default or node.args[1:] != (1.0, True):
+            continue
+        for item in list(node.users):
+            if item.args[1] == 0:
+                with program.graph.inserting_before(item):
+                    product = program.graph.call_function(aten.mul.Tensor, (node.args[0], 0.0))
+                product.meta = dict(item.meta)
+                item.replace_all_uses_with(product)
+    program.graph.eliminate_dead_code()
+
+
 @contextmanager
-def _without_autocast() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
     with torch.autocast("cpu", enabled=False):
         if torch.cuda.is_available():
             with torch.autocast("cuda", enabled=False):

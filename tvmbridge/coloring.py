@@ -58,6 +58,7 @@ def color(joint: JointModule) -> Coloring:
     outputs, gradients = results[: joint.num_outputs], results[joint.num_outputs :]
     primals = list(function.params[: len(joint.primals)])
     in_forward = _dependencies(outputs, bound)
+    in_forward |= _items_of(bindings, in_forward)
     repeatable = _repeatable(bindings, in_forward, set(primals))
     in_backward: set[relax.Var] = set()
     residuals: dict[relax.Var, None] = {}
@@ -95,6 +96,15 @@ def _dependencies(
         found.add(var)
         pending.extend(relax.analysis.free_vars(bound[var].value))
     return found
+
+
+def _items_of(bindings: list[relax.Binding], in_forward: set[relax.Var]) -> set[relax.Var]:
+    """Items of tuples of the forward color: only tensors cross the border, so these may."""
+    return {
+        b.var
+        for b in bindings
+        if isinstance(b.value, relax.TupleGetItem) and b.value.tuple_value in in_forward
+    }
 
 
 def _repeatable(

@@ -7,21 +7,88 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
 
 aten = torch.ops.aten
 
 # Operators that stay whole: the frontend or a kernel does better with them than with their parts.
+# So does every random operator: its parts would draw other numbers than eager PyTorch.
 _KEPT_WHOLE = (
     aten.linear.default,
     aten.matmul.default,
-    aten.dropout.default,
     aten.conv1d.default,
     aten.conv2d.default,
     aten.conv3d.default,
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
     aten.upsample_bicubic2d.vec,
+)
+
+# Taken apart, and the derivative of the parts is that of the whole everywhere: also at kinks, where
+# a side is infinite, and for operands that are equal.
+DERIVATIVE_KEPT: frozenset[Any] = frozenset(
+    {
+        aten._safe_softmax.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._unsafe_view.default,
+        aten.addcdiv.default,
+        aten.addcmul.default,
+        aten.addr.default,
+        aten.baddbmm.default,
+        aten.channel_shuffle.default,
+        aten.detach.default,
+        aten.dot.default,
+        aten.glu.default,
+        aten.lerp.Scalar,
+        aten.lerp.Tensor,
+        aten.masked_fill.Scalar,
+        aten.masked_fill.Tensor,
+        aten.mse_loss.default,
+        aten.mv.default,
+        aten.pixel_shuffle.default,
+        aten.pixel_unshuffle.default,
+        aten.roll.default,
+        aten.rsub.Scalar,
+        aten.rsub.Tensor,
+        aten.select_scatter.default,
+        aten.silu.default,
+        aten.split.Tensor,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.stack.default,
+        aten.sum.default,
+        aten.t.default,
+        aten.trace.default,
+        aten.transpose.int,
+        aten.tril.default,
+        aten.triu.default,
+        aten.unbind.int,
+        aten.unsafe_split.Tensor,
+        aten.unsafe_split_with_sizes.default,
+        aten.vdot.default,
+    }
+)
+
+# What autograd writes that consists of moves and element-wise operators.
+_JOINT_TAKEN_APART = (
+    aten._unsafe_view.default,
+    aten.addcdiv.default,
+    aten.addcmul.default,
+    aten.baddbmm.default,
+    aten.detach.default,
+    aten.diagonal_backward.default,
+    aten.fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.native_dropout_backward.default,
+    aten.new_empty.default,
+    aten.select_backward.default,
+    aten.select_scatter.default,
+    aten.silu.default,
+    aten.slice_backward.default,
+    aten.zero.default,
 )
 
 
@@ -33,19 +100,39 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
             because its dropout must be drawn outside; otherwise it stays one kernel.
     """
     table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
-    for op in _KEPT_WHOLE:
-        table.pop(op, None)
+    random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
+    for op in (*_KEPT_WHOLE, *random):
+        if "scaled_dot_product" not in str(op):
+            table.pop(op, None)
+    table[aten._safe_softmax.default] = _safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
-        whole = table[sdpa]
-        table[sdpa] = lambda *args, **kwargs: _attention(whole, *args, **kwargs)
+        table[sdpa] = _attention
     else:
         table.pop(sdpa, None)
     return table
 
 
+def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Overload -> decomposition, for a joint function that PyTorch's autograd has written.
+
+    What is not in it stays PyTorch's own kernel, with PyTorch's own result.
+    """
+    whole = core_aten_decompositions()
+    return {op: whole[op] for op in _JOINT_TAKEN_APART}
+
+
+def _safe_softmax(
+    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
+    masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    result = torch.softmax(torch.where(masked, zero, x), dim=dim, dtype=dtype)
+    return torch.where(masked, zero.to(result.dtype), result)
+
+
 def _attention(
-    whole: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -56,14 +143,21 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention spelled out, without the test for fully masked rows where no row can be masked."""
-    if attn_mask is not None or is_causal or enable_gqa or query.dim() < 3:
-        return whole(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
-    weights = torch.softmax(scores, -1)
+    if is_causal:
+        rows, columns = (torch.arange(scores.shape[d], device=scores.device) for d in (-2, -1))
+        attn_mask = rows[:, None] >= columns
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        scores = torch.where(attn_mask, scores, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    # A causal mask leaves each row its own column; any other may close a row altogether.
+    may_close = attn_mask is not None and not is_causal
+    weights = aten._safe_softmax(scores, -1) if may_close else torch.softmax(scores, -1)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)

@@ -27,7 +27,9 @@ class JointModule:
 
     ``mod["joint"]`` takes ``primals`` then ``cotangents`` (names) and returns ``num_outputs``
     outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
-    cotangent the number of the output it belongs to.
+    cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
+    which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
+    those that it is computed from.
     """
 
     mod: tvm.IRModule
@@ -36,6 +38,7 @@ class JointModule:
     cotangent_of: tuple[int, ...]
     num_outputs: int
     wanted: tuple[str, ...]
+    gradient_reads: tuple[frozenset[int], ...] | None = None
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:

@@ -20,9 +20,13 @@ from tvmbridge.types import NoiseDescriptor, TensorSpec
 aten = torch.ops.aten
 
 _DROPOUT = (aten.dropout.default, aten.native_dropout.default)
+_ATTENTION = (
+    aten.scaled_dot_product_attention.default,
+    aten._scaled_dot_product_attention_math.default,
+)
 
 # Draws that read nothing of their tensor arguments but shape, strides, dtype and device.
-_READS_METADATA_ONLY = frozenset(
+READS_METADATA_ONLY = frozenset(
     {
         "aten::rand",
         "aten::rand_like",
@@ -40,7 +44,7 @@ _READS_METADATA_ONLY = frozenset(
         "aten::random",
     }
 )
-_METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
+METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
 
 
 def find_noise(graph: fx.Graph) -> tuple[NoiseDescriptor, ...]:
@@ -81,7 +85,7 @@ def _is_random(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    if target is aten.scaled_dot_product_attention.default:
+    if target in _ATTENTION:
         return bool(_argument(node, "dropout_p", 4, 0.0))
     return torch.Tag.nondeterministic_seeded in target.tags
 
@@ -108,7 +112,7 @@ def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
 def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     op = node.target
     assert isinstance(op, torch._ops.OpOverload)
-    if op._schema.name not in _READS_METADATA_ONLY and op not in _METADATA_ONLY_OVERLOADS:
+    if op._schema.name not in READS_METADATA_ONLY and op not in METADATA_ONLY_OVERLOADS:
         raise UnsupportedOperatorError(
             f"{op} draws random numbers from values that the graph computes, so the draw cannot "
             "be made beforehand"

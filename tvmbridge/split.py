@@ -25,7 +25,8 @@ class SplitModule:
     residuals..., cotangents...) -> (gradients...)``, where ``reads`` are the primals that backward
     needs again and ``kept_outputs`` the numbers of the outputs that it reads, with the shapes it
     reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
-    output of each cotangent and ``wanted`` the primal of each gradient.
+    output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
+    numbers of the cotangents that each gradient depends on: without any of them there is none.
     """
 
     mod: tvm.IRModule
@@ -36,6 +37,7 @@ class SplitModule:
     residuals: tuple[ValueDescriptor, ...]
     cotangent_of: tuple[int, ...]
     wanted: tuple[str, ...]
+    gradient_reads: tuple[frozenset[int], ...]
 
     @property
     def residual_bytes(self) -> int:
@@ -63,7 +65,21 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         residuals=tuple(ValueDescriptor(v.name, _spec(v)) for v in residuals),
         cotangent_of=joint.cotangent_of,
         wanted=joint.wanted,
+        gradient_reads=joint.gradient_reads
+        or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
     )
+
+
+def _gradient_reads(
+    coloring: Coloring, cotangents: Sequence[relax.Var], gradients: Sequence[relax.Expr]
+) -> tuple[frozenset[int], ...]:
+    """Numbers of the cotangents that each gradient is computed from."""
+    none: frozenset[int] = frozenset()
+    reads = {v: frozenset([number]) for number, v in enumerate(cotangents)}
+    for binding in coloring.backward:
+        operands = relax.analysis.free_vars(binding.value)
+        reads[binding.var] = none.union(*(reads.get(v, none) for v in operands))
+    return tuple(reads.get(g, none) for g in gradients)
 
 
 def _separate_outputs(

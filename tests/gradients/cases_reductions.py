@@ -41,8 +41,8 @@ def reduction_cases() -> Iterator[Case]:
                     lambda x, g=g, d=dims, k=keepdims: g(x, d, keepdim=k),
                 )
                 kind = f"{form}-{'kept' if keepdims else 'dropped'}"
-                yield Case(rule, kind, *formulas, (normal(2, 3, 4),))
-                yield Case(rule, f"ties-{kind}", *formulas, (integers(2, 3, 4),))
+                x = normal(2, 3, 4) if name in ("sum", "mean") else integers(2, 3, 4)
+                yield Case(rule, kind, *formulas, (x,))
         yield Case(rule, "0-d", lambda x, f=f: f(x, None), lambda x, g=g: g(x, ()), (normal(),))
         yield Case(
             rule, "1-d", lambda x, f=f: f(x, [0]), lambda x, g=g: g(x, (0,)), (normal(5),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.gradients.cases_reductions import reduction_and_product_cases
 from tests.gradients.cases_shapes import shape_cases
 from tests.relax_helpers import CompiledFunctions, build_main, operators
 from tvmbridge.differentiate import differentiate, missing_rules
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.gradients import ADMITTED
 
 op = relax.op
@@ -38,18 +38,36 @@ def joint_of(case: Case) -> relax.Function:
 
 
 @functools.cache
-def compiled(rule: str) -> tuple[CompiledFunctions, dict[str, Exception]]:
-    """The joint functions of all cases of a rule in one executable, and those that failed."""
+def compiled(rule: str) -> dict[str, CompiledFunctions | Exception]:
+    """What runs the joint function ``joint_N`` of each case of a rule, or why nothing can."""
     functions: dict[str, relax.Function] = {}
-    failed: dict[str, Exception] = {}
-    for number, case in enumerate(c for c in CASES if c.rule == rule):
+    found: dict[str, CompiledFunctions | Exception] = {}
+    for number, case in enumerate(cases_of(rule)):
         try:
             joint = joint_of(case)
         except Exception as error:
-            failed[case.name] = error
+            found[case.name] = error
         else:
-            functions[f"case_{number}"] = joint.with_attr("global_symbol", f"case_{number}")
-    return CompiledFunctions(tvm.IRModule(functions)), failed
+            functions[case.name] = joint.with_attr("global_symbol", f"joint_{number}")
+    try:
+        together = compile_all(functions.values())
+    except BridgeError:
+        for name, joint in functions.items():
+            try:
+                found[name] = compile_all([joint])
+            except BridgeError as error:
+                found[name] = error
+    else:
+        found |= dict.fromkeys(functions, together)
+    return found
+
+
+def compile_all(functions: Iterable[relax.Function]) -> CompiledFunctions:
+    return CompiledFunctions(tvm.IRModule({f.attrs["global_symbol"]: f for f in functions}))
+
+
+def cases_of(rule: str) -> list[Case]:
+    return [c for c in CASES if c.rule == rule]
 
 
 def as_list(results: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -67,10 +85,10 @@ def test_cases_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_autograd(case: Case) -> None:
-    assert case.rule in operators(forward_of(case)), "the case does not contain its operator"
-    run, failed = compiled(case.rule)
-    if case.name in failed:
-        raise failed[case.name]
+    assert case.rule in operators(forward_of(case)), "the case does not hold its operator"
+    run = compiled(case.rule)[case.name]
+    if isinstance(run, Exception):
+        raise run
     leaves = [t.clone().requires_grad_(t.is_floating_point()) for t in case.inputs]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     outputs = as_list(case.torch(*leaves))
@@ -78,8 +96,7 @@ def test_agrees_with_autograd(case: Case) -> None:
     expected = torch.autograd.grad(
         outputs, wanted, cotangents, allow_unused=True, materialize_grads=True
     )
-    number = [c.name for c in CASES if c.rule == case.rule].index(case.name)
-    results = run(f"case_{number}", *case.inputs, *cotangents)
+    results = run(f"joint_{[c.name for c in cases_of(case.rule)].index(case.name)}", *case.inputs, *cotangents)
     assert len(results) == len(outputs) + len(expected)
     for got, want in zip(results, [*outputs, *expected], strict=True):
         assert got.dtype == want.dtype

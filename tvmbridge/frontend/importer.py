@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,9 @@ _MAX_FOLDED_BYTES = 1 << 20
 _ASSERTIONS = frozenset(
     {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"}
 )
-_STRIDE_DEPENDENT = frozenset({"aten::as_strided", "aten::as_strided_scatter", "aten::set_"})
+_STRIDE_DEPENDENT = frozenset(
+    {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::set_"}
+)
 
 
 @dataclass
@@ -135,18 +138,31 @@ def _dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
 def _refuse_what_cannot_run(node: fx.Node) -> None:
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    if target._schema.name in _STRIDE_DEPENDENT:
+    if target._schema.name in _STRIDE_DEPENDENT and not _is_dense(node.args[0]):
         raise UnsupportedOperatorError(f"{target} depends on the strides of its input")
     if target._schema.is_mutable:
         raise UnsupportedOperatorError(f"{target} writes into its inputs and was not functionalised")
     results = tensors_of(node)
-    if not results:
+    if not results or _returns_numbers(node):
         raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
     for tensor in results:
         if not is_supported(tensor.dtype):
             raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
         if not all(isinstance(s, int) for s in tensor.shape):
             raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")
+
+
+def _is_dense(operand: Any) -> bool:
+    """Whether a tensor is laid out in the trace as it is in compiled code."""
+    fake = operand.meta["val"]
+    whole: bool = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
+    return whole and bool(fake.is_contiguous())
+
+
+def _returns_numbers(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    values = value if isinstance(value, tuple | list) else [value]
+    return not all(v is None or isinstance(v, torch.Tensor) for v in values)
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,15 @@ class ImportedModule:
     aten_calls: dict[str, int]
 
 
+@dataclass(frozen=True)
+class GraphInput:
+    """A parameter of the Relax function, and the fx node whose value it is."""
+
+    name: str
+    spec: TensorSpec
+    node: fx.Node
+
+
 def import_graph(captured: CapturedGraph) -> ImportedModule:
     """Build ``main(user inputs, parameters, buffers, draws) -> (outputs...)``.
 
@@ -167,21 +192,42 @@ def import_graph(captured: CapturedGraph) -> ImportedModule:
     Raises:
         UnsupportedOperatorError: an operator can neither be converted nor called.
     """
-    importer = Importer(relax.BlockBuilder())
     nodes = {n.name: n for n in captured.program.graph.nodes}
-    parameters = []
-    for descriptor in captured.inputs:
-        node = nodes[descriptor.name]
-        if descriptor.kind is InputKind.CONSTANT:
-            continue
-        importer.values[node] = _parameter(descriptor.name, descriptor.spec)
-        parameters.append(importer.values[node])
-    for draw in captured.noise:
-        if draw.drop_probability is None:
-            importer.values[nodes[draw.name]] = _parameter(draw.name, draw.spec)
-            parameters.append(importer.values[nodes[draw.name]])
-    _emit_main(importer, captured, nodes, parameters)
-    return ImportedModule(importer.builder.get(), importer.native_calls, importer.aten_calls)
+    inputs = [
+        GraphInput(d.name, d.spec, nodes[d.name])
+        for d in captured.inputs
+        if d.kind is not InputKind.CONSTANT
+    ]
+    inputs += [
+        GraphInput(d.name, d.spec, nodes[d.name])
+        for d in captured.noise
+        if d.drop_probability is None
+    ]
+    results = [
+        nodes[o.name] for o in captured.outputs if o.spec is not None and o.alias_of is None
+    ]
+    constants = {nodes[name]: tensor for name, tensor in captured.constant_tensors.items()}
+    dropouts = {nodes[d.name] for d in captured.noise if d.drop_probability is not None}
+    return _import("main", captured.program.graph, inputs, results, constants, dropouts)
+
+
+def import_fx_graph(
+    graph_module: fx.GraphModule, inputs: Sequence[GraphInput], name: str
+) -> ImportedModule:
+    """Build the Relax function ``name`` of a functional ATen graph with a flat output.
+
+    Args:
+        graph_module: the graph; tensors that it holds become constants.
+        inputs: the parameters in their order, one for each placeholder.
+        name: what the function is called.
+
+    Raises:
+        UnsupportedOperatorError: an operator can neither be converted nor called.
+    """
+    graph = graph_module.graph
+    constants = {n: getattr(graph_module, str(n.target)) for n in graph.find_nodes(op="get_attr")}
+    (results,) = graph.output_node().args
+    return _import(name, graph, inputs, list(results), constants, set())  # type: ignore[arg-type]
 
 
 def to_relax(captured: CapturedGraph) -> tvm.IRModule:
@@ -195,32 +241,34 @@ def _parameter(name: str, spec: TensorSpec) -> relax.Var:
     return relax.Var(name, relax.TensorType(spec.shape, to_relax_dtype(spec.dtype)))
 
 
-def _emit_main(
-    importer: Importer,
-    captured: CapturedGraph,
-    nodes: dict[str, fx.Node],
-    parameters: list[relax.Var],
-) -> None:
-    builder = importer.builder
-    draws = {d.name: d for d in captured.noise}
-    with builder.function("main", parameters):
+def _import(
+    name: str,
+    graph: fx.Graph,
+    inputs: Sequence[GraphInput],
+    results: Sequence[fx.Node],
+    constants: Mapping[fx.Node, torch.Tensor],
+    dropouts: Collection[fx.Node],
+) -> ImportedModule:
+    """One function with one dataflow block; ``dropouts`` are the nodes that stay dropout."""
+    builder = relax.BlockBuilder()
+    importer = Importer(builder)
+    parameters = [_parameter(i.name, i.spec) for i in inputs]
+    importer.values.update(zip((i.node for i in inputs), parameters, strict=True))
+    with builder.function(name, parameters):
         with builder.dataflow():
-            for name, tensor in captured.constant_tensors.items():
-                importer.values[nodes[name]] = importer.emit(constant(tensor))
-            for node in captured.program.graph.nodes:
+            for node, tensor in constants.items():
+                importer.values[node] = importer.emit(constant(tensor))
+            for node in graph.nodes:
                 if node.op != "call_function" or node in importer.values:
                     continue
-                if node.name in draws:
+                if node in dropouts:
                     importer.values[node] = _emit_dropout(importer, node)
                 else:
                     importer.convert(node)
-            results = [
-                importer.value(nodes[o.name])
-                for o in captured.outputs
-                if o.spec is not None and o.alias_of is None
-            ]
-            outputs = builder.emit_output(relax.Tuple(results))
+            values = [importer.value(r) for r in results]
+            outputs = builder.emit_output(relax.Tuple(values))
         builder.emit_func_output(outputs)
+    return ImportedModule(builder.get(), importer.native_calls, importer.aten_calls)
 
 
 def _emit_dropout(importer: Importer, node: fx.Node) -> Any:

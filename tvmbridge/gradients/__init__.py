@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import tvm
 from tvm import relax
 
 from tvmbridge.gradients.rules import OWN_RULES
@@ -29,6 +30,10 @@ def _steps_of_one(call: relax.Call) -> bool:
 
 def _indices_of_rank_one(call: relax.Call) -> bool:
     return call.args[1].ty.ndim == 1 and call.attrs.axis is not None
+
+
+def _fills_with_a_number(call: relax.Call) -> bool:
+    return isinstance(call.args[1], tvm.ir.GenericConst)
 
 
 _UPSTREAM_RULES: tuple[str, ...] = (
@@ -53,7 +58,6 @@ _UPSTREAM_RULES: tuple[str, ...] = (
     "relax.reshape",
     "relax.expand_dims",
     "relax.broadcast_to",
-    "relax.concat",
     "relax.split",
     "relax.matmul",
     "relax.astype",
@@ -62,6 +66,7 @@ _UPSTREAM_RULES: tuple[str, ...] = (
 ADMITTED: dict[str, Condition] = {
     **dict.fromkeys((*_UPSTREAM_RULES, *OWN_RULES), _always),
     "relax.strided_slice": _steps_of_one,
+    "relax.full": _fills_with_a_number,
     "relax.take": _indices_of_rank_one,
 }
 

@@ -6,6 +6,7 @@ argument of ``call``; ``no_grad`` of an argument stops there.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -22,9 +23,9 @@ no_grad = relax.op.grad.no_grad
 def _relu(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """d relu = cotangent where the result is positive, 0 elsewhere (at 0 too, as in PyTorch)."""
+    """d relu = 0 where the result is 0 (at x = 0 too, as in PyTorch), the cotangent elsewhere."""
     zero = constant_like(cotangent, 0.0)
-    return [op.where(op.greater(var, zero), cotangent, zero)]
+    return [op.where(op.less_equal(var, zero), zero, cotangent)]
 
 
 def _abs(
@@ -98,20 +99,21 @@ def _where(
     ]
 
 
-def _extremum(chosen: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
+def _extremum(loses: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
     def rule(
         var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
     ) -> list[relax.Expr]:
-        """The cotangent goes to the chosen operand; equal operands take half of it each."""
+        """Nothing goes to the operand that loses; equal operands take half of the cotangent each.
+
+        Where an operand is NaN none of them loses and both take all of it, as in PyTorch.
+        """
         left, right = call.args
         zero = constant_like(cotangent, 0.0)
-        shared = op.where(
-            op.equal(left, right), op.multiply(cotangent, constant_like(cotangent, 0.5)), zero
-        )
-        shared = builder.emit(shared)
+        half = op.multiply(cotangent, constant_like(cotangent, 0.5))
+        kept = builder.emit(op.where(op.equal(left, right), half, cotangent))
         return [
-            fit_shape(builder, op.where(chosen(left, right), cotangent, shared), left),
-            fit_shape(builder, op.where(chosen(right, left), cotangent, shared), right),
+            fit_shape(builder, op.where(loses(left, right), zero, kept), left),
+            fit_shape(builder, op.where(loses(right, left), zero, kept), right),
         ]
 
     return rule
@@ -120,27 +122,38 @@ def _extremum(chosen: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
 def _strided_slice(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The cotangent in its place among zeros; steps of 1 only (see ``table``)."""
+    """The cotangent in its place among zeros; steps of 1 only (see ``ADMITTED``)."""
     source = shape_of(call.args[0])
-    axes = [int(a.value) for a in call.args[1].fields]
+    axes = [int(a.value) % len(source) for a in call.args[1].fields]
     begins = [int(b.value) for b in call.args[2].fields]
-    grad: relax.Expr = cotangent
+    grad = cotangent
     for axis, begin in zip(axes, begins, strict=True):
-        have = list(shape_of(builder.normalize(grad)))
-        after = source[axis] - begin - have[axis]
-        parts = [
-            op.full(
-                [*have[:axis], extent, *have[axis + 1 :]],
-                constant_like(cotangent, 0.0),
-                _dtype(cotangent),
-            )
-            if extent
-            else None
-            for extent in (begin, after)
-        ]
-        pieces = [p for p in (parts[0], grad, parts[1]) if p is not None]
-        grad = builder.emit(op.concat([builder.emit(p) for p in pieces], axis))
+        begin = slice(begin, None).indices(source[axis])[0]
+        have = shape_of(grad)
+        extents = (begin, source[axis] - begin - have[axis])
+        before, after = (
+            [_zeros([*have[:axis], extent, *have[axis + 1 :]], cotangent)] if extent else []
+            for extent in extents
+        )
+        if before or after:
+            pieces = [builder.emit(z) for z in before], [builder.emit(z) for z in after]
+            grad = builder.emit(op.concat([*pieces[0], grad, *pieces[1]], axis))
     return [grad, *[no_grad(a) for a in call.args[1:]]]
+
+
+def _zeros(shape: list[int], like: relax.Expr) -> relax.Expr:
+    return op.full(shape, constant_like(like, 0.0), _dtype(like))
+
+
+def _concat(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """Each tensor takes its piece of the cotangent, a single one all of it."""
+    axis = int(call.attrs.axis)
+    extents = [int(field.shape.values[axis]) for field in call.args[0].ty.fields]
+    if len(extents) == 1:
+        return [relax.Tuple([cotangent])]
+    return [op.split(cotangent, list(itertools.accumulate(extents[:-1])), axis)]
 
 
 def _dtype(expr: relax.Expr) -> str:
@@ -152,10 +165,10 @@ def _extreme_of(
 ) -> list[relax.Expr]:
     """amax and amin: the cotangent is shared evenly among the elements equal to the result."""
     x = call.args[0]
-    axes = [int(a) for a in call.attrs.axis] if call.attrs.axis is not None else None
-    kept = [
-        1 if axes is None or i in axes else extent for i, extent in enumerate(shape_of(x))
-    ]
+    shape = shape_of(x)
+    listed = range(len(shape)) if call.attrs.axis is None else call.attrs.axis
+    axes = [int(a) % len(shape) for a in listed]
+    kept = [1 if i in axes else extent for i, extent in enumerate(shape)]
     result = builder.emit(op.reshape(var, kept))
     grad = builder.emit(op.reshape(cotangent, kept))
     ties = builder.emit(op.astype(op.equal(x, result), _dtype(cotangent)))
@@ -187,9 +200,10 @@ def _flip(
 def _take(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """Rows of the cotangent added up by index (one-dimensional indices; see ``table``)."""
+    """Rows of the cotangent added up by index (one-dimensional indices; see ``ADMITTED``)."""
     x, indices = call.args
-    grad = op.grad.take_backward(cotangent, x, indices, axis=int(call.attrs.axis))
+    axis = int(call.attrs.axis) % len(shape_of(x))
+    grad = op.grad.take_backward(cotangent, x, indices, axis=axis)
     return [grad, no_grad(indices)]
 
 
@@ -209,8 +223,9 @@ OWN_RULES: dict[str, Rule] = {
     "relax.nn.gelu": _gelu,
     "relax.nn.gelu_tanh": _gelu_tanh,
     "relax.where": _where,
-    "relax.maximum": _extremum(op.greater),
-    "relax.minimum": _extremum(op.less),
+    "relax.maximum": _extremum(op.less),
+    "relax.minimum": _extremum(op.greater),
+    "relax.concat": _concat,
     "relax.strided_slice": _strided_slice,
     "relax.max": _extreme_of,
     "relax.min": _extreme_of,

@@ -110,7 +110,7 @@ def variance_of(x: te.Tensor, mean: te.Tensor, axes: list[int], keep: bool) -> t
 
 def _compute(kind: str, x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
     dtype = str(x.dtype)
-    wide = cast(x, accumulator_dtype(dtype) if kind not in ("max", "min") else dtype)
+    wide = cast(x, accumulator_dtype(dtype))
     if kind == "mean":
         result = mean_of(wide, axes, keep)
     elif kind == "variance":

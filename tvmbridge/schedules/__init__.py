@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import IRModule
+from tvm.s_tir import SBlock, SBlockRealize
 from tvm.target import Target
 
-from tvmbridge.schedules.kernel import parse
+from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.plan import plan, shared_buffers
 from tvmbridge.schedules.reductions import emit_columns, emit_long_rows
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
-from tvmbridge.schedules.values import Memory
+from tvmbridge.schedules.values import Indexer, Memory, TooLargeError, integer
 
 _SCHEDULED = "tirx.is_scheduled"
 _MARKS = (_SCHEDULED, "tir.is_scheduled")
@@ -25,24 +26,44 @@ _MARKS = (_SCHEDULED, "tir.is_scheduled")
 def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | None:
     """Return ``func`` with new loops, or None if it is of a form that no rule here knows."""
     kernel = parse(func)
-    if kernel is None:
+    if kernel is None or _is_reshape(kernel):
         return None
-    machine = Machine.of(target)
+    try:
+        statements = _loops(kernel, Machine.of(target))
+    except TooLargeError:
+        return None
+    # Passes over Relax modules look into functions by their root block.
+    root = SBlock([], [], [], "root", sequence(statements))
+    return func.with_body(SBlockRealize([], True, root)).with_attr(_SCHEDULED, True)
+
+
+def _is_reshape(kernel: Kernel) -> bool:
+    """Return whether a function only copies: later passes turn such a call into a view."""
+    stage = kernel.stages[0]
+    if len(kernel.stages) > 1 or len(stage.loads) != 1 or not stage.value.same_as(stage.loads[0].slot):
+        return False
+    indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
+    read = indexer.flat(stage.loads[0].buffer, stage.loads[0].indices)
+    here = [var if var is not None else integer(0) for var in stage.dims]
+    return tvm_ffi.structural_equal(read, indexer.flat(stage.buffer, here))
+
+
+def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
     nests = plan(kernel, machine)
     shared = shared_buffers(kernel, nests)
     memory = Memory()
     for stage in kernel.stages:
         if stage.buffer in shared and stage.buffer not in kernel.outputs:
             memory.allocate(stage.buffer)
-    loops = []
+    statements = list(memory.allocations)
     for nest in nests:
         if isinstance(nest, RowNest):
-            loops += emit_rows(nest, machine, shared, memory)
+            statements += emit_rows(nest, machine, shared, memory)
         elif nest.columns > 1:
-            loops += emit_columns(nest, machine, memory)
+            statements += emit_columns(nest, machine, memory)
         else:
-            loops += emit_long_rows(nest, machine, memory)
-    return func.with_body(sequence([*memory.allocations, *loops])).with_attr(_SCHEDULED, True)
+            statements += emit_long_rows(nest, machine, memory)
+    return statements
 
 
 def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:

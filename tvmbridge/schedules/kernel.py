@@ -18,6 +18,8 @@ from tvm.ir import Call, Expr, Range, TensorLoad
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.sym import Analyzer
 
+from tvmbridge.schedules import bfloat16
+
 Buffer = Any
 _COMBINERS: dict[type, Callable[[Expr, Expr], Expr]] = {
     tirx.Add: lambda a, b: a + b,
@@ -106,8 +108,8 @@ class Stage:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the result."""
-        return str(self.buffer.dtype)
+        """The dtype in which the result is computed."""
+        return bfloat16.held_as(str(self.buffer.dtype))
 
 
 @dataclass
@@ -136,7 +138,7 @@ def parse(func: tirx.PrimFunc) -> Kernel | None:
     """Read a function, or return None if it is of another form."""
     try:
         return _parse(func)
-    except _Unsupported:
+    except (_Unsupported, bfloat16.UnsupportedError):
         return None
 
 
@@ -147,6 +149,7 @@ def _parse(func: tirx.PrimFunc) -> Kernel:
     _require(not block.match_buffers and block.init is None)
     nests = list(block.body.seq) if isinstance(block.body, tirx.SeqStmt) else [block.body]
     stages = [_parse_nest(nest) for nest in nests]
+    _require(all(axis.extent > 0 for stage in stages for axis in stage.axes))
     written = [stage.buffer for stage in stages]
     _require(len(set(written)) == len(written))
     params = set(func.params)
@@ -188,7 +191,9 @@ def _stage(block: SBlock, axes: tuple[Axis, ...]) -> Stage:
     reduction = None
     if block.init is not None:
         _require(isinstance(block.init, tirx.BufferStore))
-        value, reduction = _split_reduction(store.buffer, block.init.value, value, reader)
+        value, reduction = _split_reduction(
+            store.buffer, bfloat16.widen(block.init.value), value, reader
+        )
     else:
         _require(not any(axis.reduce for axis in axes))
     _require(not any(load.buffer.same_as(store.buffer) for load in reader.loads))
@@ -281,6 +286,8 @@ class _Reader:
         self.binds: list[tuple[tirx.Var, Expr]] = []
         self.cost = 0
         self.vectorizable = True
+        self._axes = axes
+        self._choices = False
         self._analyzer = Analyzer()
         for axis in axes:
             if axis.extent > 0:
@@ -288,7 +295,11 @@ class _Reader:
 
     def read(self, expr: Expr) -> Expr:
         """Return ``expr`` over slots; :attr:`loads` and :attr:`binds` say what they stand for."""
+        half = _has_bfloat16(expr)
+        self._choices = _has_choices(expr)
         expr = tvm_ffi.structural_map(expr, (TensorLoad, self._load))
+        if half:
+            expr = bfloat16.widen(expr)
         return tvm_ffi.structural_mutate(self._finish(expr), (tirx.Let, self._lift))
 
     def uses_in_binds(self, var: tirx.Var) -> bool:
@@ -301,14 +312,20 @@ class _Reader:
                 tvm_ffi.structural_equal(a, b) for a, b in zip(seen.indices, load.indices, strict=True)
             ):
                 return seen.slot
-        slot = tirx.Var("v", str(load.source.dtype))
-        inside = all(
+        slot = tirx.Var("v", bfloat16.held_as(str(load.source.dtype)))
+        known = {axis.var for axis in self._axes} | {seen.slot for seen in self.loads}
+        _require(all(variables(index) <= known for index in load.indices))
+        guarded = self._choices and not self._inside(load)
+        self.loads.append(Load(slot, load.source, tuple(load.indices), guarded))
+        return slot
+
+    def _inside(self, load: TensorLoad) -> bool:
+        """Return whether a read is known to be within its buffer."""
+        return all(
             self._analyzer.can_prove(index >= 0) and self._analyzer.can_prove(index < extent)
             for index, extent in zip(load.indices, load.source.shape, strict=True)
             if not isinstance(index, tirx.IntImm)
         )
-        self.loads.append(Load(slot, load.source, tuple(load.indices), not inside))
-        return slot
 
     def _finish(self, expr: Expr) -> Expr:
         """Turn choices between safe values into selects; note what cannot be vectorized."""
@@ -331,10 +348,41 @@ class _Reader:
         return mutator.mutate(let.body)
 
 
+def _has_bfloat16(expr: Expr) -> bool:
+    found: list[bool] = []
+
+    def look(node: Expr) -> None:
+        if str(getattr(node.ty, "dtype", "")) == bfloat16.NAME:
+            found.append(True)
+
+    tvm_ffi.structural_walk(expr, (Expr, look))
+    return bool(found)
+
+
+def _has_choices(expr: Expr) -> bool:
+    found: list[bool] = []
+
+    def look(node: Expr) -> None:
+        if isinstance(node, tirx.Select) or _is_if(node):
+            found.append(True)
+
+    tvm_ffi.structural_walk(expr, (Expr, look))
+    return bool(found)
+
+
+def _is_if(node: Expr) -> bool:
+    return isinstance(node, Call) and getattr(node.op, "name", "") == "prim.if_then_else"
+
+
+def variables(expr: Expr) -> set[Any]:
+    """Return the scalar variables of an expression."""
+    found: set[Any] = set()
+    tvm_ffi.structural_walk(expr, (tirx.Var, lambda v: found.add(v)))
+    return found
+
+
 def _select(call: Call) -> Expr:
-    if getattr(call.op, "name", "") == "prim.if_then_else":
-        return tirx.Select(*call.args)
-    return call
+    return tirx.Select(*call.args) if _is_if(call) else call
 
 
 def _select_number(cast: tirx.Cast) -> Expr:

@@ -14,12 +14,11 @@ from typing import Any
 import tvm_ffi
 from tvm.ir import Expr
 
-from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage
+from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage, variables
 from tvmbridge.schedules.values import (
     Indexer,
     index_var,
     integer,
-    mentions,
     reads,
     split_axes,
     unravel,
@@ -89,7 +88,7 @@ class RowNest:
             width = 1 if source.scalar else source.columns
             flat = indexer.flat(buffer, indices) - self.row * integer(width)
             within = indexer.simplify(flat)
-            if mentions(within, self.row):
+            if not variables(within) <= {self.column}:
                 return False
             same = source.columns == columns and tvm_ffi.structural_equal(within, self.column)
             joined.time = max(joined.time, _earliest(source, joined.looped, same))

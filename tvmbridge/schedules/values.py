@@ -15,9 +15,17 @@ from tvm import tirx
 from tvm.ir import Expr, Range
 from tvm.sym import Analyzer
 
+from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage, fresh_lets, substitute
 
 Indices = tuple[Expr, ...]
+
+# Names bound in one loop body beyond which a function is left to its plain loops.
+_LARGEST = 5000
+
+
+class TooLargeError(ValueError):
+    """The loop body of a function would be too large to compile in reasonable time."""
 
 
 def integer(value: int) -> Expr:
@@ -96,26 +104,6 @@ def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequenc
     return None
 
 
-_BFLOAT = "bfloat16"
-
-
-def _is_widened(value: Expr) -> bool:
-    return isinstance(value, tirx.Var) and value.name.endswith("_wide")
-
-
-def _collapse(value: Expr) -> Expr:
-    """Take a widened variable itself where it would be narrowed and widened again."""
-
-    def shorten(cast: tirx.Cast) -> Expr:
-        inner = cast.value
-        if str(cast.ty.dtype) == "float32" and isinstance(inner, tirx.Cast):
-            exact = str(inner.ty.dtype) == _BFLOAT and _is_widened(inner.value)
-            return inner.value if exact else cast
-        return cast
-
-    return tvm_ffi.structural_map(value, (tirx.Cast, shorten))
-
-
 class Memory:
     """Access to the buffers of a function by row-major offset.
 
@@ -137,11 +125,12 @@ class Memory:
     def load(self, buffer: Buffer, offset: Expr) -> Expr:
         """Return the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
-        return tirx.BufferLoad(target, _last(target, offset))
+        return bfloat16.from_memory(tirx.BufferLoad(target, _last(target, offset)))
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> tirx.Stmt:
         """Return the statement that writes the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
+        value = bfloat16.to_memory(value, str(buffer.dtype))
         return tirx.BufferStore(target, value, _last(target, offset))
 
 
@@ -168,12 +157,9 @@ class Evaluator:
     def element(self, stage: Stage, at: Mapping[Any, Expr]) -> Expr:
         """Return the (not yet reduced) element of ``stage`` where its axes have the values ``at``."""
         values: dict[Any, Expr] = dict(at)
-        guarded = [load for load in stage.loads if load.guarded]
         for load in stage.loads:
-            if not load.guarded:
-                values[load.slot] = self.load(load.buffer, self._indices(load.indices, at))
-        for load in guarded:
-            values[load.slot] = self._inline(load.buffer, self._indices(load.indices, at))
+            read = self._inline if load.guarded else self.load
+            values[load.slot] = read(load.buffer, self._indices(load.indices, values))
         for var, value in stage.binds:
             values[var] = self.name(substitute(value, values), var.name)
         return substitute(stage.value, values)
@@ -181,20 +167,15 @@ class Evaluator:
     def name(self, value: Expr, hint: str) -> Expr:
         """Bind ``value`` to a fresh variable unless it is one already.
 
-        Truth values are not bound: the simplifier stops at a variable that is a vector of them. What is
-        bfloat16 is bound as float32: TVM's legalisation of bfloat16 does not know bound variables.
+        Truth values are not bound: the simplifier stops at a variable that is a vector of them.
         """
         dtype = str(value.ty.dtype)
         if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm) or dtype == "bool":
             return value
-        if dtype == _BFLOAT:
-            if isinstance(value, tirx.Cast) and _is_widened(value.value):
-                return value
-            wide = tirx.Var(f"{hint}_wide", "float32")
-            self.statements.append(tirx.Bind(wide, _collapse(tirx.Cast("float32", value))))
-            return tirx.Cast(_BFLOAT, wide)
+        if len(self.statements) > _LARGEST:
+            raise TooLargeError
         var = tirx.Var(hint, dtype)
-        self.statements.append(tirx.Bind(var, _collapse(value)))
+        self.statements.append(tirx.Bind(var, value))
         return var
 
     def load(self, buffer: Buffer, indices: Indices) -> Expr:

@@ -1,0 +1,69 @@
+"""Random operators draw eager PyTorch's numbers, and leave its generator in the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_dispatch import assert_same_step, eager, sample
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+F = nn.functional
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.training)
+
+
+RANDOM: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
+    "dropout": lambda x, t: F.dropout(x, 0.3, t),
+    "dropout twice": lambda x, t: F.dropout(x, 0.3, t) + F.dropout(x, 0.6, t),
+    "dropout of nothing": lambda x, t: F.dropout(x, 0.0, t) * 2,
+    "dropout of all": lambda x, t: F.dropout(x, 1.0, t) + x,
+    "dropout of a transpose": lambda x, t: F.dropout(x.transpose(0, 2), 0.3, t),
+    "dropout in place": lambda x, t: F.dropout(x * 2, 0.3, t, inplace=True),
+    "dropout1d": lambda x, t: F.dropout1d(x, 0.4, t),
+    "dropout2d": lambda x, t: F.dropout2d(x[:, :, None], 0.4, t),
+    "dropout3d": lambda x, t: F.dropout3d(x[:, :, None, None], 0.4, t),
+    "alpha dropout": lambda x, t: F.alpha_dropout(x, 0.4, t),
+    "feature alpha dropout": lambda x, t: F.feature_alpha_dropout(x, 0.4, t),
+    "rand_like": lambda x, t: x * torch.rand_like(x),
+    "randn of a shape": lambda x, t: x + torch.randn(x.shape, dtype=x.dtype),
+    "randint": lambda x, t: x * torch.randint(0, 9, x.shape),
+    "randperm": lambda x, t: x[torch.randperm(x.shape[0])] * 2,
+    "uniform_": lambda x, t: x + torch.empty_like(x).uniform_(-2, 3),
+    "normal_": lambda x, t: x + torch.empty_like(x).normal_(1, 3),
+    "bernoulli_": lambda x, t: x * torch.empty_like(x).bernoulli_(0.3),
+    "exponential_": lambda x, t: x + torch.empty_like(x).exponential_(2.0),
+    "attention dropout": lambda x, t: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2 * t),
+    "causal attention dropout": lambda x, t: F.scaled_dot_product_attention(
+        x, x, x, dropout_p=0.2 * t, is_causal=True
+    ),
+    "mixed": lambda x, t: F.dropout(x * torch.rand_like(x), 0.2, t) + torch.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_draws_equal_eager(kind: str) -> None:
+    module = add_tvm_dispatch(Applied(RANDOM[kind]).train(), sample(3, 4, 5).requires_grad_())
+    assert_same_step(module, eager(module), sample(3, 4, 5))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1, report.fallbacks
+    module.eval()
+    assert_same_step(module, eager(module), sample(3, 4, 5))
+
+
+def test_masks_are_one_byte_an_element() -> None:
+    module = add_tvm_dispatch(nn.Dropout(0.5).train(), sample().requires_grad_())
+    (variant,) = module.forward.specializations[0].variants.values()  # type: ignore[union-attr]
+    (noise,) = variant.compiled.captured.noise
+    assert noise.spec.dtype is torch.bool
+    assert variant.compiled.residual_bytes == 0

@@ -1,0 +1,197 @@
+"""Any tensor is safe to pass, and what autograd promises about saved tensors holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_dispatch import assert_same_step, eager, make_block, sample
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+
+def _misaligned(x: torch.Tensor) -> torch.Tensor:
+    storage = torch.empty(x.numel() + 1, dtype=x.dtype)
+    view = storage[1:].view(x.shape)
+    return view.copy_(x)
+
+
+AWKWARD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "misaligned": _misaligned,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "numpy's memory": lambda x: torch.from_numpy(x.numpy().copy()),
+    "slice of rows": lambda x: torch.cat([x, x])[1 : 1 + x.shape[0]],
+    "negative view": lambda x: torch.complex(x, -x).conj().imag,
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    return add_tvm_dispatch(make_block().train(), sample().requires_grad_())
+
+
+@pytest.fixture(scope="module")
+def served() -> nn.Module:
+    return add_tvm_dispatch(make_block().eval(), sample())
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_awkward_inputs_are_served(served: nn.Module, kind: str) -> None:
+    x = AWKWARD[kind](sample())
+    before = dispatch_report(served).tvm_calls
+    with torch.no_grad():
+        torch.testing.assert_close(served(x), eager(served)(x))
+    assert dispatch_report(served).tvm_calls == before + 1
+
+
+@pytest.mark.parametrize("kind", AWKWARD)
+def test_awkward_cotangents_are_right(trained: nn.Module, kind: str) -> None:
+    cotangent = AWKWARD[kind](sample())
+    gradients = []
+    for module in (trained, eager(trained)):
+        torch.manual_seed(2)
+        x = sample().requires_grad_()
+        gradients.append(torch.autograd.grad(module(x), x, cotangent)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
+def test_an_awkward_parameter_is_read_at_each_call(served: nn.Module) -> None:
+    module = add_tvm_dispatch(make_block().eval(), sample())
+    weight = module.inner.weight  # type: ignore[union-attr]
+    weight.data = _misaligned(weight.data)  # type: ignore[union-attr, arg-type]
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(module(sample()), eager(module)(sample()))
+            weight.data.add_(1)  # type: ignore[operator, union-attr]
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_zero_sized_input_goes_to_the_own_forward(served: nn.Module) -> None:
+    with torch.no_grad():
+        assert served(sample()[:0]).shape == (0, 24)
+    assert dispatch_report(served).fallbacks
+
+
+def test_a_zero_sized_sample_compiles_or_says_why() -> None:
+    module = add_tvm_dispatch(make_block().train(), sample()[:0].clone().requires_grad_())
+    assert_same_step(module, eager(module), sample()[:0])
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + 2 * y
+
+
+def test_one_storage_as_two_arguments() -> None:
+    module = add_tvm_dispatch(Sum().eval(), (sample(), sample()))
+    x = sample()
+    torch.testing.assert_close(module(x, x), 3 * x)
+    storage = torch.cat([x, x])
+    torch.testing.assert_close(
+        module(storage[:6], storage[2:8]), storage[:6] + 2 * storage[2:8]
+    )
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_equal_gradients_do_not_share_memory() -> None:
+    class Plus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+            self.b = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.a + self.b
+
+    module = add_tvm_dispatch(Plus().train(), sample(4))
+    cotangent = torch.ones(4, dtype=torch.float64)
+    module(sample(4)).backward(cotangent)
+    assert dispatch_report(module).tvm_calls == 1
+    a, b = (p.grad for p in module.parameters())
+    assert a is not None and b is not None
+    a.mul_(5)
+    assert torch.equal(b, torch.ones_like(b))
+    assert torch.equal(cotangent, torch.ones_like(b))
+
+
+def test_outputs_are_independent_of_inputs_and_each_other() -> None:
+    class Views(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = x * 2
+            return x, x.clone(), y, y.clone(), y.reshape(-1).clone()
+
+    x = sample(3, 4)
+    module = add_tvm_dispatch(Views().eval(), x)
+    outputs = module(x)
+    assert outputs[0] is x
+    pointers = [o.data_ptr() for o in outputs]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_a_changed_output_is_noticed_by_backward() -> None:
+    class Exponential(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.exp(x)
+
+    module = add_tvm_dispatch(Exponential().train(), sample().requires_grad_())
+    output = module(sample().requires_grad_())
+    assert dispatch_report(module).tvm_calls == 1
+    output.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_a_changed_parameter_is_noticed_by_backward(trained: nn.Module) -> None:
+    output = trained(sample().requires_grad_())
+    with torch.no_grad():
+        trained.inner.weight.add_(0)  # type: ignore[union-attr, operator]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_backward_twice_needs_retain_graph(trained: nn.Module) -> None:
+    x = sample().requires_grad_()
+    output = trained(x).sum()
+    output.backward(retain_graph=True)
+    first = x.grad.clone()  # type: ignore[union-attr]
+    output.backward()
+    torch.testing.assert_close(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="second time"):
+        output.backward()
+
+
+def test_double_backward_is_refused_with_advice(trained: nn.Module) -> None:
+    x = sample().requires_grad_()
+    (gradient,) = torch.autograd.grad(trained(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not support double backward"):
+        gradient.sum().backward()
+
+
+def test_only_part_of_the_outputs_may_be_used() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"sine": torch.sin(x), "argmax": x.argmax(-1), "square": x * x}
+
+    module = add_tvm_dispatch(Two().train(), sample().requires_grad_())
+    x = sample().requires_grad_()
+    outputs = module(x)
+    assert list(outputs) == ["sine", "argmax", "square"]
+    assert not outputs["argmax"].requires_grad
+    assert torch.equal(outputs["argmax"], x.argmax(-1))
+    outputs["square"].sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_a_bad_index_raises_and_the_module_goes_on() -> None:
+    module = add_tvm_dispatch(nn.Embedding(5, 3).eval(), torch.tensor([0, 4]))
+    for bad in (5, -1):
+        with torch.no_grad(), pytest.raises(IndexError):
+            module(torch.tensor([0, bad]))
+    with torch.no_grad():
+        assert torch.equal(module(torch.tensor([4, 1])), module.weight[[4, 1]])  # type: ignore[index]
+    assert dispatch_report(module).tvm_calls == 1

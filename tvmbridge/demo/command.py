@@ -1,0 +1,174 @@
+"""``python -m tvmbridge demo``: MiniLM embeds and is fine-tuned, by PyTorch and through TVM."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+from torch import nn
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.demo.figures import Figures
+from tvmbridge.demo.learning import (
+    Learner,
+    draw_batches,
+    largest_relative_difference,
+    largest_weight_difference,
+)
+from tvmbridge.demo.minilm import Batch, embed, load_bert, load_tokenizer, tokenize
+from tvmbridge.demo.pictures import draw_layer
+from tvmbridge.demo.remarks import Remarks, load_remarks
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Run the demo; the exit status is 1 when TVM does not agree with PyTorch."""
+    options = _parser().parse_args(list(argv))
+    console = Console()
+    started = time.perf_counter()
+    with _progress(console) as progress:
+        demo = Demo(options, progress)
+        figures = demo.run()
+    figures.write(options.out / "report.json")
+    console.print(figures.table())
+    written = ["report.json", *(path.name for path in demo.pictures)]
+    console.print(f"wrote {', '.join(written)} in {options.out}", soft_wrap=True)
+    console.print(f"took {time.perf_counter() - started:.0f} s")
+    for failure in figures.failures():
+        console.print(f"[bold red]failed:[/] {failure}")
+    for reason, calls in demo.fallbacks.items():
+        console.print(f"  {calls} calls: {reason}")
+    return 1 if figures.failures() else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tvmbridge demo", description=__doc__)
+    parser.add_argument("--sentences", type=_positive, default=32, help="sentences to embed")
+    parser.add_argument("--rounds", type=_positive, default=15, help="timed calls of each")
+    parser.add_argument("--steps", type=_positive, default=20, help="steps of AdamW")
+    parser.add_argument("--batch", type=_positive, default=16, help="remarks in a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), metavar="FOLDER")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not positive")
+    return number
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        SpinnerColumn(finished_text="[green]✓[/]"),
+        "{task.description}",
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield progress
+
+
+class Demo:
+    """One run of the demo. ``pictures`` and ``fallbacks`` are filled by it."""
+
+    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
+        self.options = options
+        self.progress = progress
+        self.pictures: list[Path] = []
+        self.fallbacks: dict[str, int] = {}
+
+    def run(self) -> Figures:
+        """Embed, fine-tune, draw."""
+        with self._task("load MiniLM"):
+            eager, tvm = (load_bert(self.options.attention) for _ in range(2))
+            remarks = load_remarks()
+            tokenizer = load_tokenizer()
+        embedding = self._embed(eager, tvm, tokenizer, remarks)
+        learning = self._fine_tune(eager, tvm, tokenize(tokenizer, remarks.sentences), remarks)
+        with self._task("draw a layer's graphs"), _quiet():
+            hidden = torch.zeros(2, 16, eager.config.hidden_size)  # type: ignore[union-attr,arg-type]
+            layer = eager.encoder.layer[0]  # type: ignore[union-attr,index]
+            self.pictures = draw_layer(layer, hidden, self.options.out)
+        report = dispatch_report(tvm)
+        self.fallbacks = report.fallbacks
+        return Figures(
+            **embedding,
+            **learning,
+            tvm_calls=report.tvm_calls,
+            fallbacks=sum(report.fallbacks.values()),
+        )
+
+    def _embed(
+        self, eager: nn.Module, tvm: nn.Module, tokenizer: Any, remarks: Remarks
+    ) -> dict[str, float]:
+        batch = tokenize(tokenizer, remarks.sentences[: self.options.sentences])
+        with self._task("compile for inference"), _quiet():
+            add_tvm_dispatch(tvm, (), sample_kwargs=batch.arguments)
+        modules = (eager, tvm)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        with torch.no_grad(), self._task("embed", self.options.rounds) as task:
+            reference, ours = (embed(module, batch) for module in modules)
+            for _ in range(self.options.rounds):
+                for module, times in zip(modules, seconds, strict=True):
+                    start = time.perf_counter()
+                    module(**batch.arguments)
+                    times.append(time.perf_counter() - start)
+                self.progress.advance(task)
+        return {
+            "embedding_max_abs_diff": (ours - reference).abs().max().item(),
+            "eager_ms": _median_ms(seconds[0]),
+            "tvm_ms": _median_ms(seconds[1]),
+        }
+
+    def _fine_tune(
+        self, eager: nn.Module, tvm: nn.Module, remarks: Batch, labelled: Remarks
+    ) -> dict[str, float]:
+        options, topics, labels = self.options, len(labelled.topics), labelled.labels
+        size = min(options.batch, len(labels))
+        learners = [Learner(bert, topics, options.seed) for bert in (eager, tvm)]
+        with self._task("compile for training"), _quiet():
+            sample = remarks.rows(torch.arange(size))
+            add_tvm_dispatch(tvm, (), sample_kwargs=sample.arguments)
+        with self._task("fine-tune", options.steps) as task:
+            for rows in draw_batches(len(labels), size, options.steps, options.seed):
+                for learner in learners:
+                    learner.step(remarks.rows(rows), labels[rows])
+                self.progress.advance(task)
+        first, second = learners
+        return {
+            "loss_max_rel_diff": largest_relative_difference(second.losses, first.losses),
+            "weights_max_abs_diff": largest_weight_difference(second.classifier, first.classifier),
+            "eager_step_ms": _median_ms(first.seconds),
+            "tvm_step_ms": _median_ms(second.seconds),
+        }
+
+    @contextmanager
+    def _task(self, name: str, total: int = 1) -> Iterator[Any]:
+        task = self.progress.add_task(name, total=total)
+        yield task
+        self.progress.update(task, completed=total)
+
+
+def _median_ms(seconds: list[float]) -> float:
+    return statistics.median(seconds) * 1e3
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch.export's warnings about its own parts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield

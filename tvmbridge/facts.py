@@ -1,0 +1,225 @@
+"""What eager PyTorch does when a module is differentiated, and what the captured graph lost of it.
+
+The captured graph is forward alone. TVM's Gradient differentiates it, and would be silently wrong
+wherever PyTorch does not differentiate forward as it is written: at ``detach`` and under
+``no_grad``, in custom autograd functions, at operators whose decomposition has another derivative
+than PyTorch's formula (at kinks, where one side is infinite). A rehearsal of forward finds these.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._functorch.utils
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tvmbridge.decompositions import DERIVATIVE_KEPT, decomposition_table
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.rehearsal import Rehearsal
+from tvmbridge.types import OutputKind
+
+# They read no values of their operand, so that no gradient is expected of them.
+_CREATES = frozenset(
+    {
+        "aten::empty_like",
+        "aten::zeros_like",
+        "aten::ones_like",
+        "aten::full_like",
+        "aten::rand_like",
+        "aten::randn_like",
+        "aten::randint_like",
+        "aten::new_empty",
+        "aten::new_empty_strided",
+        "aten::new_zeros",
+        "aten::new_ones",
+        "aten::new_full",
+    }
+)
+
+
+@dataclass(frozen=True)
+class GradientFacts:
+    """How eager PyTorch differentiates a module.
+
+    ``lost`` are the reasons why the captured graph alone must not be differentiated.
+    ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
+    of the primals that get one, and ``gradient_reads`` says for each of these from which
+    cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
+    """
+
+    lost: tuple[str, ...]
+    cotangent_of: tuple[int, ...]
+    wanted: tuple[str, ...]
+    gradient_reads: tuple[frozenset[int], ...]
+
+
+def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
+    """Rehearse forward once on fake tensors and look at its gradient.
+
+    Raises:
+        UnsupportedOperatorError: no output requires a gradient; or forward does with autograd
+            what compiled code cannot repeat at each call (hooks, gradients left in buffers).
+    """
+    with rehearsal.mode:
+        leaves = rehearsal.leaves_of(rehearsal.fakes())
+        watch, uses = _FlowWatch(), _AutogradWatch()
+        with _custom_functions(watch.reasons), watch, uses:
+            outputs = rehearsal(leaves)
+        watch.look_at(outputs, "an output")
+        _refuse(rehearsal, outputs, uses)
+        differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
+        if not differentiable:
+            raise UnsupportedOperatorError(
+                "no output depends on an input or parameter that requires a gradient"
+            )
+        reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
+    return GradientFacts(
+        lost=tuple(watch.reasons),
+        cotangent_of=tuple(differentiable),
+        wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
+        gradient_reads=tuple(reads for reads in reached.values() if reads),
+    )
+
+
+def _reached(
+    rehearsal: Rehearsal, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> dict[int, frozenset[int]]:
+    """For each wanted primal the numbers of the ``outputs`` that give it a gradient."""
+    wanted = rehearsal.wanted
+    reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
+    for number, output in enumerate(outputs):
+        gradients = torch.autograd.grad(
+            output,
+            [leaves[position] for position in wanted],
+            torch.ones_like(output),
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for position, gradient in zip(wanted, gradients, strict=True):
+            if gradient is not None:
+                reached[position] |= {number}
+    return reached
+
+
+def _refuse(
+    rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: _AutogradWatch
+) -> None:
+    """Raise for what neither source of the joint function can repeat."""
+    if uses.found:
+        raise UnsupportedOperatorError(
+            f"forward uses {', '.join(uses.found)}, which compiled code would not call again"
+        )
+    for output, described in zip(outputs, rehearsal.outputs, strict=True):
+        if described.kind is not OutputKind.USER and output.requires_grad:
+            raise UnsupportedOperatorError(
+                f"forward writes a value that requires a gradient into {described.target}"
+            )
+    held = list(rehearsal.captured.constant_tensors.items())
+    held += [
+        (d.name, t)
+        for d, t in zip(rehearsal.inputs, rehearsal.originals, strict=True)
+        if not d.requires_grad
+    ]
+    for name, tensor in held:
+        if tensor.requires_grad:
+            raise UnsupportedOperatorError(
+                f"{name} requires a gradient, but is neither a parameter nor an input"
+            )
+
+
+class _AutogradWatch(TorchFunctionMode):
+    """Notes what forward installs that acts, in eager PyTorch, at each backward."""
+
+    _USES: Mapping[Any, str] = {
+        torch.Tensor.register_hook: "Tensor.register_hook",
+        torch.Tensor.register_post_accumulate_grad_hook: "a hook on a parameter",
+        torch.Tensor.retain_grad: "Tensor.retain_grad",
+        torch.Tensor.backward: "Tensor.backward",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in self._USES:
+            self.found[self._USES[func]] = None
+        return func(*args, **(kwargs or {}))
+
+
+class _FlowWatch(TorchDispatchMode):
+    """Notes where a gradient stops and where its formula is not that of the captured graph.
+
+    A floating-point result of operands that require a gradient, that itself requires none, is
+    *stopped*; it matters once another operator reads it, or an output is one. (PyTorch makes such
+    tensors for its own use too, and reads them in backward only.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: dict[str, None] = {}
+        self._decomposed = frozenset(decomposition_table(differentiated=True))
+        self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or func._schema.name in _CREATES:
+            return func(*args, **kwargs)
+        operands = _floating((args, kwargs))
+        self.look_at(operands, str(func))
+        active = any(t.requires_grad for t in operands)
+        result = func(*args, **kwargs)
+        results = _floating(result)
+        if not active or not results:
+            return result
+        if func in self._decomposed and func not in DERIVATIVE_KEPT:
+            self.reasons[f"the captured graph has another derivative of {func}"] = None
+        # Kept alive, so that no other tensor gets the same id.
+        self._made_by.update({id(t): (t, str(func)) for t in results})
+        return result
+
+    def look_at(self, tensors: Sequence[torch.Tensor], reader: str) -> None:
+        """Note the stopped tensors among those that ``reader`` reads."""
+        for tensor in tensors:
+            made = self._made_by.get(id(tensor))
+            if made is not None and not tensor.requires_grad and tensor.is_floating_point():
+                reason = f"forward stops the gradient at {made[1]}, whose result goes to {reader}"
+                self.reasons[reason] = None
+
+
+def _floating(value: Any) -> list[torch.Tensor]:
+    return [
+        leaf
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    ]
+
+
+@contextmanager
+def _custom_functions(reasons: dict[str, None]) -> Iterator[None]:
+    """Note applied custom autograd functions, also those whose ``apply`` was bound before."""
+    utils = torch._functorch.utils
+    unwrap = utils.unwrap_dead_wrappers
+
+    def noting(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        cls = caller.f_locals.get("cls") if caller is not None else None
+        name = getattr(cls, "__name__", "unnamed")
+        reasons[f"the custom autograd function {name} has a backward of its own"] = None
+        return unwrap(args)
+
+    with mock.patch.object(utils, "unwrap_dead_wrappers", noting):
+        yield

@@ -1,0 +1,93 @@
+"""The choice between the two sources of the joint function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from tvmbridge.aot import trace_joint
+from tvmbridge.differentiate import JointModule, differentiate
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.facts import GradientFacts, gradient_facts
+from tvmbridge.frontend import ImportedModule, import_graph
+from tvmbridge.options import CompileOptions
+from tvmbridge.rehearsal import Rehearsal
+from tvmbridge.types import CapturedGraph, PassRecord
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """A joint function and where it comes from.
+
+    ``captured`` is the captured graph with the noise that the joint function takes; ``source`` is
+    ``"relax"`` or ``"aot"``, and ``reason`` says why it is ``aot`` (empty for ``relax``).
+    """
+
+    joint: JointModule
+    captured: CapturedGraph
+    imported: ImportedModule
+    source: str
+    reason: str
+
+
+def derive(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    captured: CapturedGraph,
+    options: CompileOptions,
+    records: list[PassRecord],
+) -> Derivation:
+    """The joint function of a captured module, from the source that ``options.joint`` names.
+
+    ``auto`` takes TVM's Gradient where the captured graph says all that PyTorch knows of the
+    gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives.
+
+    Raises:
+        UnsupportedOperatorError: the module cannot be differentiated, or not by ``relax``; the
+            message says why.
+    """
+    rehearsal = Rehearsal(module, args, kwargs, captured)
+    facts = gradient_facts(rehearsal)
+    if options.joint == "aot":
+        return _by_autograd(rehearsal, facts, "asked for", records)
+    reason = "; ".join(facts.lost)
+    if not reason:
+        trial: list[PassRecord] = []
+        try:
+            derivation = _by_relax(captured, facts, trial)
+        except UnsupportedOperatorError as error:
+            reason = str(error)
+        else:
+            records.extend(trial)
+            return derivation
+    if options.joint == "relax":
+        raise UnsupportedOperatorError(
+            f"joint='relax' would not be exact: {reason}; take joint='aot' (or 'auto'), which "
+            "uses PyTorch's own derivatives"
+        )
+    return _by_autograd(rehearsal, facts, reason, records)
+
+
+def _by_relax(
+    captured: CapturedGraph, facts: GradientFacts, records: list[PassRecord]
+) -> Derivation:
+    imported = import_graph(captured)
+    joint = differentiate(imported.mod, facts.wanted, facts.cotangent_of, records)
+    if joint.cotangent_of != facts.cotangent_of:
+        raise UnsupportedOperatorError(
+            "PyTorch lets a gradient through outputs in which the captured graph shows none"
+        )
+    joint = replace(joint, gradient_reads=facts.gradient_reads)
+    return Derivation(joint, captured, imported, "relax", "")
+
+
+def _by_autograd(
+    rehearsal: Rehearsal, facts: GradientFacts, reason: str, records: list[PassRecord]
+) -> Derivation:
+    traced = trace_joint(rehearsal, facts, records)
+    captured = replace(rehearsal.captured, noise=traced.noise)
+    return Derivation(traced.joint, captured, traced.imported, "aot", reason)

@@ -1,0 +1,185 @@
+"""Rehearsal: the module's own forward, run on other tensors and in eager PyTorch.
+
+The captured graph says what forward computes, but not everything of how its gradient is to be
+computed: export drops ``detach``, ``no_grad`` regions and the backward of custom autograd
+functions. Whoever needs that knowledge runs the module's own Python again, on fake tensors, with
+PyTorch's autograd recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from tvmbridge.capture import without_autocast
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind
+
+
+class Rehearsal:
+    """A module's forward as a function of its primals.
+
+    ``inputs`` describes the primals (user inputs, parameters, buffers). A call returns the
+    computed outputs in the order of ``captured.outputs``: final values of written buffers, and
+    results. The module's own tensors, attributes and random state are left as they are.
+
+    Args:
+        module: the captured module, in the mode that it was captured in.
+        args: positional arguments of the sample.
+        kwargs: its keyword arguments.
+        captured: the captured graph, whose convention is followed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        captured: CapturedGraph,
+    ) -> None:
+        self.module = module
+        self.captured = captured
+        self.inputs = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
+        self.outputs = [o for o in captured.outputs if o.spec is not None and o.alias_of is None]
+        self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
+        self.originals = [self._original(d) for d in self.inputs]
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The positions of the primals that require a gradient."""
+        return [i for i, d in enumerate(self.inputs) if d.requires_grad]
+
+    def _original(self, descriptor: InputDescriptor) -> torch.Tensor:
+        if descriptor.kind is InputKind.USER:
+            value: torch.Tensor = self.leaves[descriptor.position or 0]
+            return value
+        path, _, name = (descriptor.target or "").rpartition(".")
+        return getattr(self.module.get_submodule(path), name)  # type: ignore[no-any-return]
+
+    def fakes(self) -> list[torch.Tensor]:
+        """Fake primals with the shapes and strides of the sample; none requires a gradient."""
+        return [
+            self.mode.from_tensor(t.detach(), static_shapes=True)  # type: ignore[no-untyped-call]
+            for t in self.originals
+        ]
+
+    def leaves_of(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``primals`` as leaves of an autograd graph: those wanted require a gradient."""
+        detached = [p.detach() for p in primals]
+        for position in self.wanted:
+            detached[position].requires_grad_()
+        return detached
+
+    def __call__(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run forward on ``primals``.
+
+        Raises:
+            UnsupportedOperatorError: it does not return what the captured graph returns.
+        """
+        leaves = list(self.leaves)
+        held: dict[int, torch.Tensor] = {}
+        for descriptor, original, primal in zip(
+            self.inputs, self.originals, primals, strict=True
+        ):
+            if descriptor.kind is InputKind.USER:
+                leaves[descriptor.position or 0] = primal
+            else:
+                writable = descriptor.kind is InputKind.BUFFER
+                held[id(original)] = primal.clone() if writable else primal
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        with ExitStack() as stack:
+            stack.enter_context(without_autocast())
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(_plain_checkpoints())
+            stack.enter_context(_tensors_replaced(self.module, held))
+            results = pytree.tree_leaves(self.module.forward(*args, **kwargs))
+            return self._ordered(results)
+
+    def _ordered(self, results: list[Any]) -> list[torch.Tensor]:
+        """Written buffers and computed results in the order of the captured outputs."""
+        users = iter(results)
+        ordered: list[torch.Tensor] = []
+        for output in self.captured.outputs:
+            if output.kind is OutputKind.BUFFER_MUTATION:
+                path, _, name = (output.target or "").rpartition(".")
+                value = self.module.get_submodule(path)._buffers[name]
+            else:
+                value = next(users, None)
+            if output.spec is None or output.alias_of is not None:
+                continue
+            if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
+                torch.Size(output.spec.shape),
+                output.spec.dtype,
+            ):
+                raise UnsupportedOperatorError(
+                    f"run again, forward does not return {output.name} as it was captured"
+                )
+            ordered.append(value)
+        return ordered
+
+
+@contextmanager
+def _tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within it the module holds other tensors (by the id of its own); then all is as before.
+
+    Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
+    too, and attributes that forward sets are taken back.
+    """
+    saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
+    try:
+        for attributes, before in saved:
+            for name, value in before.items():
+                attributes[name] = _with_replaced(value, held)
+            for name in ("_parameters", "_buffers"):
+                attributes[name] = dict(attributes[name])
+        yield
+    finally:
+        for attributes, before in saved:
+            attributes.clear()
+            attributes.update(before)
+
+
+def _with_replaced(value: Any, held: Mapping[int, torch.Tensor]) -> Any:
+    """``value``, or a copy of it if it is a container that holds a replaced tensor."""
+    if isinstance(value, torch.Tensor):
+        return held.get(id(value), value)
+    if type(value) is dict and any(id(v) in held for v in value.values()):
+        return {k: held.get(id(v), v) for k, v in value.items()}
+    if type(value) in (list, tuple) and any(id(v) in held for v in value):
+        return type(value)(held.get(id(v), v) for v in value)
+    return value
+
+
+@contextmanager
+def _plain_checkpoints() -> Iterator[None]:
+    """Checkpointed functions run once, without recomputation: the gradients are the same."""
+    place = torch.utils.checkpoint
+    with (
+        mock.patch.object(place, "CheckpointFunction", _PlainReentrant),
+        mock.patch.object(place, "_checkpoint_without_reentrant_generator", _plain_generator),
+    ):
+        yield
+
+
+class _PlainReentrant:
+    """Stands for the autograd function behind reentrant checkpoints."""
+
+    @staticmethod
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        """Call ``function``; as in the original, gradients flow only if an argument wants one."""
+        connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with torch.set_grad_enabled(connected and torch.is_grad_enabled()):
+            return function(*args)
+
+
+def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield

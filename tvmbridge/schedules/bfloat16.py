@@ -1,0 +1,117 @@
+"""bfloat16 in vector loops: values are held as float32 that bfloat16 can represent.
+
+TVM's own legalisation of bfloat16 does not know bound variables, and without it a conversion becomes a call
+of a library function for every element. So expressions are rewritten here: every operation on bfloat16 is
+done in float32 and its result rounded to nearest even, which is what PyTorch does; memory holds 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, Expr
+
+NAME = "bfloat16"
+_ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+_COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
+
+
+class UnsupportedError(Exception):
+    """An expression of bfloat16 that is not understood."""
+
+
+def held_as(dtype: str) -> str:
+    """Return the dtype in which values of ``dtype`` are computed."""
+    return "float32" if dtype == NAME else dtype
+
+
+def from_memory(value: Expr) -> Expr:
+    """Return a loaded element as float32, if it is bfloat16."""
+    if _dtype(value) != NAME:
+        return value
+    half = tirx.Cast("uint32", tirx.reinterpret("uint16", value))
+    return tirx.reinterpret("float32", half << tirx.const(16, "uint32"))
+
+
+def to_memory(value: Expr, dtype: str) -> Expr:
+    """Return a value (rounded already) as the element to be stored in a buffer of ``dtype``."""
+    if dtype != NAME:
+        return value
+    half = tirx.reinterpret("uint32", value) >> tirx.const(16, "uint32")
+    return tirx.reinterpret(NAME, tirx.Cast("uint16", half))
+
+
+def rounded(value: Expr) -> Expr:
+    """Return a float32 rounded to what bfloat16 can represent, to nearest even; NaN stays NaN."""
+    var = tirx.Var("unrounded", "float32")
+    bits = tirx.reinterpret("uint32", var)
+
+    def u32(number: int) -> Expr:
+        return tirx.const(number, "uint32")
+
+    odd = (bits >> u32(16)) & u32(1)
+    near = tirx.reinterpret("float32", (bits + odd + u32(0x7FFF)) & u32(0xFFFF0000))
+    quiet = tirx.reinterpret("float32", u32(0x7FC00000))
+    is_nan = (bits & u32(0x7FFFFFFF)) > u32(0x7F800000)
+    return tirx.Let(var, value, tirx.Select(is_nan, quiet, near))
+
+
+def widen(expr: Expr) -> Expr:
+    """Rewrite an expression (its reads replaced by variables of float32) to have no bfloat16."""
+    names: dict[Any, Expr] = {}
+
+    def binary(node: Any, mutator: Any) -> Expr:
+        result = type(node)(mutator.mutate(node.a), mutator.mutate(node.b))
+        return rounded(result) if _is_arithmetic(node) and _dtype(node) == NAME else result
+
+    def cast(node: tirx.Cast, mutator: Any) -> Expr:
+        dtype, value = _dtype(node), mutator.mutate(node.value)
+        if dtype != NAME:
+            return value if _dtype(value) == dtype else tirx.Cast(dtype, value)
+        if _dtype(node.value) == NAME:
+            return value
+        return rounded(value if _dtype(value) == "float32" else tirx.Cast("float32", value))
+
+    def select(node: tirx.Select, mutator: Any) -> Expr:
+        parts = (node.condition, node.true_value, node.false_value)
+        return tirx.Select(*[mutator.mutate(part) for part in parts])
+
+    def let(node: tirx.Let, mutator: Any) -> Expr:
+        value = mutator.mutate(node.value)
+        names[node.var] = tirx.Var(node.var.name, _dtype(value))
+        return tirx.Let(names[node.var], value, mutator.mutate(node.body))
+
+    def immediate(node: tirx.FloatImm, _: Any) -> Expr:
+        return tirx.const(node.value, held_as(_dtype(node)))
+
+    def call(node: Call, mutator: Any) -> Expr:
+        args = [mutator.mutate(arg) for arg in node.args]
+        name = getattr(node.op, "name", "")
+        if name == "prim.if_then_else":
+            return tirx.if_then_else(*args)
+        if NAME not in (_dtype(node), *(_dtype(arg) for arg in node.args)):
+            return tirx.call_intrin(_dtype(node), node.op, *args)
+        raise UnsupportedError(name)
+
+    return tvm_ffi.structural_mutate(
+        expr,
+        [
+            ((*_ARITHMETIC, *_COMPARISONS), binary),
+            (tirx.Cast, cast),
+            (tirx.Select, select),
+            (tirx.Let, let),
+            (tirx.FloatImm, immediate),
+            (Call, call),
+            (tirx.Var, lambda var, _: names.get(var, var)),
+        ],
+    )
+
+
+def _is_arithmetic(node: Any) -> bool:
+    return isinstance(node, _ARITHMETIC)
+
+
+def _dtype(value: Any) -> str:
+    return str(value.ty.dtype) if hasattr(value.ty, "dtype") else ""
