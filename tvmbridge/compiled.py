@@ -14,9 +14,9 @@ from torch import nn
 from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
-from tvmbridge.differentiate import differentiate
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.frontend import ImportedModule, import_graph
+from tvmbridge.frontend import import_graph
+from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import inference_passes, run_passes
@@ -33,7 +33,8 @@ class CompiledModule:
     None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
     user inputs, the parameters and buffers, the draws and the dropout masks, in this order.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
-    and must be copied before they are handed out.
+    and must be copied before they are handed out. ``joint`` names the source of the joint function
+    (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     """
 
     captured: CapturedGraph
@@ -44,6 +45,7 @@ class CompiledModule:
     copied_outputs: frozenset[int]
     copied_gradients: frozenset[int]
     joint: str | None
+    joint_reason: str
     native_calls: Mapping[str, int]
     aten_calls: Mapping[str, int]
     records: tuple[PassRecord, ...]
@@ -93,13 +95,16 @@ def compile_module(
         captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
         resolved = resolve_target(target, captured.device.type)
         _refuse_mutation_under_gradient(captured, needs_grad)
-    with stages.measure("import"):
-        imported = import_graph(captured)
+    derivation: Derivation | None = None
     if needs_grad:
         with stages.measure("differentiate"):
-            parts = _differentiated(captured, imported, records)
+            derivation = derive(module, args, kwargs, captured, options, records)
+            parts = split(derivation.joint, color(derivation.joint))
+        captured, imported = derivation.captured, derivation.imported
         mod, num_outputs = parts.mod, parts.num_outputs
     else:
+        with stages.measure("import"):
+            imported = import_graph(captured)
         with stages.measure("passes"):
             mod = run_passes(imported.mod, inference_passes(), records)
             mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
@@ -115,25 +120,13 @@ def compile_module(
         num_outputs=num_outputs,
         copied_outputs=shared_results(mod, "forward", num_outputs),
         copied_gradients=frozenset() if parts is None else shared_results(mod, "backward"),
-        joint="relax" if needs_grad else None,
+        joint=None if derivation is None else derivation.source,
+        joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,
         aten_calls=imported.aten_calls,
         records=tuple(records),
         seconds=stages.seconds,
     )
-
-
-def _differentiated(
-    captured: CapturedGraph, imported: ImportedModule, records: list[PassRecord]
-) -> SplitModule:
-    wanted = [d.name for d in captured.inputs if d.requires_grad]
-    differentiable = [
-        i
-        for i, o in enumerate(o for o in captured.outputs if o.spec and o.alias_of is None)
-        if o.kind is OutputKind.USER
-    ]
-    joint = differentiate(imported.mod, wanted, differentiable, records)
-    return split(joint, color(joint))
 
 
 def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -> None:

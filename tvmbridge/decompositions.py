@@ -119,7 +119,12 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     What is not in it stays PyTorch's own kernel, with PyTorch's own result.
     """
     whole = core_aten_decompositions()
-    return {op: whole[op] for op in _JOINT_TAKEN_APART}
+    return {op: whole[op] for op in _JOINT_TAKEN_APART} | {aten.copy.default: _copy}
+
+
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device."""
+    return source.to(x.device, x.dtype).expand(x.shape)
 
 
 def _safe_softmax(

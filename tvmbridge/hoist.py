@@ -1,7 +1,7 @@
 """Hoisting: the random draws of a flat, traced graph become its inputs.
 
-``x.bernoulli_(p)`` becomes ``x.copy_(draw)`` and ``rand([2])`` becomes ``draw``, where ``draw`` is a
-new placeholder that PyTorch fills before each call, with the same operator and in the same order.
+``x.bernoulli_(p)`` becomes ``x.copy_(draw)`` and ``rand([2])`` becomes ``draw``, where ``draw`` is
+a new placeholder. PyTorch fills it before each call, with the same operator and in the same order.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tvmbridge.passes.base import shape_of
 Lookup = Callable[[relax.Var], relax.Expr | None]
 
 _FILLS = {"relax.ones": 1.0, "relax.zeros": 0.0}
-_MOVES_ONLY = ("relax.broadcast_to", "relax.reshape", "relax.expand_dims", "relax.astype")
+_MOVES_ONLY = ("relax.broadcast_to", "relax.reshape", "relax.expand_dims")
 _LARGEST = 1 << 16
 
 
@@ -31,10 +31,17 @@ def uniform_value(expr: relax.Expr, lookup: Lookup) -> float | None:
     if name in _FILLS:
         return _FILLS[name]
     if name == "relax.full":
-        return uniform_value(expr.args[1], lookup)
+        return _converted(uniform_value(expr.args[1], lookup))
+    if name == "relax.astype":
+        return _converted(uniform_value(expr.args[0], lookup))
     if name in _MOVES_ONLY:
         return uniform_value(expr.args[0], lookup)
     return None
+
+
+def _converted(value: float | None) -> float | None:
+    """``value`` where it is the same in every dtype, else None: 2.5 as an integer is 2."""
+    return value if value in (0.0, 1.0) else None
 
 
 def _uniform_constant(constant: tvm.ir.GenericConst) -> float | None:

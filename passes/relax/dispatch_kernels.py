@@ -12,8 +12,9 @@ After::
 
 where ``spec`` says that ``w`` is read with its strides exchanged. Nothing is transposed in memory.
 
-Requires: static shapes; float32 or float64 products. Guarantees: no ``relax.matmul`` of static
-shape is left, and no ``relax.take`` along the first axis.
+Requires: nothing; what is not a float32 or float64 product of (equal batches of) matrices of
+static shape is declined, and so is a look-up of anything but rows. Guarantees: no other product
+and no look-up of rows of a matrix is left.
 Runs after: the split (TVM's Gradient does not go through external calls). Runs before: LegalizeOps.
 """
 
@@ -74,9 +75,27 @@ def _biased_products(function: relax.Function) -> dict[relax.Var, relax.Call]:
         if not isinstance(product, relax.Var) or not _is_call(bound.get(product), "relax.matmul"):
             continue
         shape, row = shape_of(product), shape_of(bias)
-        if shape is not None and len(shape) == 2 and row == shape[1:] and uses[product] == 1:
+        if shape is None or len(shape) != 2 or row != shape[1:] or uses[product] != 1:
+            continue
+        if _no_product_of_matrices(bound[product]) is None:
             found[product] = bound[product]
     return found
+
+
+def _no_product_of_matrices(call: relax.Call) -> str | None:
+    """Why a ``relax.matmul`` is not for the kernel; None when it is."""
+    shapes = [shape_of(operand) for operand in call.args]
+    if None in shapes:
+        return "the shapes are not static"
+    left, right = shapes
+    if min(len(left), len(right)) < 2:
+        return "an operand is a vector"
+    if left[:-2] != right[:-2]:
+        return "the batch is broadcast"
+    dtypes = {dtype_of(e) for e in (*call.args, call)}
+    if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
+        return f"the dtype is {', '.join(sorted(dtypes))}"
+    return None
 
 
 @mutator
@@ -86,29 +105,31 @@ class _KernelMutator(PyExprMutator):  # type: ignore[misc]
         self.biased = biased
         self.report = report
 
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        # The addition that alone reads the bare product calls the kernel for both.
+        if binding.var not in self.biased:
+            super().visit_var_binding_(binding)
+
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         if _is_call(call, "relax.add") and call.args[0] in self.biased:
-            # The bare product, visited before, is dead code from here on.
             product = self.biased[call.args[0]]
             return self._product([self.visit_expr(a) for a in (*product.args, call.args[1])], call)
         call = self.builder_.normalize(super().visit_call_(call))
         if _is_call(call, "relax.matmul"):
-            return self._product(list(call.args), call)
-        if _is_call(call, "relax.take"):
+            reason = _no_product_of_matrices(call)
+            if reason is None:
+                return self._product(list(call.args), call)
+            self.report.decline("matmul", reason)
+        elif _is_call(call, "relax.take"):
             return self._take(call)
-        if _is_call(call, "relax.grad.take_backward"):
+        elif _is_call(call, "relax.grad.take_backward"):
             return self._take_backward(call)
         return call
 
-    def _product(self, operands: list[relax.Expr], result: relax.Expr) -> relax.Expr:
-        shapes = [shape_of(o) for o in operands[:2]]
-        shape = shape_of(result)
-        if shape is None or None in shapes or len(shapes[0]) != len(shapes[1]):  # type: ignore[arg-type]
-            self.report.decline("matmul", "the shapes are not static or broadcast")
-            return relax.op.matmul(*operands[:2])
+    def _product(self, operands: list[relax.Expr], result: relax.Call) -> relax.Expr:
         self.report.rewrote()
         bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
-        spec = matmul_spec(views, _flatten_batch(shape))
+        spec = matmul_spec(views, _flatten_batch(shape_of(result)))
         arguments = relax.Tuple([tvm.ir.StringImm(spec), *bases, *operands[2:]])
         return relax.op.call_dps_packed(MATMUL, arguments, out_ty=result.ty)
 
@@ -124,6 +145,8 @@ class _KernelMutator(PyExprMutator):  # type: ignore[misc]
             value = self.lookup_binding(chain[-1])
             if not any(_is_call(value, name) for name in _VIEWS):
                 break
+            if shape_of(value.args[0]) is None:
+                break
             calls.append(value)
             chain.append(value.args[0])
         target = _flatten_batch(shape_of(operand))
@@ -136,8 +159,11 @@ class _KernelMutator(PyExprMutator):  # type: ignore[misc]
 
     def _take(self, call: relax.Call) -> relax.Expr:
         table, indices = call.args
-        if call.attrs.axis is None or int(call.attrs.axis) != 0 or len(shape_of(table) or ()) != 2:
+        if len(shape_of(table) or ()) != 2 or call.attrs.axis is None or int(call.attrs.axis) != 0:
             self.report.decline("take", "not a look-up of rows")
+            return call
+        if call.attrs.mode != "fast" or dtype_of(indices) not in ("int32", "int64"):
+            self.report.decline("take", "not PyTorch's kind of indices")
             return call
         self.report.rewrote()
         args = [{"tensor": 0}, {"tensor": 1}]

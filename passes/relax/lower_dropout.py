@@ -10,7 +10,8 @@ After, with the new parameter ``dropout_mask_0: bool`` behind the others::
     keep = R.astype(dropout_mask_0, "float32")
     y = R.multiply(x, R.multiply(keep, 1 / 0.9))
 
-Requires: nothing. Guarantees: no ``relax.nn.dropout`` is left; masks stand in program order.
+Requires: static shapes and rates between 0 and 1 (others are declined). Guarantees: no other
+``relax.nn.dropout`` is left; masks stand in program order.
 Runs before: AppendCotangents. Runs after: the frontend.
 """
 
@@ -66,8 +67,11 @@ class _DropoutMutator(PyExprMutator):  # type: ignore[misc]
             return call
         x, rate = call.args[0], float(call.attrs.rate)
         shape = shape_of(x)
-        if shape is None or not 0.0 < rate < 1.0:
-            self.report.decline(str(call), "the shape is not static, or the rate is 0 or 1")
+        if shape is None:
+            self.report.decline("nn.dropout", "the shape is not static")
+            return call
+        if not 0.0 < rate < 1.0:
+            self.report.decline("nn.dropout", f"the rate is {rate:g}")
             return call
         mask = relax.Var(f"{self.prefix}{len(self.masks)}", relax.TensorType(shape, "bool"))
         self.masks.append(mask)

@@ -11,7 +11,8 @@ After::
     variance = R.mean(centered * centered, [-1], keepdims=True)
     y = centered * R.rsqrt(variance + 1e-5) * gamma + beta
 
-Requires: static rank. Guarantees: no ``relax.nn.layer_norm`` is left.
+Requires: static rank, and the last axes (others are declined). Guarantees: no other
+``relax.nn.layer_norm`` is left.
 Runs before: AppendCotangents. Runs after: the frontend. Training only: in inference the whole
 operator has a better schedule.
 """
@@ -45,10 +46,17 @@ class _LayerNormMutator(PyExprMutator):  # type: ignore[misc]
         call = super().visit_call_(call)
         if call.op != tvm.ir.Op.get("relax.nn.layer_norm"):
             return call
+        rank = call.args[0].ty.ndim
+        axes = [int(a) % max(rank, 1) for a in call.attrs.axes]
+        if axes != list(range(rank - len(axes), rank)):
+            self.report.decline("nn.layer_norm", "the axes are not the last ones, in order")
+            return call
         self.report.rewrote()
+        return self._definition(call, axes)
+
+    def _definition(self, call: relax.Call, axes: list[int]) -> relax.Expr:
         x, gamma, beta = call.args
         attrs = call.attrs
-        axes = [int(a) for a in attrs.axes]
         emit = self.builder_.emit
         mean = emit(relax.op.mean(x, axes, keepdims=True))
         centered = emit(relax.op.subtract(x, mean))

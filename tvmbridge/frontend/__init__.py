@@ -1,6 +1,7 @@
 """The frontend: captured ATen graph -> Relax. Importing it fills the converter table."""
 
 from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
+    backward,
     creation,
     elementwise,
     linear,

@@ -141,7 +141,9 @@ def _refuse_what_cannot_run(node: fx.Node) -> None:
     if target._schema.name in _STRIDE_DEPENDENT and not _is_dense(node.args[0]):
         raise UnsupportedOperatorError(f"{target} depends on the strides of its input")
     if target._schema.is_mutable:
-        raise UnsupportedOperatorError(f"{target} writes into its inputs and was not functionalised")
+        raise UnsupportedOperatorError(
+            f"{target} writes into its inputs and was not functionalised"
+        )
     results = tensors_of(node)
     if not results or _returns_numbers(node):
         raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")

@@ -1,0 +1,118 @@
+"""Converters of the backward operators that PyTorch's autograd writes.
+
+The formulas are PyTorch's own, with the same conventions: a threshold lets nothing through where
+the input equals it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+import torch
+from tvm import relax
+
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import FLOATS, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+
+aten = torch.ops.aten
+op = relax.op
+
+
+@converts(aten.threshold_backward.default, dtypes=FLOATS)
+def _threshold_backward(
+    ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node, threshold: int | float
+) -> relax.Expr:
+    """The cotangent where not ``x <= threshold``: also where x is NaN, as in PyTorch."""
+    dtype = result_dtype(node)
+    stopped = ctx.emit(op.less_equal(ctx.value(x), ctx.tensor(threshold, dtype)))
+    return op.where(stopped, ctx.tensor(0, dtype), ctx.value(grad))
+
+
+@converts(aten.tanh_backward.default, dtypes=FLOATS)
+def _tanh_backward(ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.Node) -> relax.Expr:
+    square = ctx.emit(op.multiply(ctx.value(result), ctx.value(result)))
+    slope = ctx.emit(op.subtract(ctx.tensor(1, result_dtype(node)), square))
+    return op.multiply(ctx.value(grad), slope)
+
+
+@converts(aten.sigmoid_backward.default, dtypes=FLOATS)
+def _sigmoid_backward(ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.Node) -> relax.Expr:
+    rest = ctx.emit(op.subtract(ctx.tensor(1, result_dtype(node)), ctx.value(result)))
+    slope = ctx.emit(op.multiply(rest, ctx.value(result)))
+    return op.multiply(ctx.value(grad), slope)
+
+
+@converts(aten.silu_backward.default, dtypes=FLOATS)
+def _silu_backward(ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node) -> relax.Expr:
+    """s + x s (1 - s), with the sigmoid s."""
+    one = ctx.tensor(1, result_dtype(node))
+    sigmoid = ctx.emit(op.sigmoid(ctx.value(x)))
+    rest = ctx.emit(op.multiply(ctx.value(x), ctx.emit(op.subtract(one, sigmoid))))
+    slope = ctx.emit(op.multiply(sigmoid, ctx.emit(op.add(one, rest))))
+    return op.multiply(ctx.value(grad), slope)
+
+
+@converts(aten.gelu_backward.default, dtypes=FLOATS)
+def _gelu_backward(
+    ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node, approximate: str = "none"
+) -> relax.Expr:
+    formula = _gelu_tanh_slope if approximate == "tanh" else _gelu_slope
+    slope = formula(ctx, ctx.value(x), result_dtype(node))
+    return op.multiply(ctx.value(grad), slope)
+
+
+def _gelu_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
+    """Phi(x) + x phi(x), the normal distribution and its density."""
+    half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
+    error = ctx.emit(op.erf(ctx.emit(op.multiply(x, ctx.tensor(math.sqrt(0.5), dtype)))))
+    distribution = ctx.emit(op.multiply(half, ctx.emit(op.add(one, error))))
+    exponent = ctx.emit(
+        op.multiply(ctx.emit(op.multiply(x, x)), ctx.tensor(-0.5, dtype))
+    )
+    scale = ctx.tensor(1 / math.sqrt(2 * math.pi), dtype)
+    density = ctx.emit(op.multiply(ctx.emit(op.exp(exponent)), scale))
+    return ctx.emit(op.add(distribution, ctx.emit(op.multiply(x, density))))
+
+
+def _gelu_tanh_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
+    """The derivative of x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
+    beta, kappa = math.sqrt(2 / math.pi), 0.044715
+    half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
+    square = ctx.emit(op.multiply(x, x))
+    scaled = ctx.emit(op.multiply(square, ctx.tensor(kappa, dtype)))
+    inner = ctx.emit(op.multiply(x, ctx.emit(op.add(one, scaled))))
+    tanh = ctx.emit(op.tanh(ctx.emit(op.multiply(inner, ctx.tensor(beta, dtype)))))
+    left = ctx.emit(op.multiply(half, ctx.emit(op.add(one, tanh))))
+    tripled = ctx.emit(op.multiply(square, ctx.tensor(3 * kappa, dtype)))
+    slope = ctx.emit(op.multiply(ctx.emit(op.add(one, tripled)), ctx.tensor(beta, dtype)))
+    bend = ctx.emit(op.subtract(one, ctx.emit(op.multiply(tanh, tanh))))
+    right = ctx.emit(op.multiply(ctx.emit(op.multiply(x, half)), ctx.emit(op.multiply(bend, slope))))
+    return ctx.emit(op.add(left, right))
+
+
+@converts(aten._softmax_backward_data.default, dtypes=FLOATS)
+def _softmax_backward(
+    ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.Node, dim: int, dtype: torch.dtype
+) -> relax.Expr:
+    """(g - sum(g y)) y."""
+    if not shape_of(node):
+        raise Declined("softmax of a 0-d tensor")
+    product = ctx.emit(op.multiply(ctx.value(grad), ctx.value(result)))
+    total = ctx.emit(op.sum(product, [dim % len(shape_of(node))], keepdims=True))
+    scaled = ctx.emit(op.multiply(ctx.value(result), total))
+    return op.subtract(product, scaled)
+
+
+@converts(aten._log_softmax_backward_data.default, dtypes=FLOATS)
+def _log_softmax_backward(
+    ctx: Importer, node: fx.Node, grad: fx.Node, result: fx.Node, dim: int, dtype: torch.dtype
+) -> relax.Expr:
+    """g - exp(y) sum(g)."""
+    if not shape_of(node):
+        raise Declined("softmax of a 0-d tensor")
+    total = ctx.emit(op.sum(ctx.value(grad), [dim % len(shape_of(node))], keepdims=True))
+    scaled = ctx.emit(op.multiply(ctx.emit(op.exp(ctx.value(result))), total))
+    return op.subtract(ctx.value(grad), scaled)
