@@ -84,9 +84,7 @@ def flat_results(function: relax.Function) -> list[relax.Expr]:
 _SHARES_MEMORY = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 
 
-def storage_root(
-    result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]
-) -> relax.Var | None:
+def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> relax.Var | None:
     """The variable whose memory ``result`` is, through views; None for a constant."""
     while isinstance(result, relax.Var):
         value = bound.get(result)

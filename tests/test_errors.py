@@ -33,7 +33,7 @@ class Stateful(nn.Module):
 
 
 def _snapshot(module: Any) -> dict[str, Any]:
-    return {k: v for k, v in module.__dict__.items()} if isinstance(module, nn.Module) else {}
+    return dict(module.__dict__) if isinstance(module, nn.Module) else {}
 
 
 CASES: list[tuple[str, Any, Any, dict[str, Any], type[Exception], str]] = [

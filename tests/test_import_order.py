@@ -26,8 +26,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "passes",
         "pipeline",
         "capture decompositions noise frontend differentiate coloring split"
-        " build runtime cache tuning",
+        " build runtime state cache tuning report",
+        "compiled",
         "autograd",
+        "specialization",
         "dispatch",
         "tvmbridge",  # the package's own __init__: the public names
         "cli demo doctor doctor_probes __main__",

@@ -91,9 +91,7 @@ def test_one_storage_as_two_arguments() -> None:
     x = sample()
     torch.testing.assert_close(module(x, x), 3 * x)
     storage = torch.cat([x, x])
-    torch.testing.assert_close(
-        module(storage[:6], storage[2:8]), storage[:6] + 2 * storage[2:8]
-    )
+    torch.testing.assert_close(module(storage[:6], storage[2:8]), storage[:6] + 2 * storage[2:8])
     assert dispatch_report(module).tvm_calls == 2
 
 
@@ -112,7 +110,8 @@ def test_equal_gradients_do_not_share_memory() -> None:
     module(sample(4)).backward(cotangent)
     assert dispatch_report(module).tvm_calls == 1
     a, b = (p.grad for p in module.parameters())
-    assert a is not None and b is not None
+    assert a is not None
+    assert b is not None
     a.mul_(5)
     assert torch.equal(b, torch.ones_like(b))
     assert torch.equal(cotangent, torch.ones_like(b))

@@ -25,7 +25,9 @@ def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
     """
     if target is None:
         if device_type != "cpu":
-            raise BuildError(f"tensors on {device_type!r} need a target; only the CPU has a default")
+            raise BuildError(
+                f"tensors on {device_type!r} are not supported; move the module to the CPU"
+            )
         return host_target()
     try:
         resolved = tvm.target.Target(target)
@@ -91,9 +93,7 @@ def build(
         mod = run_passes(mod, kernel_passes(target), records)
         mod = schedule_for_cpu(mod, target)
         try:
-            executable = relax.build(
-                mod, target, relax_pipeline=_virtual_machine_passes()
-            )
+            executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     return relax.VirtualMachine(executable, tvm.cpu())

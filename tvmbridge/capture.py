@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ from tvmbridge.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+
 def normalize_sample(
     sample_input: Any, sample_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -79,9 +82,7 @@ def capture(
         inputs=inputs,
         outputs=_describe_outputs(program, inputs),
         noise=find_noise(program.graph),
-        constants={
-            i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
-        },
+        constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
     )
@@ -92,7 +93,9 @@ def _export(
 ) -> ExportedProgram:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), without_autocast():
+        with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
+            # torch.export copies its own tree specs in a way that torch deprecates.
+            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             program = torch.export.export(module, args, kwargs, strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)

@@ -83,9 +83,7 @@ def color(joint: JointModule) -> Coloring:
     )
 
 
-def _dependencies(
-    roots: list[relax.Expr], bound: dict[relax.Var, relax.Binding]
-) -> set[relax.Var]:
+def _dependencies(roots: list[relax.Expr], bound: dict[relax.Var, relax.Binding]) -> set[relax.Var]:
     """Bound variables that ``roots`` depend on, themselves included."""
     found: set[relax.Var] = set()
     pending = [r for r in roots if isinstance(r, relax.Var)]

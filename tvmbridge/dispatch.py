@@ -93,9 +93,7 @@ class Dispatcher:
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
 
-    def _anything_requires_grad(
-        self, specialization: Specialization, leaves: list[Any]
-    ) -> bool:
+    def _anything_requires_grad(self, specialization: Specialization, leaves: list[Any]) -> bool:
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
         return any(p.requires_grad for p in self.module.parameters())
@@ -161,9 +159,7 @@ def _own_instance_forward(dispatcher: Dispatcher) -> Callable[..., Any] | None:
     return original
 
 
-def _original_forward(
-    module: nn.Module, own: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def _original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
     return own or types.MethodType(type(module).forward, module)
 
 
@@ -186,7 +182,7 @@ class _own_forward:
 
 def _context_refuses() -> str | None:
     """Why compiled code must not run in the present context; None when it may."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state():
         return "the module is being traced"
     if torch._C._len_torch_dispatch_stack():
         return "a dispatch mode is active"

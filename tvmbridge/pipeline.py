@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import tvm
 import tvm_ffi
@@ -25,7 +26,8 @@ from tvmbridge.types import PassRecord
 
 logger = logging.getLogger(__name__)
 
-AnyPass = RelaxPass | tvm.transform.Pass | Callable[[tvm.IRModule], tvm.IRModule]
+# A RelaxPass of ours, a pass of TVM, or a function.
+AnyPass: TypeAlias = Callable[[Any], Any]
 
 
 def inference_passes() -> list[AnyPass]:
@@ -97,7 +99,9 @@ def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> t
         hash_after=tvm_ffi.structural_hash(after, map_free_vars=True),
     )
     records.append(record)
-    logger.debug("%s: %d -> %d bindings", record.name, record.bindings_before, record.bindings_after)
+    logger.debug(
+        "%s: %d -> %d bindings", record.name, record.bindings_before, record.bindings_after
+    )
     _dump(after, record, len(records))
     return after
 

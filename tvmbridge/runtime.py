@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 # Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
@@ -14,11 +15,7 @@ _ALIGNMENT_MASK = 63
 
 def prepare(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` if compiled code may read its memory, else a dense, aligned copy of its values."""
-    if (
-        tensor.is_contiguous()
-        and not tensor.data_ptr() & _ALIGNMENT_MASK
-        and not tensor.is_neg()
-    ):
+    if tensor.is_contiguous() and not tensor.data_ptr() & _ALIGNMENT_MASK and not tensor.is_neg():
         return tensor
     with torch.no_grad():
         return tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
@@ -42,7 +39,7 @@ class LoadedModule:
         with self._lock:
             results = list(function(*tensors))
         # Results are PyTorch's tensors only where an argument was one.
-        return results if tensors else [torch.from_dlpack(r) for r in results]
+        return results if tensors else [from_dlpack(r) for r in results]
 
 
 def _has(vm: relax.VirtualMachine, name: str) -> bool:

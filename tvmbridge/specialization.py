@@ -117,9 +117,7 @@ class Variant:
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
         self._training = TrainingCall(compiled) if compiled.split is not None else None
 
-    def mismatch(
-        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
-    ) -> str | None:
+    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
         if os.getpid() != self._process:
             return "the process was forked after compilation"

@@ -50,6 +50,8 @@ class AppendCotangents(RelaxPass):
         return map_functions(mod, lambda f: self._append(f, report))
 
     def _append(self, function: relax.Function, report: PassReport) -> relax.Function:
+        if not self.outputs:
+            raise ValueError("no output has a cotangent: there is no scalar to differentiate")
         results = flat_results(function)
         cotangents = [
             relax.Var(

@@ -53,11 +53,7 @@ class DispatchKernels(RelaxPass):
 
 
 def _is_call(expr: relax.Expr | None, name: str) -> bool:
-    return (
-        isinstance(expr, relax.Call)
-        and isinstance(expr.op, tvm.ir.Op)
-        and expr.op.name == name
-    )
+    return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
 
 
 def _biased_products(function: relax.Function) -> dict[relax.Var, relax.Call]:

@@ -63,9 +63,9 @@ class _LayerNormMutator(PyExprMutator):  # type: ignore[misc]
         squares = emit(relax.op.multiply(centered, centered))
         variance = emit(relax.op.mean(squares, axes, keepdims=True))
         shifted = emit(relax.op.add(variance, relax.const(float(attrs.epsilon), dtype_of(x))))
-        normed = emit(relax.op.multiply(centered, emit(relax.op.rsqrt(shifted))))
+        normed = relax.op.multiply(centered, emit(relax.op.rsqrt(shifted)))
         if attrs.scale:
-            normed = emit(relax.op.multiply(normed, gamma))
+            normed = relax.op.multiply(emit(normed), gamma)
         if attrs.center:
-            normed = emit(relax.op.add(normed, beta))
+            normed = relax.op.add(emit(normed), beta)
         return normed

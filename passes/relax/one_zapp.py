@@ -31,5 +31,8 @@ class OneZapp(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(
-            mod, lambda f: NeutralElementMutator(1.0, "relax.multiply", "relax.divide", report).visit_expr(f)
+            mod,
+            lambda f: NeutralElementMutator(
+                1.0, "relax.multiply", "relax.divide", report
+            ).visit_expr(f),
         )

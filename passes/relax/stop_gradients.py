@@ -88,9 +88,7 @@ class _Stopper(PyExprMutator):  # type: ignore[misc]
         self.stopped: dict[relax.Var, relax.Var] = {}
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        if call.op == _NO_GRAD or not any(
-            v in self.active for v in relax.analysis.free_vars(call)
-        ):
+        if call.op == _NO_GRAD or not any(v in self.active for v in relax.analysis.free_vars(call)):
             return super().visit_call_(call)
         arguments = [self._stop(a) for a in call.args]
         return relax.Call(call.op, arguments, call.attrs, call.ty_args)
@@ -106,10 +104,16 @@ class _Stopper(PyExprMutator):  # type: ignore[misc]
             return visited
         if operand in self.parameters or not isinstance(operand.ty, relax.TensorType):
             return visited
+        if self._is_stopped(visited):
+            return visited
         if operand not in self.stopped:
             self.stopped[operand] = self.builder_.emit(relax.op.grad.no_grad(visited))
             self.report.rewrote()
         return self.stopped[operand]
+
+    def _is_stopped(self, operand: relax.Expr) -> bool:
+        value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
+        return isinstance(value, relax.Call) and value.op == _NO_GRAD
 
 
 @dataclass(frozen=True)

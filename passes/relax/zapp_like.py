@@ -85,9 +85,7 @@ def _collapse_sum(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr |
         return source
     lead = len(shape) - len(target)
     axes = [*range(lead)]
-    axes += [
-        lead + i for i, extent in enumerate(target) if extent == 1 and shape[lead + i] != 1
-    ]
+    axes += [lead + i for i, extent in enumerate(target) if extent == 1 and shape[lead + i] != 1]
     if all(shape[axis] == 1 for axis in axes):
         return relax.op.reshape(source, target)
     total = builder.emit(relax.op.sum(source, axes))

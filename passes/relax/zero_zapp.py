@@ -32,5 +32,8 @@ class ZeroZapp(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(
-            mod, lambda f: NeutralElementMutator(0.0, "relax.add", "relax.subtract", report).visit_expr(f)
+            mod,
+            lambda f: NeutralElementMutator(0.0, "relax.add", "relax.subtract", report).visit_expr(
+                f
+            ),
         )

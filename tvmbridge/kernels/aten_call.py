@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
+from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.errors import UnsupportedOperatorError
@@ -62,8 +63,7 @@ def emit_aten_call(
         return bound
     fields = iter(range(len(types)))
     return tuple(
-        None if f is None else builder.emit(relax.TupleGetItem(bound, next(fields)))
-        for f in fakes
+        None if f is None else builder.emit(relax.TupleGetItem(bound, next(fields))) for f in fakes
     )
 
 
@@ -127,7 +127,7 @@ def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 def resolve_overload(name: str) -> torch._ops.OpOverload:
     """The overload with the dotted name ``namespace.operator.overload``."""
     namespace, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)  # type: ignore[no-any-return]
+    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
 def aten_call_operator(call: relax.Call) -> str | None:
@@ -171,4 +171,4 @@ def _own(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor
 def run_aten_call(spec: str, *tensors: Any) -> Any:
     """Run one ATen call; registered with TVM under :data:`ATEN_CALL`."""
     with torch.no_grad():
-        return _program(spec)(tuple(torch.from_dlpack(t) for t in tensors))
+        return _program(spec)(tuple(from_dlpack(t) for t in tensors))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 MATMUL = "tvmbridge.matmul"
 
@@ -57,4 +58,4 @@ def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def run_matmul(spec: str, *tensors: Any) -> None:
     """Run one product; registered with TVM under :data:`MATMUL`. The last tensor is the result."""
     with torch.no_grad():
-        _program(spec)(*[torch.from_dlpack(t) for t in tensors])
+        _program(spec)(*[from_dlpack(t) for t in tensors])

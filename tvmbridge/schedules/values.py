@@ -12,7 +12,7 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr, Range
+from tvm.ir import Call, Expr, Range, TensorLoad
 from tvm.sym import Analyzer
 
 from tvmbridge.schedules import bfloat16
@@ -104,6 +104,17 @@ def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequenc
     return None
 
 
+def _opaque(value: Expr, dtype: str) -> Expr:
+    """Hide an expression from the analysis of bound variables behind a reinterpretation as itself.
+
+    TVM's interval analysis multiplies out chains of bound variables, floating ones too: time grows
+    exponentially with the length of the chain, and ``(x + y) - y`` is found to be ``x``.
+    """
+    if isinstance(value, TensorLoad | Call):
+        return value
+    return tirx.call_intrin(dtype, "tirx.reinterpret", value)
+
+
 class Memory:
     """Access to the buffers of a function by row-major offset.
 
@@ -175,7 +186,7 @@ class Evaluator:
         if len(self.statements) > _LARGEST:
             raise TooLargeError
         var = tirx.Var(hint, dtype)
-        self.statements.append(tirx.Bind(var, value))
+        self.statements.append(tirx.Bind(var, _opaque(value, dtype)))
         return var
 
     def load(self, buffer: Buffer, indices: Indices) -> Expr:
