@@ -2,8 +2,8 @@
 
     python benchmarks/kernels_cpu.py [name ...]
 
-Each case is run alternately by both, in one process; medians of many calls. Every result is compared
-with PyTorch's in float64 before it is timed.
+Each case is run alternately by both, in one process; medians of many calls. Every result is
+compared with PyTorch's in float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def _random(*shapes: tuple[int, ...]) -> Callable[[], Tensors]:
 def _cases() -> list[Case]:
     big, wide, scores = (1024, 768), (1024, 3072), (8, 12, 128, 128)
     cases = [
-        Case(f"gelu {n}x3072", _random((n, 3072)), op.nn.gelu, functional.gelu)
-        for n in (128, 1024)
+        Case(f"gelu {n}x3072", _random((n, 3072)), op.nn.gelu, functional.gelu) for n in (128, 1024)
     ]
     cases += [
         Case("gelu backward", _random(wide, wide), _gelu_backward, _gelu_backward_eager),
@@ -106,7 +105,9 @@ def _cases() -> list[Case]:
         Case(
             "scale+mask+softmax",
             _random(scores, (8, 1, 1, 128)),
-            lambda x, m: op.nn.softmax(op.add(op.multiply(x, relax.const(0.125, "float32")), m), -1),
+            lambda x, m: op.nn.softmax(
+                op.add(op.multiply(x, relax.const(0.125, "float32")), m), -1
+            ),
             lambda x, m: torch.softmax(x * 0.125 + m, -1),
         ),
         Case(

@@ -10,6 +10,8 @@ import torch
 from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
 
+from tvmbridge.recurrent import recurrent_decompositions
+
 aten = torch.ops.aten
 
 # Operators that stay whole: the frontend or a kernel does better with them than with their parts.
@@ -23,6 +25,16 @@ _KEPT_WHOLE = (
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
     aten.upsample_bicubic2d.vec,
+)
+
+# Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
+_DRAWN_IN_PARTS = (
+    "aten.scaled_dot_product",
+    "aten._scaled_dot_product",
+    "aten.lstm",
+    "aten.gru",
+    "aten.rnn_relu",
+    "aten.rnn_tanh",
 )
 
 # Taken apart, and the derivative of the parts is that of the whole everywhere: also at kinks, where
@@ -88,6 +100,8 @@ _JOINT_TAKEN_APART = (
     aten.select_scatter.default,
     aten.silu.default,
     aten.slice_backward.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
     aten.zero.default,
 )
 
@@ -102,8 +116,9 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
     table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
     random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     for op in (*_KEPT_WHOLE, *random):
-        if "scaled_dot_product" not in str(op):
+        if not str(op).startswith(_DRAWN_IN_PARTS):
             table.pop(op, None)
+    table.update(recurrent_decompositions(table))
     table[aten._safe_softmax.default] = _safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:

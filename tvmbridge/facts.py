@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.decompositions import DERIVATIVE_KEPT, decomposition_table
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.hoist import is_random
 from tvmbridge.rehearsal import Rehearsal
-from tvmbridge.types import OutputKind
+from tvmbridge.types import NoiseDescriptor, OutputKind
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(
@@ -81,6 +82,8 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
                 "no output depends on an input or parameter that requires a gradient"
             )
         reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
+    if watch.draws != [_captured_draw(n) for n in rehearsal.captured.noise]:
+        watch.reasons["the captured graph draws other random numbers"] = None
     return GradientFacts(
         lost=tuple(watch.reasons),
         cotangent_of=tuple(differentiable),
@@ -168,6 +171,7 @@ class _FlowWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.reasons: dict[str, None] = {}
+        self.draws: list[str] = []
         self._decomposed = frozenset(decomposition_table(differentiated=True))
         self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
 
@@ -176,11 +180,11 @@ class _FlowWatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim" or func._schema.name in _CREATES:
-            return func(*args, **kwargs)
+            return self._drawing(func, args, kwargs)
         operands = _floating((args, kwargs))
         self.look_at(operands, str(func))
         active = any(t.requires_grad for t in operands)
-        result = func(*args, **kwargs)
+        result = self._drawing(func, args, kwargs)
         results = _floating(result)
         if not active or not results:
             return result
@@ -190,6 +194,12 @@ class _FlowWatch(TorchDispatchMode):
         self._made_by.update({id(t): (t, str(func)) for t in results})
         return result
 
+    def _drawing(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if is_random(func, args, kwargs):
+            self.draws.append(_draw(func, args, kwargs, result))
+        return result
+
     def look_at(self, tensors: Sequence[torch.Tensor], reader: str) -> None:
         """Note the stopped tensors among those that ``reader`` reads."""
         for tensor in tensors:
@@ -197,6 +207,24 @@ class _FlowWatch(TorchDispatchMode):
             if made is not None and not tensor.requires_grad and tensor.is_floating_point():
                 reason = f"forward stops the gradient at {made[1]}, whose result goes to {reader}"
                 self.reasons[reason] = None
+
+
+def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
+    """A draw in words that are the same for its variants: of which operator, of what shape."""
+    value = pytree.tree_leaves(result)[0]
+    name = op._schema.name.removesuffix("_functional").rstrip("_")
+    if op is torch.ops.aten.native_dropout.default:
+        return f"mask {tuple(value.shape)} {1.0 - args[1]}"
+    if op is torch.ops.aten.bernoulli_.float:
+        return f"mask {tuple(value.shape)} {args[1] if len(args) > 1 else kwargs.get('p', 0.5)}"
+    return f"{name} {tuple(value.shape)} {value.dtype}"
+
+
+def _captured_draw(noise: NoiseDescriptor) -> str:
+    if noise.drop_probability is not None:
+        return f"mask {noise.spec.shape} {noise.args[1]}"
+    name = noise.op._schema.name.removesuffix("_functional").rstrip("_")
+    return f"{name} {noise.spec.shape} {noise.spec.dtype}"
 
 
 def _floating(value: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ a new placeholder. PyTorch fills it before each call, with the same operator and
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,23 +49,22 @@ def hoist_draws(graph: fx.Graph, mode: FakeTensorMode) -> tuple[NoiseDescriptor,
 
 
 def _is_draw(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return not _draws_nothing(node, target)
+    return is_random(node.target, node.args, node.kwargs)
 
 
-def _draws_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether the only randomness of the operator is dropout, and that is off."""
-    if target is aten.native_dropout.default:
-        return node.args[2] is False
-    names = [a.name for a in target._schema.arguments]
+def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``op`` draws random numbers: not one whose only draw is dropout of 0."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    if op is aten.native_dropout.default:
+        return args[2] is not False
+    names = [a.name for a in op._schema.arguments]
     if "dropout_p" not in names:
-        return False
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given.get("dropout_p", 0.0) == 0.0
+        return True
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return bool(given.get("dropout_p", 0.0))
 
 
 def _describe(node: fx.Node, name: str) -> NoiseDescriptor:

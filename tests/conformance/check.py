@@ -78,8 +78,7 @@ def check_group(
         return [_failure(cases[0], "error", f"fell back: {report.fallbacks}")]
     specialization = report.specializations[0]
     native, aten = (
-        sorted(calls)
-        for calls in (specialization.native_operators, specialization.aten_operators)
+        sorted(calls) for calls in (specialization.native_operators, specialization.aten_operators)
     )
     outcomes = []
     for case, ours, theirs in zip(cases, results, expected, strict=True):

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 QUICK_DTYPES = ("float32", "float64", "int64", "bool")
-QUICK_LIMIT = 4
 
-QUICK_OPERATORS = tuple(
-    """
-    add sub rsub mul true_divide:x
-    """.split()
-)
+# Samples of an entry, beside those with special values and with strides.
+QUICK_LIMIT = 3
+
+_NAMES = """
+    abs add all amax amin any bitwise_and bitwise_not bmm cat clamp clone
+    constant_pad_nd div:no_rounding_mode eq erf exp expand flip float ge isinf isnan
+    log logical_not lt masked_fill matmul maximum mean mul ne neg
+    nn.functional.batch_norm nn.functional.dropout nn.functional.embedding nn.functional.gelu
+    nn.functional.group_norm nn.functional.hardswish nn.functional.hardtanh
+    nn.functional.layer_norm nn.functional.leaky_relu nn.functional.linear nn.functional.relu
+    nn.functional.silu permute pow repeat rsqrt rsub select sigmoid sign slice softmax
+    log_softmax split split_with_sizes sqrt squeeze stack std sub sum tanh to tril unbind
+    var_mean view where full_like
+"""
+
+QUICK_OPERATORS = tuple(_NAMES.split())

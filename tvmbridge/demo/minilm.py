@@ -1,4 +1,4 @@
-"""MiniLM, a small trained BERT, from the package that carries its weights; nothing is downloaded."""
+"""MiniLM, a small trained BERT, from the package that carries its weights, offline."""
 
 from __future__ import annotations
 

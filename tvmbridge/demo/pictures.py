@@ -1,4 +1,4 @@
-"""Pictures of one BERT layer on its way: as captured, lowered, and as the colored joint function."""
+"""Pictures of one BERT layer: as captured, lowered, and as the colored joint function."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
     backward,
+    activations,
     creation,
     elementwise,
     linear,

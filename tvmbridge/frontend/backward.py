@@ -69,9 +69,7 @@ def _gelu_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.Expr:
     half, one = ctx.tensor(0.5, dtype), ctx.tensor(1, dtype)
     error = ctx.emit(op.erf(ctx.emit(op.multiply(x, ctx.tensor(math.sqrt(0.5), dtype)))))
     distribution = ctx.emit(op.multiply(half, ctx.emit(op.add(one, error))))
-    exponent = ctx.emit(
-        op.multiply(ctx.emit(op.multiply(x, x)), ctx.tensor(-0.5, dtype))
-    )
+    exponent = ctx.emit(op.multiply(ctx.emit(op.multiply(x, x)), ctx.tensor(-0.5, dtype)))
     scale = ctx.tensor(1 / math.sqrt(2 * math.pi), dtype)
     density = ctx.emit(op.multiply(ctx.emit(op.exp(exponent)), scale))
     return ctx.emit(op.add(distribution, ctx.emit(op.multiply(x, density))))
@@ -89,7 +87,9 @@ def _gelu_tanh_slope(ctx: Importer, x: relax.Expr, dtype: torch.dtype) -> relax.
     tripled = ctx.emit(op.multiply(square, ctx.tensor(3 * kappa, dtype)))
     slope = ctx.emit(op.multiply(ctx.emit(op.add(one, tripled)), ctx.tensor(beta, dtype)))
     bend = ctx.emit(op.subtract(one, ctx.emit(op.multiply(tanh, tanh))))
-    right = ctx.emit(op.multiply(ctx.emit(op.multiply(x, half)), ctx.emit(op.multiply(bend, slope))))
+    right = ctx.emit(
+        op.multiply(ctx.emit(op.multiply(x, half)), ctx.emit(op.multiply(bend, slope)))
+    )
     return ctx.emit(op.add(left, right))
 
 

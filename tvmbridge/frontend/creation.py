@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +18,17 @@ from tvmbridge.kernels.dtypes import to_relax_dtype
 aten = torch.ops.aten
 
 
+def filled(shape: Sequence[int], value: int | float | bool, dtype: torch.dtype) -> relax.Expr:
+    """A tensor whose elements are all ``value``."""
+    number = relax.const(value, to_relax_dtype(dtype))
+    if isinstance(value, float) and not math.isfinite(value):
+        # TVM cannot legalise a full of these.
+        return relax.op.broadcast_to(number, [int(s) for s in shape])
+    return relax.op.full([int(s) for s in shape], number, to_relax_dtype(dtype))
+
+
 def _full(node: fx.Node, value: int | float | bool) -> relax.Expr:
-    dtype = to_relax_dtype(result_dtype(node))
-    return relax.op.full(node.meta["val"].shape, relax.const(value, dtype), dtype)
+    return filled(node.meta["val"].shape, value, result_dtype(node))
 
 
 @converts(aten.full.default)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import tvm_ffi
 from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
+from tvmbridge.passes.relax.constants import uniform_value
 
 aten = torch.ops.aten
 
@@ -67,6 +69,8 @@ for _overload, _op in (
 @converts(aten.reciprocal.default)
 def _reciprocal(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
     dtype = result_dtype(node)
+    if _is_zero(ctx, a):
+        raise Declined("the simplifier takes a quotient of 0 for 0, that by 0 or NaN too")
     return relax.op.divide(ctx.tensor(1, dtype), ctx.tensor(x, dtype))
 
 
@@ -82,15 +86,55 @@ def _silu(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
     return relax.op.nn.silu(ctx.value(x))
 
 
+_SHIFTS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.permute.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.expand.default,
+        aten.slice.Tensor,
+        aten.select.int,
+    }
+)
+
+
+def _sources(operand: Operand) -> Iterator[fx.Node]:
+    """A node, and those that it is a view of."""
+    while isinstance(operand, fx.Node):
+        yield operand
+        below: Any = operand.args[0] if operand.target in _VIEWS else 0
+        operand = below
+
+
+def _shifts(node: fx.Node, operand: Operand | None) -> bool:
+    """Whether ``node`` adds a number to floating-point values, or takes one away."""
+    if node.target not in _SHIFTS or not result_dtype(node).is_floating_point:
+        return False
+    other = node.args[1] if operand is None else operand
+    return not isinstance(other, fx.Node)
+
+
 @converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, dtypes=NUMBERS)
 def _add_sub(
     ctx: Importer, node: fx.Node, a: Operand, b: Operand, alpha: int | float = 1
 ) -> relax.Expr:
     dtype = result_dtype(node)
+    if _shifts(node, b) and any(_shifts(source, None) for source in _sources(a)):
+        raise Declined("the simplifier would add up the two numbers, and round differently")
+    subtracts = node.target in (aten.sub.Tensor, aten.sub.Scalar)
+    if subtracts and dtype.is_floating_point and _same(ctx, a, b):
+        raise Declined("the simplifier takes x - x for 0, of infinities too")
     right = ctx.tensor(b, dtype)
     if alpha != 1:
         right = ctx.emit(relax.op.multiply(right, ctx.tensor(alpha, dtype)))
-    op = relax.op.add if node.target in (aten.add.Tensor, aten.add.Scalar) else relax.op.subtract
+    op = relax.op.subtract if subtracts else relax.op.add
     return op(ctx.tensor(a, dtype), right)
 
 
@@ -104,11 +148,30 @@ def _rsub(
     return relax.op.subtract(ctx.tensor(b, dtype), ctx.tensor(a, dtype))
 
 
+def _is_zero(ctx: Importer, operand: Operand) -> bool:
+    """Whether ``operand`` is known to be 0 everywhere."""
+    if not isinstance(operand, fx.Node):
+        return operand == 0
+    return uniform_value(ctx.value(operand), ctx.builder.lookup_binding) == 0
+
+
+def _same(ctx: Importer, a: Operand, b: Operand) -> bool:
+    """Whether both are one value, or will be one after equal expressions are merged."""
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return False
+    left, right = (ctx.builder.lookup_binding(ctx.value(x)) for x in (a, b))
+    if ctx.value(a).same_as(ctx.value(b)):
+        return True
+    return left is not None and right is not None and tvm_ffi.structural_equal(left, right)
+
+
 @converts(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
     dtype = result_dtype(node)
     if dtype is torch.bool:
         return relax.op.logical_and(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
+    if dtype.is_floating_point and (_is_zero(ctx, a) or _is_zero(ctx, b)):
+        raise Declined("the simplifier takes a product with 0 for 0, NaN and infinity too")
     return relax.op.multiply(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
@@ -159,11 +222,11 @@ _COMPARISONS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
 
 @converts(*_COMPARISONS, dtypes=COMPUTED)
 def _compare(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    if a is b:
-        raise Declined("a comparison with itself asks for NaN; TVM's simplifier folds it")
     dtype = common_dtype(a, b)
     if dtype is torch.bool:
-        raise Declined("comparison of booleans")
+        # Booleans are compared as the numbers 0 and 1.
+        sides = (ctx.cast(ctx.tensor(x, dtype), dtype, torch.int32) for x in (a, b))
+        return _COMPARISONS[node.target](*sides)
     return _COMPARISONS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
@@ -179,6 +242,12 @@ def _logical(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr
     return _LOGIC[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
 
 
+_BITWISE_OF_INTEGERS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
+    aten.bitwise_and.Tensor: relax.op.bitwise_and,
+    aten.bitwise_or.Tensor: relax.op.bitwise_or,
+    aten.bitwise_xor.Tensor: relax.op.bitwise_xor,
+}
+
 _BITWISE: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
     aten.bitwise_and.Tensor: relax.op.logical_and,
     aten.bitwise_or.Tensor: relax.op.logical_or,
@@ -187,9 +256,10 @@ _BITWISE: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
 
 
 @converts(*_BITWISE)
-def _bitwise_of_booleans(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    if common_dtype(a, b) is not torch.bool:
-        raise Declined("bitwise operators of integers")
+def _bitwise(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
+    dtype = common_dtype(a, b)
+    if dtype is not torch.bool:
+        return _BITWISE_OF_INTEGERS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
     return _BITWISE[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
 
 
@@ -198,8 +268,10 @@ def _logical_not(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
     return relax.op.logical_not(ctx.tensor(x, torch.bool))
 
 
-@converts(aten.bitwise_not.default, dtypes=frozenset({torch.bool}))
+@converts(aten.bitwise_not.default)
 def _bitwise_not(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    if result_dtype(node) is not torch.bool:
+        return relax.op.bitwise_not(ctx.value(x))
     return relax.op.logical_not(ctx.value(x))
 
 
@@ -220,9 +292,9 @@ def _to_copy(ctx: Importer, node: fx.Node, x: fx.Node, **kwargs: Any) -> relax.E
     return ctx.tensor(x, result_dtype(node))
 
 
-@converts(aten.masked_fill.Scalar)
+@converts(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(
-    ctx: Importer, node: fx.Node, x: fx.Node, mask: fx.Node, value: int | float | bool
+    ctx: Importer, node: fx.Node, x: fx.Node, mask: fx.Node, value: Operand
 ) -> relax.Expr:
     dtype = result_dtype(node)
     if mask.meta["val"].dtype is not torch.bool:

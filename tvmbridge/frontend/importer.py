@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from tvm import relax
 
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Converter, Declined
-from tvmbridge.kernels.aten_call import emit_aten_call
+from tvmbridge.kernels.aten_call import ATEN_CALL, emit_aten_call, packed_call
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.noise import dropout_arguments
 from tvmbridge.types import CapturedGraph, InputKind, TensorSpec
@@ -55,7 +56,10 @@ class Importer:
         if not isinstance(operand, fx.Node):
             if dtype is None:
                 raise Declined(f"a bare number {operand!r} where a tensor was expected")
-            return relax.const(operand, to_relax_dtype(dtype))
+            try:
+                return relax.const(operand, to_relax_dtype(dtype))
+            except OverflowError as error:
+                raise Declined(f"{operand} does not fit {dtype}") from error
         value = self.value(operand)
         return value if dtype is None else self.cast(value, operand.meta["val"].dtype, dtype)
 
@@ -108,7 +112,18 @@ class Importer:
         """Evaluate an operator that reads no tensor with PyTorch, once, at import."""
         with torch.no_grad():
             result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
-        return self.emit(constant(result))
+        return self.constant(result)
+
+    def constant(self, tensor: torch.Tensor) -> relax.Var:
+        """A variable with the values of ``tensor``."""
+        if tensor.numel():
+            return self.emit(constant(tensor))
+        # A file of compiled code cannot hold an empty constant.
+        dtype = {"dtype": str(tensor.dtype).removeprefix("torch.")}
+        content = {"op": "aten.full.default", "args": [[*tensor.shape], 0], "results": None}
+        spec = json.dumps({**content, "kwargs": {"dtype": dtype}})
+        type_ = relax.TensorType(list(tensor.shape), to_relax_dtype(tensor.dtype))
+        return self.emit(packed_call(ATEN_CALL, spec, [], type_))
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
@@ -116,6 +131,9 @@ def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
     dense = tensor.detach().cpu().contiguous()
     if dense.dtype is torch.bool:
         return relax.const(dense.numpy(), "bool")
+    if dense.dtype is torch.bfloat16:
+        # NumPy has no bfloat16.
+        return relax.const(tvm.runtime.from_dlpack(dense.clone()), "bfloat16")
     return relax.const(tvm.runtime.tensor(dense.numpy()), to_relax_dtype(tensor.dtype))
 
 
@@ -205,9 +223,7 @@ def import_graph(captured: CapturedGraph) -> ImportedModule:
         for d in captured.noise
         if d.drop_probability is None
     ]
-    results = [
-        nodes[o.name] for o in captured.outputs if o.spec is not None and o.alias_of is None
-    ]
+    results = [nodes[o.name] for o in captured.outputs if o.spec is not None and o.alias_of is None]
     constants = {nodes[name]: tensor for name, tensor in captured.constant_tensors.items()}
     dropouts = {nodes[d.name] for d in captured.noise if d.drop_probability is not None}
     return _import("main", captured.program.graph, inputs, results, constants, dropouts)
@@ -259,7 +275,7 @@ def _import(
     with builder.function(name, parameters):
         with builder.dataflow():
             for node, tensor in constants.items():
-                importer.values[node] = importer.emit(constant(tensor))
+                importer.values[node] = importer.constant(tensor)
             for node in graph.nodes:
                 if node.op != "call_function" or node in importer.values:
                     continue

@@ -36,7 +36,8 @@ def _reduce(
     dims: Any,
     keepdim: bool,
 ) -> relax.Expr:
-    return op(ctx.tensor(x, result_dtype(node)), axes_of(x, dims), keepdim)
+    value = ctx.tensor(x, result_dtype(node))
+    return op(value, axes_of(x, dims), keepdim) if shape_of(x) else value
 
 
 @converts(aten.sum.dim_IntList, aten.sum.default)
@@ -78,19 +79,63 @@ def _all(
 def _count(
     ctx: Importer, x: fx.Node, dims: Any, keepdim: bool, op: Callable[..., relax.Expr]
 ) -> relax.Expr:
+    if not shape_of(x):
+        return ctx.tensor(x, torch.bool)
     flags = ctx.cast(ctx.tensor(x, torch.bool), torch.bool, torch.int32)
     extreme = ctx.emit(op(flags, axes_of(x, dims), keepdim))
     return relax.op.not_equal(extreme, relax.const(0, "int32"))
 
 
 @converts(aten._softmax.default, aten._log_softmax.default, dtypes=FLOATS)
-def _softmax(
-    ctx: Importer, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool
-) -> relax.Expr:
+def _softmax(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> relax.Expr:
     rank = len(shape_of(x))
     if rank == 0:
         raise Declined("softmax of a 0-d tensor")
-    op = (
-        relax.op.nn.softmax if node.target is aten._softmax.default else relax.op.nn.log_softmax
-    )
+    op = relax.op.nn.softmax if node.target is aten._softmax.default else relax.op.nn.log_softmax
     return op(ctx.value(x), dim % rank)
+
+
+def _moments(
+    ctx: Importer, x: fx.Node, dims: Any, correction: int | float | None, keepdim: bool
+) -> tuple[relax.Expr, relax.Expr]:
+    """Variance and mean over ``dims``."""
+    axes = axes_of(x, dims)
+    count = 1
+    for axis in axes:
+        count *= shape_of(x)[axis]
+    freedom = count - (1 if correction is None else correction)
+    if freedom <= 0:
+        raise Declined("a variance without a degree of freedom")
+    value, dtype = ctx.value(x), x.meta["val"].dtype
+    mean = ctx.emit(relax.op.mean(value, axes, True))
+    deviation = ctx.emit(relax.op.subtract(value, mean))
+    square = ctx.emit(relax.op.multiply(deviation, deviation))
+    total = ctx.emit(relax.op.sum(square, axes, keepdim))
+    variance = ctx.emit(relax.op.divide(total, ctx.tensor(float(freedom), dtype)))
+    return variance, mean if keepdim else ctx.emit(relax.op.squeeze(mean, axes))
+
+
+@converts(aten.var.correction, dtypes=FLOATS)
+def _var(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    dims: Any = None,
+    *,
+    correction: int | float | None = None,
+    keepdim: bool = False,
+) -> relax.Expr:
+    return _moments(ctx, x, dims, correction, keepdim)[0]
+
+
+@converts(aten.var_mean.correction, dtypes=FLOATS)
+def _var_mean(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    dims: Any = None,
+    *,
+    correction: int | float | None = None,
+    keepdim: bool = False,
+) -> tuple[relax.Expr, ...]:
+    return _moments(ctx, x, dims, correction, keepdim)

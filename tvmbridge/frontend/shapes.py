@@ -9,9 +9,10 @@ import torch
 from torch import fx
 from tvm import relax
 
+from tvmbridge.frontend.creation import filled
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import MOVED, Declined, converts
+from tvmbridge.frontend.registry import COMPUTED, MOVED, Declined, converts
 
 aten = torch.ops.aten
 
@@ -108,6 +109,14 @@ def _stack(ctx: Importer, node: fx.Node, tensors: Sequence[fx.Node], dim: int = 
 def _split_at(ctx: Importer, x: fx.Node, sizes: Sequence[int], dim: int) -> tuple[Any, ...]:
     if len(sizes) == 1:
         return (ctx.value(x),)
+    front = shape_of(x)[:dim]
+    if len(set(sizes)) > 1 and all(extent == 1 for extent in front):
+        return tuple(
+            ctx.emit(
+                relax.op.strided_slice(ctx.value(x), [dim], [sum(sizes[:i])], [sum(sizes[: i + 1])])
+            )
+            for i in range(len(sizes))
+        )
     cuts = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
     pieces = ctx.emit(relax.op.split(ctx.value(x), cuts, dim))
     return tuple(ctx.emit(relax.TupleGetItem(pieces, i)) for i in range(len(sizes)))
@@ -174,3 +183,35 @@ def _flip(ctx: Importer, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> rela
     for dim in dims:
         value = ctx.emit(relax.op.flip(value, dim % len(shape_of(x))))
     return value
+
+
+@converts(aten.tril.default, aten.triu.default, dtypes=COMPUTED)
+def _triangle(ctx: Importer, node: fx.Node, x: fx.Node, diagonal: int = 0) -> relax.Expr:
+    op = relax.op.tril if node.target is aten.tril.default else relax.op.triu
+    return op(ctx.value(x), diagonal)
+
+
+@converts(aten.constant_pad_nd.default, dtypes=COMPUTED)
+def _pad(
+    ctx: Importer, node: fx.Node, x: fx.Node, pad: Sequence[int], value: int | float | bool = 0
+) -> relax.Expr:
+    """Edges of the value, laid on with concat; negative padding cuts."""
+    dtype, shape = result_dtype(node), list(shape_of(x))
+    result = ctx.value(x)
+    for position in range(len(pad) // 2):
+        axis = len(shape) - 1 - position
+        before, after = pad[2 * position], pad[2 * position + 1]
+        begin, end = max(0, -before), shape[axis] - max(0, -after)
+        if (begin, end) != (0, shape[axis]):
+            result = ctx.emit(relax.op.strided_slice(result, [axis], [begin], [end]))
+        parts = [result]
+        shape[axis] = end - begin
+        for edge, first in ((before, True), (after, False)):
+            if edge > 0:
+                extents = [*shape[:axis], edge, *shape[axis + 1 :]]
+                fill = ctx.emit(filled(extents, value, dtype))
+                parts.insert(0 if first else len(parts), fill)
+        if len(parts) > 1:
+            result = ctx.emit(relax.op.concat(parts, axis))
+        shape[axis] += max(0, before) + max(0, after)
+    return result

@@ -1,6 +1,6 @@
 """Legalisations of Relax operators of our own: vectorizable, exact, with PyTorch's meaning.
 
-    relax.transform.LegalizeOps(customize_legalize_map=LEGALIZE_MAP)
+relax.transform.LegalizeOps(customize_legalize_map=LEGALIZE_MAP)
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
 from tvmbridge.legalize import normalizations
+from tvmbridge.legalize.comparisons import COMPARISONS
 from tvmbridge.legalize.elementwise import (
     binary,
     clip,
@@ -34,6 +35,7 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
     "relax.maximum": binary(larger, "maximum"),
     "relax.minimum": binary(smaller, "minimum"),
     "relax.clip": clip,
+    **COMPARISONS,
     "relax.nn.softmax": normalizations.softmax,
     "relax.nn.log_softmax": normalizations.log_softmax,
     "relax.nn.layer_norm": normalizations.layer_norm,

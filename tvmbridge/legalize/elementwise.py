@@ -1,4 +1,6 @@
-"""Legalisation of unary functions, and of maximum, minimum, relu and clip, which keep NaN as PyTorch does."""
+"""Legalisation of unary functions, and of maximum, minimum, relu and clip, which keep NaN as
+PyTorch does.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def unary(function: ScalarFunction, name: str) -> LegalizeFunc:
 
 
 def unary_float(name: str) -> LegalizeFunc:
-    """Return the legalisation by ``FUNCTIONS[name]``; an integer argument is computed in the result's dtype."""
+    """Return the legalisation by ``FUNCTIONS[name]``; an integer argument is computed in the
+    result's dtype.
+    """
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         result = str(call.ty.dtype.dtype)
@@ -81,7 +85,9 @@ def _as_scalar(arg: Expr, dtype: str) -> Expr | None:
 
 
 def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
-    """Return the legalisation of a two-argument operator with broadcasting, result and arguments of one dtype."""
+    """Return the legalisation of a two-argument operator with broadcasting, result and arguments
+    of one dtype.
+    """
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         shape = [int(extent) for extent in call.ty.shape.values]
@@ -98,15 +104,15 @@ def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
 
         same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
         attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
-        return bb.call_te(
-            compute, *tensors, primfunc_name_hint=f"tir_{name}", primfunc_attrs=attrs
-        )
+        return bb.call_te(compute, *tensors, primfunc_name_hint=f"tir_{name}", primfunc_attrs=attrs)
 
     return legalize
 
 
 def _broadcast(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
-    """Return the element of ``x`` that a broadcast to more or larger dimensions has at ``indices``."""
+    """Return the element of ``x`` that a broadcast to more or larger dimensions has at
+    ``indices``.
+    """
     last = indices[len(indices) - len(x.shape) :]
     zero = constant(0, "int64")
     return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])

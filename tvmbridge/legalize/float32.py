@@ -1,9 +1,9 @@
 """Elementary functions of float32 that LLVM can vectorize: polynomials, no calls.
 
-Every function takes and returns a scalar float32 expression. The coefficients are minimax fits (Lawson's
-iteration on Chebyshev nodes, computed with 120 bits, rounded to float32); argument reductions are the
-usual ones of Cody and Waite. A multiplication followed by an addition may be fused or not: both are
-within the stated error.
+Every function takes and returns a scalar float32 expression. The coefficients are minimax fits
+(Lawson's iteration on Chebyshev nodes, computed with 120 bits, rounded to float32); argument
+reductions are the usual ones of Cody and Waite. A multiplication followed by an addition may be
+fused or not: both are within the stated error.
 """
 
 from __future__ import annotations
@@ -21,25 +21,45 @@ _LN2_LOW = 1.428606765330187e-06
 _ROUND = 12582912.0
 _ROUND_BITS = 0x4B400000
 
-_EXP = (0.5, 0.1666666567325592, 0.04166629537940025, 0.008333497680723667)
+_EXP: tuple[float, ...] = (0.5, 0.1666666567325592, 0.04166629537940025, 0.008333497680723667)
 _EXP += (0.0013944758102297783, 0.00019790243823081255)
-_LOG = (0.3333331346511841, -0.25000008940696716, 0.2000211924314499, -0.1666799634695053)
+_LOG: tuple[float, ...] = (
+    0.3333331346511841,
+    -0.25000008940696716,
+    0.2000211924314499,
+    -0.1666799634695053,
+)
 _LOG += (0.14219552278518677, -0.1240558922290802, 0.11888162046670914, -0.11675652116537094)
 _LOG += (0.06746640801429749,)
 # 2^-s = 1 + s P(s) for |s| <= 1/2
-_EXP2 = (-0.6931471824645996, 0.24022647738456726, -0.05550331994891167, 0.00961843878030777)
+_EXP2: tuple[float, ...] = (
+    -0.6931471824645996,
+    0.24022647738456726,
+    -0.05550331994891167,
+    0.00961843878030777,
+)
 _EXP2 += (-0.0013399003073573112, 0.00015353258640971035)
 # erf x = x + x P(x^2) for |x| <= 1; erfc x = 2^-P(x) for 1 <= x <= 4
-_ERF_SMALL = (0.12837916612625122, -0.3761262595653534, 0.1128358542919159, -0.026853812858462334)
+_ERF_SMALL: tuple[float, ...] = (
+    0.12837916612625122,
+    -0.3761262595653534,
+    0.1128358542919159,
+    -0.026853812858462334,
+)
 _ERF_SMALL += (0.005188327748328447, -0.0008010193705558777, 7.853861461626366e-05)
-_ERFC = (0.0004927112022414804, 1.6260459423065186, 0.9206483960151672, 0.1487516164779663)
+_ERFC: tuple[float, ...] = (
+    0.0004927112022414804,
+    1.6260459423065186,
+    0.9206483960151672,
+    0.1487516164779663,
+)
 _ERFC += (-0.03150567412376404, 0.004252573475241661, -0.00026888848515227437)
 # erfc(x / sqrt 2) = 2^-(x P(x)) for 0 <= x <= 6, to 2e-8
-_NORMAL_TAIL = (1.1511051654815674, 0.4592081904411316, 0.052496179938316345)
+_NORMAL_TAIL: tuple[float, ...] = (1.1511051654815674, 0.4592081904411316, 0.052496179938316345)
 _NORMAL_TAIL += (-0.007063423283398151, 0.00013693880464415997, 0.0001861791533883661)
 _NORMAL_TAIL += (-3.937744986615144e-05, 2.8348920295684366e-06)
 # tanh x = x + x^3 P(x^2) for |x| <= 0.625
-_TANH_SMALL = (-0.3333328068256378, 0.13331441581249237, -0.05373971536755562)
+_TANH_SMALL: tuple[float, ...] = (-0.3333328068256378, 0.13331441581249237, -0.05373971536755562)
 _TANH_SMALL += (0.02063908614218235, -0.005704986862838268)
 
 
@@ -84,7 +104,8 @@ def _power_of_two(n: Expr) -> Expr:
 def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
     """Return (n as int32, r) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``.
 
-    Adding 1.5 2^23 to the float n leaves it in the low bits. (Rounding by adding and subtracting that
+    Adding 1.5 2^23 to the float n leaves it in the low bits. (Rounding by adding and subtracting
+    that
     number would be shorter, but the simplifier takes ``(x + c) - c`` for ``x``.)
     """
     n = lets.bind(tirx.floor(x * _f32(_LOG2_E) + _f32(0.5)), "n")
@@ -93,7 +114,9 @@ def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
 
 
 def exp(x: Expr) -> Expr:
-    """e^x, error below 1 ulp, denormal results included; exp(-inf) = 0, exp(inf) = inf, NaN in NaN out."""
+    """e^x, error below 1 ulp, denormal results included; exp(-inf) = 0, exp(inf) = inf, NaN in NaN
+    out.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     low = lets.bind(tirx.Select(x < _f32(-104.0), _f32(-104.0), x), "low")
@@ -115,7 +138,9 @@ def _half_power(lets: Lets, q: Expr) -> Expr:
 
 
 def exp_nonpositive(x: Expr) -> Expr:
-    """e^x for ``x <= 0`` or NaN, error below 1 ulp; results below the normal range are flushed to 0."""
+    """e^x for ``x <= 0`` or NaN, error below 1 ulp; results below the normal range are flushed to
+    0.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     low = lets.bind(tirx.Select(x < _f32(-87.0), _f32(-87.0), x), "low")
@@ -155,7 +180,9 @@ def sigmoid(x: Expr) -> Expr:
 
 
 def log(x: Expr) -> Expr:
-    """Natural logarithm, error below 2 ulp, denormals included; log 0 = -inf, log of negative is NaN."""
+    """Natural logarithm, error below 2 ulp, denormals included; log 0 = -inf, log of negative is
+    NaN.
+    """
     lets = Lets()
     x = lets.bind(x, "x")
     tiny = x < _f32(1.1754943508222875e-38)
@@ -171,7 +198,9 @@ def log(x: Expr) -> Expr:
     finite = lets.bind(e * _f32(_LN2_HIGH) + (f + (tail - square * _f32(0.5))), "finite")
     infinity = from_bits(_i32(0x7F800000))
     positive = tirx.Select(x > _f32(3.4028234663852886e38), infinity, finite)
-    at_zero = tirx.Select((bits(x) & _i32(0x7FFFFFFF)).equal(_i32(0)), from_bits(_i32(-0x800000)), positive)
+    at_zero = tirx.Select(
+        (bits(x) & _i32(0x7FFFFFFF)).equal(_i32(0)), from_bits(_i32(-0x800000)), positive
+    )
     negative = lets.bind(tirx.Select(x < _f32(0.0), from_bits(_i32(0x7FC00000)), at_zero), "value")
     return lets.close(tirx.Select(is_nan(x), x, negative))
 

@@ -1,7 +1,7 @@
 """Elementary functions by dtype: float32 by polynomials, halves by way of float32, float64 by libm.
 
-``FUNCTIONS`` maps a name to a function from a scalar expression of any floating dtype to one of the
-same dtype.
+``FUNCTIONS`` maps a name to a function from a scalar expression of any floating dtype to one of
+the same dtype.
 """
 
 from __future__ import annotations

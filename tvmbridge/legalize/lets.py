@@ -1,7 +1,8 @@
 """A small builder of nested ``Let`` expressions: name a value once, use it often.
 
-A polynomial reads its argument many times. Written as a plain expression tree it is copied as often as
-it is read, so every function of :mod:`tvmbridge.legalize` binds its intermediate values instead.
+A polynomial reads its argument many times. Written as a plain expression tree it is copied as
+often as it is read, so every function of :mod:`tvmbridge.legalize` binds its intermediate
+values instead.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Legalisation of softmax, log_softmax, layer_norm and rms_norm, computed in float32 for half precisions."""
+"""Legalisation of softmax, log_softmax, layer_norm and rms_norm, computed in float32 for half
+precisions.
+"""
 
 from __future__ import annotations
-
-from math import prod
 
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
-from tvmbridge.legalize.elementwise import REDUCTION
 from tvmbridge.legalize.float32 import exp_nonpositive
 from tvmbridge.legalize.functions import FUNCTIONS
 from tvmbridge.legalize.lets import constant
@@ -19,7 +18,6 @@ from tvmbridge.legalize.reductions import (
     pattern_of,
     plain_sum,
     reduce,
-    static_shape,
     variance_of,
 )
 
@@ -43,7 +41,9 @@ def _shifted_exponentials(x: te.Tensor, axes: list[int]) -> tuple[te.Tensor, te.
     dtype = str(x.dtype)
     # From the smallest finite number instead of -inf a row of -inf would give 0 / 0 = NaN as well,
     # but only because every exponential underflows; from -inf it is -inf - -inf.
-    plain_max = te.comm_reducer(lambda a, b: tirx.Max(a, b), lambda t: -tirx.infinity(t), name="max")
+    plain_max = te.comm_reducer(
+        lambda a, b: tirx.Max(a, b), lambda t: -tirx.infinity(t), name="max"
+    )
     top = reduce(x, axes, plain_max, "T_max", True)
     powers = te.compute(
         x.shape, lambda *i: _exponential(x(*i) - top(*_at(i, axes)), dtype), name="T_exp"
@@ -57,9 +57,7 @@ def te_softmax(x: te.Tensor, axis: int) -> te.Tensor:
     _, powers, total = _shifted_exponentials(cast(x, accumulator_dtype(dtype)), axes)
     one = constant(1.0, str(total.dtype))
     inverse = te.compute(total.shape, lambda *i: one / total(*i), name="T_inverse")
-    result = te.compute(
-        x.shape, lambda *i: powers(*i) * inverse(*_at(i, axes)), name="T_softmax"
-    )
+    result = te.compute(x.shape, lambda *i: powers(*i) * inverse(*_at(i, axes)), name="T_softmax")
     return cast(result, dtype)
 
 

@@ -1,7 +1,9 @@
-"""Legalisation of sum, mean, variance, prod, max and min: halves accumulate in float32, NaN propagates.
+"""Legalisation of sum, mean, variance, prod, max and min: halves accumulate in float32, NaN
+propagates.
 
-A reduction over trailing axes is marked as a broadcast to FuseOps, so that a whole row-wise chain (a
-normalisation spelled out, say) becomes one function; the CPU schedules keep a row in cache across it.
+A reduction over trailing axes is marked as a broadcast to FuseOps, so that a whole row-wise
+chain (a normalisation spelled out, say) becomes one function; the CPU schedules keep a row in
+cache across it.
 """
 
 from __future__ import annotations

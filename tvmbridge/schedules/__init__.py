@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import IRModule
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.target import Target
 
+from tvmbridge.schedules.columns_emit import emit_columns
 from tvmbridge.schedules.kernel import Kernel, parse
+from tvmbridge.schedules.long_rows_emit import emit_long_rows
 from tvmbridge.schedules.loops import sequence
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.plan import plan, shared_buffers
-from tvmbridge.schedules.reductions import emit_columns, emit_long_rows
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
 from tvmbridge.schedules.values import Indexer, Memory, TooLargeError, integer
@@ -40,7 +39,11 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
 def _is_reshape(kernel: Kernel) -> bool:
     """Return whether a function only copies: later passes turn such a call into a view."""
     stage = kernel.stages[0]
-    if len(kernel.stages) > 1 or len(stage.loads) != 1 or not stage.value.same_as(stage.loads[0].slot):
+    if (
+        len(kernel.stages) > 1
+        or len(stage.loads) != 1
+        or not stage.value.same_as(stage.loads[0].slot)
+    ):
         return False
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
     read = indexer.flat(stage.loads[0].buffer, stage.loads[0].indices)
@@ -69,7 +72,7 @@ def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
 def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     """Return ``mod`` with every function of fused tensor expressions scheduled for ``target``.
 
-    Functions that say they are scheduled, that are not TIR, or that are of another form are left alone.
+    Functions that say they are scheduled, are not TIR, or are of another form are left alone.
     """
     updates = {}
     for name, func in mod.functions_items():

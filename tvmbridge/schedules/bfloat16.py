@@ -1,8 +1,9 @@
 """bfloat16 in vector loops: values are held as float32 that bfloat16 can represent.
 
-TVM's own legalisation of bfloat16 does not know bound variables, and without it a conversion becomes a call
-of a library function for every element. So expressions are rewritten here: every operation on bfloat16 is
-done in float32 and its result rounded to nearest even, which is what PyTorch does; memory holds 16 bits.
+TVM's own legalisation of bfloat16 does not know bound variables, and without it a conversion
+becomes a call of a library function for every element. So expressions are rewritten here: every
+operation on bfloat16 is done in float32 and its result rounded to nearest even, which is what
+PyTorch does; memory holds 16 bits.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.schedules.kernel import Buffer, Reduction
-from tvmbridge.schedules.values import index_var, integer
+from tvmbridge.schedules.kernel import Reduction
+from tvmbridge.schedules.reader import Buffer
+from tvmbridge.schedules.values import Evaluator, Lane, index_var, integer
 
 Body = Callable[[Expr], list[tirx.Stmt]]
 
@@ -38,22 +39,42 @@ def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
     return loop(lanes, body, tirx.ForKind.VECTORIZED)
 
 
-def over_vectors(extent: int, lanes: int, body: Callable[[Expr, Expr | None], tirx.Stmt]) -> tirx.Stmt:
+def element_loop(
+    lanes: int, fork: Callable[[Lane], Evaluator], body: Callable[[Evaluator, Expr], None]
+) -> list[tirx.Stmt]:
+    """Return a vector loop of what ``body(evaluator, lane)`` has the evaluator compute."""
+    cells: list[tirx.Stmt] = []
+
+    def statements(lane: Expr) -> list[tirx.Stmt]:
+        evaluator = fork(Lane(lane, lanes))
+        body(evaluator, lane)
+        cells.extend(evaluator.cells)
+        return evaluator.statements
+
+    vectors = vector_loop(lanes, statements)
+    return [*cells, vectors]
+
+
+def over_vectors(
+    extent: int, lanes: int, body: Callable[[Expr, Expr | None], list[tirx.Stmt]]
+) -> tirx.Stmt:
     """Return a loop over [0, extent) in steps of ``lanes``, at most ``extent``.
 
-    ``body(base, fresh)`` handles the ``lanes`` positions from ``base``. Where ``lanes`` does not divide
-    ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are new; else
+    ``body(base, fresh)`` handles the ``lanes`` positions from ``base``. Where ``lanes`` does not
+    divide
+    ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are new;
+    else
     ``fresh`` is None.
     """
     count = -(-extent // lanes)
     if extent % lanes == 0:
-        return loop(count, lambda i: [body(i * integer(lanes), None)])
+        return loop(count, lambda i: body(i * integer(lanes), None))
 
     def step(i: Expr) -> list[tirx.Stmt]:
         fresh, base = index_var("fresh"), index_var("base")
         last = tirx.Min(fresh, integer(extent - lanes))
         bind = tirx.Bind(fresh, i * integer(lanes))
-        return [bind, tirx.Bind(base, last), body(base, fresh)]
+        return [bind, tirx.Bind(base, last), *body(base, fresh)]
 
     return loop(count, step)
 

@@ -1,4 +1,4 @@
-"""What the schedules need to know of a machine: vector lanes, cores, and when a parallel loop pays."""
+"""What the schedules need to know of a machine, and when a parallel loop pays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Row-wise nests: whatever a row needs is computed while that row is in cache.
 
-A nest is a loop over rows. For each row it runs passes over the columns (vector loops; a reduction keeps
-one partial result a lane) and, between passes, the scalars of the row. Softmax and layer normalisation with
-what surrounds them are one nest with three passes; a chain of element-wise stages is one with one pass.
+A nest is a loop over rows. For each row it runs passes over the columns (vector loops; a
+reduction keeps one partial result a lane) and, between passes, the scalars of the row. Softmax
+and layer normalisation with what surrounds them are one nest with three passes; a chain of
+element-wise stages is one with one pass.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import tvm_ffi
 from tvm.ir import Expr
 
-from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage, variables
+from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.reader import Axis, Buffer, variables
 from tvmbridge.schedules.values import (
     Indexer,
     index_var,
@@ -29,7 +31,8 @@ from tvmbridge.schedules.values import (
 class Member:
     """A stage of a nest, over ``columns`` positions of a row, in pass ``time``.
 
-    Even times are passes over columns, odd ones the scalars between. ``kept`` says that its value is read
+    Even times are passes over columns, odd ones the scalars between. ``kept`` says that its value
+    is read
     after its pass, or from another column, so that it needs a place in memory.
     """
 
@@ -117,14 +120,16 @@ def extent_of(axes: Sequence[Axis]) -> int:
 
 
 def row_axes(stage: Stage, rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
-    """Split a stage's axes into those of rows and those of columns; a reduction's columns are reduced."""
+    """Split a stage's axes into those of rows and those of columns; a reduction's columns are
+    reduced.
+    """
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)
 
 
 def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
-    """Return the fewest rows for which every read of a map moves by 0 or 1 from column to column."""
+    """Return the fewest rows for which reads move by 0 or 1 from column to column, if any."""
     row, column = index_var("row"), index_var("column")
     rows = 1
     for cut in range(len(stage.spatial)):

@@ -9,10 +9,10 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.schedules.kernel import Buffer
 from tvmbridge.schedules.loops import (
     allocate,
     combine_lanes,
+    element_loop,
     load,
     loop,
     over_vectors,
@@ -21,6 +21,7 @@ from tvmbridge.schedules.loops import (
     vector_loop,
 )
 from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.rows import Member, RowNest, row_axes, virtual_stages
 from tvmbridge.schedules.values import Evaluator, Indexer, Memory, index_var, integer, unravel
 
@@ -38,9 +39,7 @@ class _Accumulator:
 class RowEmitter:
     """Writes one :class:`RowNest`; ``shared`` are the buffers that are read outside of it."""
 
-    def __init__(
-        self, nest: RowNest, machine: Machine, shared: set[Any], memory: Memory
-    ) -> None:
+    def __init__(self, nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> None:
         self.nest, self.machine, self.shared, self.memory = nest, machine, shared, memory
         self.local: dict[Any, Buffer] = {}
         self.indexer = Indexer()
@@ -72,7 +71,9 @@ class RowEmitter:
         return work
 
     def _is_flat(self) -> bool:
-        return all(m.time == 0 and m.stage.reduction is None and m.looped for m in self.nest.members)
+        return all(
+            m.time == 0 and m.stage.reduction is None and m.looped for m in self.nest.members
+        )
 
     def _flat(self) -> list[tirx.Stmt]:
         """Return element-wise stages over one long row, the vectors divided among the cores."""
@@ -88,7 +89,7 @@ class RowEmitter:
             last = integer(columns - lanes)
             at = i * integer(lanes)
             bind = tirx.Bind(base, tirx.Min(at, last) if columns % lanes else at)
-            return [bind, self._vectors(members, [], row, base, None, lanes)]
+            return [bind, *self._vectors(members, [], row, base, None, lanes)]
 
         def chunk(p: Expr) -> list[tirx.Stmt]:
             first, last = (integer(steps) * q // integer(chunks) for q in (p, p + integer(1)))
@@ -183,7 +184,7 @@ class RowEmitter:
 
             statements += [statement, vector_loop(lanes, clear)]
 
-        def step(base: Expr, fresh: Expr | None) -> tirx.Stmt:
+        def step(base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
             if isinstance(base, tirx.Var):
                 self.indexer.bind(base, columns - lanes + 1)
             return self._vectors(members, accumulators, row, base, fresh, lanes)
@@ -205,14 +206,13 @@ class RowEmitter:
         base: Expr,
         fresh: Expr | None,
         lanes: int,
-    ) -> tirx.Stmt:
+    ) -> list[tirx.Stmt]:
         """Return the members' elements at ``lanes`` columns from ``base``."""
 
-        def body(lane: Expr) -> list[tirx.Stmt]:
+        def body(evaluator: Evaluator, lane: Expr) -> None:
             if isinstance(lane, tirx.Var):
                 self.indexer.bind(lane, lanes)
             column = self.indexer.simplify(base + lane)
-            evaluator = self.evaluator.fork()
             for member in members:
                 axes = row_axes(member.stage, self.nest.rows)
                 assert axes is not None
@@ -228,9 +228,8 @@ class RowEmitter:
                 if fresh is not None:
                     new = tirx.Select(column >= fresh, new, old)
                 evaluator.statements.append(store(target.buffer, new, lane))
-            return evaluator.statements
 
-        return vector_loop(lanes, body)
+        return element_loop(lanes, self.evaluator.fork, body)
 
     def _keep(
         self, member: Member, evaluator: Evaluator, row: Expr, column: Expr, value: Expr
@@ -246,8 +245,6 @@ class RowEmitter:
             evaluator.statements.append(store(self.local[stage.buffer], named, column))
 
 
-def emit_rows(
-    nest: RowNest, machine: Machine, shared: set[Any], memory: Memory
-) -> list[tirx.Stmt]:
+def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
     """Return the code of a nest; ``shared`` are the buffers that are read outside of it."""
     return RowEmitter(nest, machine, shared, memory).emit()

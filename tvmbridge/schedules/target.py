@@ -37,8 +37,8 @@ def usable_cores() -> int:
 def host_target(cores: int | None = None) -> Target:
     """Return the target of this machine, with ``cores`` cores (all that the process may use).
 
-    LLVM names the processor by family and model, which a virtual machine may state wrongly in either
-    direction; PyTorch looks at the instruction sets themselves, so its answer decides.
+    LLVM names the processor by family and model, which a virtual machine may state wrongly in
+    either direction; PyTorch looks at the instruction sets themselves, so its answer decides.
     """
     name = codegen.llvm_get_system_cpu()
     attributes: dict[str, object] = {"kind": "llvm", "num-cores": cores or usable_cores()}

@@ -1,10 +1,11 @@
 """Parallel loops of compiled kernels on PyTorch's own threads.
 
-TVM brings a thread pool of its own. Beside PyTorch's OpenMP pool it does harm: both spin while they wait
-and take the cores from each other; it binds the calling thread to a core; every thread that calls a kernel
-(autograd's, say) gets a pool; and on x86 it takes half of the processors for hyperthreads. TVM lets a host
-program supply the function that starts a parallel loop, so here it is given one that asks PyTorch's OpenMP
-runtime, a few instructions compiled by TVM's LLVM. The number of threads is then ``torch.get_num_threads()``.
+TVM brings a thread pool of its own. Beside PyTorch's OpenMP pool it does harm: both spin while
+they wait and take the cores from each other; it binds the calling thread to a core; every
+thread that calls a kernel (autograd's, say) gets a pool; and on x86 it takes half of the
+processors for hyperthreads. TVM lets a host program supply the function that starts a parallel
+loop, so here it is given one that asks PyTorch's OpenMP runtime, a few instructions compiled by
+TVM's LLVM. The number of threads is then ``torch.get_num_threads()``.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ _NEEDED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 @functools.cache
 def share_torch_threads() -> bool:
-    """Make parallel loops of modules loaded from now on run on PyTorch's threads; False if they cannot.
+    """Make parallel loops of modules loaded from now on run on PyTorch's threads; False if they
+    cannot.
 
     They cannot where PyTorch was built without GNU's OpenMP interface; TVM's own pool serves there.
     """

@@ -7,16 +7,18 @@ A stage that is not stored anywhere is computed where it is read, once for every
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call, Expr, Range, TensorLoad
+from tvm.ir import Expr, Range, TensorLoad
 from tvm.sym import Analyzer
 
 from tvmbridge.schedules import bfloat16
-from tvmbridge.schedules.kernel import Axis, Buffer, Kernel, Stage, fresh_lets, substitute
+from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.reader import Axis, Buffer, fresh_lets, mentions, substitute
 
 Indices = tuple[Expr, ...]
 
@@ -71,15 +73,6 @@ class Indexer:
         return int(step) if isinstance(step, tirx.IntImm) else None
 
 
-def mentions(expr: Expr, var: tirx.Var) -> bool:
-    """Return whether ``var`` occurs in ``expr``."""
-    found: list[bool] = []
-    tvm_ffi.structural_walk(
-        expr, (tirx.Var, lambda v: found.append(True) if v.same_as(var) else None)
-    )
-    return bool(found)
-
-
 def unravel(position: Expr, axes: Sequence[Axis], indexer: Indexer) -> dict[Any, Expr]:
     """Return the value of each axis at a position in their row-major order."""
     values: dict[Any, Expr] = {}
@@ -104,23 +97,23 @@ def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequenc
     return None
 
 
-def _opaque(value: Expr, dtype: str) -> Expr:
-    """Hide an expression from the analysis of bound variables behind a reinterpretation as itself.
+@dataclass(frozen=True)
+class Lane:
+    """A position in a vector loop of ``count`` lanes; 0 of 1 where there is none."""
 
-    TVM's interval analysis multiplies out chains of bound variables, floating ones too: time grows
-    exponentially with the length of the chain, and ``(x + y) - y`` is found to be ``x``.
-    """
-    if isinstance(value, TensorLoad | Call):
-        return value
-    return tirx.call_intrin(dtype, "tirx.reinterpret", value)
+    index: Expr
+    count: int
+
+
+_SCALAR = Lane(integer(0), 1)
 
 
 class Memory:
     """Access to the buffers of a function by row-major offset.
 
-    An offset stands in the last index, zeros before it: buffers are compact, so flattening gives the
-    offset back. (A one-dimensional view would say it better, but TVM's legalisation of bfloat16 loses
-    views of parameters.)
+    An offset stands in the last index, zeros before it: buffers are compact, so flattening gives
+    the offset back. (A one-dimensional view would say it better, but TVM's legalisation of
+    bfloat16 loses views of parameters.)
     """
 
     def __init__(self) -> None:
@@ -153,20 +146,28 @@ def _last(buffer: Buffer, offset: Expr) -> list[Expr]:
 class Evaluator:
     """Builds the statements and the expression for elements of stages at given indices.
 
-    ``stored`` are the buffers that lie in memory; ``places`` redirects reads of a buffer (a row kept in
+    ``stored`` are the buffers that lie in memory; ``places`` redirects reads of a buffer (a row
+    kept in
     a local buffer, a value held in a scalar).
     """
 
     def __init__(
-        self, kernel: Kernel, stored: set[Any], indexer: Indexer, memory: Memory
+        self,
+        kernel: Kernel,
+        stored: set[Any],
+        indexer: Indexer,
+        memory: Memory,
+        lane: Lane = _SCALAR,
     ) -> None:
         self.kernel, self.stored, self.indexer, self.memory = kernel, stored, indexer, memory
+        self.lane = lane
+        self.cells: list[tirx.Stmt] = []
         self.places: dict[Any, Callable[[Expr], Expr]] = {}
         self.statements: list[tirx.Stmt] = []
         self._known: dict[tuple[Any, int], list[tuple[Expr, Expr]]] = {}
 
     def element(self, stage: Stage, at: Mapping[Any, Expr]) -> Expr:
-        """Return the (not yet reduced) element of ``stage`` where its axes have the values ``at``."""
+        """Return the element of ``stage``, not yet reduced, where its axes have values ``at``."""
         values: dict[Any, Expr] = dict(at)
         for load in stage.loads:
             read = self._inline if load.guarded else self.load
@@ -186,8 +187,23 @@ class Evaluator:
         if len(self.statements) > _LARGEST:
             raise TooLargeError
         var = tirx.Var(hint, dtype)
-        self.statements.append(tirx.Bind(var, _opaque(value, dtype)))
+        if not isinstance(value, TensorLoad):
+            value = self._through_memory(value, hint, dtype)
+        self.statements.append(tirx.Bind(var, value))
         return var
+
+    def _through_memory(self, value: Expr, hint: str, dtype: str) -> Expr:
+        """Store ``value`` in a cell and return its read; LLVM makes the cell a register.
+
+        TVM's simplifier multiplies out chains of bound variables, floating ones too: the time grows
+        exponentially with the length of a chain, and ``(x + y) - y`` is found to be ``x``. It
+        does not
+        look behind a read.
+        """
+        cell = tirx.decl_buffer([integer(self.lane.count)], dtype, f"{hint}_cell")
+        self.cells.append(tirx.AllocBuffer(cell))
+        self.statements.append(tirx.BufferStore(cell, value, [self.lane.index]))
+        return tirx.BufferLoad(cell, [self.lane.index])
 
     def load(self, buffer: Buffer, indices: Indices) -> Expr:
         """Return the value of ``buffer[indices]``, computing it if it is stored nowhere."""
@@ -215,15 +231,16 @@ class Evaluator:
         """Write the element of ``buffer`` at a row-major offset."""
         self.statements.append(self.memory.store(buffer, offset, value))
 
-    def fork(self) -> Evaluator:
-        """Return an evaluator for an inner scope: it knows what this one knows, and adds nothing here."""
-        inner = Evaluator(self.kernel, self.stored, self.indexer, self.memory)
+    def fork(self, lane: Lane = _SCALAR) -> Evaluator:
+        """Return an evaluator for an inner scope, whose statements are its own."""
+        inner = Evaluator(self.kernel, self.stored, self.indexer, self.memory, lane)
         inner.places = dict(self.places)
         return inner
 
     def take(self) -> list[tirx.Stmt]:
         """Return the statements so far and start afresh."""
-        statements, self.statements = self.statements, []
+        statements = [*self.cells, *self.statements]
+        self.cells, self.statements = [], []
         return statements
 
     def _indices(self, indices: Sequence[Expr], at: Mapping[Any, Expr]) -> Indices:
@@ -231,11 +248,28 @@ class Evaluator:
 
     def _inline(self, buffer: Buffer, indices: Indices) -> Expr:
         """Like :meth:`load`, as one expression that evaluates nothing outside of itself."""
-        inner = self.fork()
+        inner = _Inliner(self.kernel, self.stored, self.indexer, self.memory)
+        inner.places = dict(self.places)
         value = inner.load(buffer, indices)
-        for statement in reversed(inner.statements):
-            value = tirx.Let(statement.var, statement.value, value)
+        for var, bound in reversed(inner.bindings):
+            value = tirx.Let(var, bound, value)
         return fresh_lets(value)
+
+
+class _Inliner(Evaluator):
+    """An evaluator whose names become Let expressions."""
+
+    def __init__(self, kernel: Kernel, stored: set[Any], indexer: Indexer, memory: Memory) -> None:
+        super().__init__(kernel, stored, indexer, memory)
+        self.bindings: list[tuple[tirx.Var, Expr]] = []
+
+    def name(self, value: Expr, hint: str) -> Expr:
+        """Name ``value`` by a Let around the whole expression."""
+        if isinstance(value, tirx.Var | tirx.IntImm | tirx.FloatImm):
+            return value
+        var = tirx.Var(hint, str(value.ty.dtype))
+        self.bindings.append((var, value))
+        return var
 
 
 def _key(buffer: Buffer, offset: Expr) -> tuple[Any, int]:

@@ -1,0 +1,65 @@
+"""What the measurements share: alternating timing, and tables with bounds."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure, and the bound that it must stay under (None: there is none)."""
+
+    name: str
+    value: float
+    unit: str = ""
+    bound: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the figure keeps its bound; NaN keeps none."""
+        return self.bound is None or self.value <= self.bound
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the arguments that all the measurements have."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--no-check", action="store_true", help="print only, whatever the bounds")
+    # Warnings of torch.export about its own parts would stand in the middle of the table.
+    warnings.simplefilter("ignore", FutureWarning)
+    return made
+
+
+def report(title: str, rows: Sequence[Row], *, check: bool) -> int:
+    """Print a table; return the exit status: 1 if a bound does not hold and ``check`` is set."""
+    table = Table("", "measured", "bound", "", title=title)
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for row in rows:
+        bound = "" if row.bound is None else f"{row.bound:g} {row.unit}"
+        verdict = "" if row.bound is None else ("[green]✓[/]" if row.holds else "[red]✗[/]")
+        table.add_row(row.name, f"{row.value:.3g} {row.unit}", bound, verdict)
+    Console().print(table)
+    return int(check and not all(row.holds for row in rows))
+
+
+def alternate(
+    functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
+) -> list[float]:
+    """The median seconds of each function, called in turns."""
+    seconds: list[list[float]] = [[] for _ in functions]
+    for number in range(warmup + rounds):
+        for function, record in zip(functions, seconds, strict=True):
+            start = time.perf_counter()
+            function()
+            elapsed = time.perf_counter() - start
+            if number >= warmup:
+                record.append(elapsed)
+    return [statistics.median(record) for record in seconds]

@@ -1,0 +1,63 @@
+"""A BertLayer of BERT-base learns through TVM: same seed, same outputs, same gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.end_to_end.steps import (
+    base_layer,
+    dispatched,
+    gradient_errors,
+    relative_error,
+    training_step,
+)
+
+BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-12}
+SHAPE = (2, 128, 768)
+
+
+class BothStages(nn.Module):
+    """A layer that also returns what its attention made of the input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attended = self.layer.attention(hidden)[0]
+        return attended, self.layer.feed_forward_chunk(attended)
+
+
+def check(module: nn.Module, dtype: torch.dtype) -> None:
+    hidden = torch.randn(SHAPE, dtype=torch.float64).to(dtype)
+    reference = training_step(module, hidden)
+    with dispatched(module, hidden):
+        step = training_step(module, hidden)
+    assert torch.equal(step.random_state, reference.random_state)
+    bound = BOUNDS[dtype]
+    for output, expected in zip(step.outputs, reference.outputs, strict=True):
+        assert output.dtype is dtype
+        assert relative_error(output, expected) < bound
+    errors = gradient_errors(step, reference)
+    assert len(errors) == 1 + len(list(module.parameters()))
+    assert {name: e for name, e in errors.items() if not e < bound} == {}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_training_step_is_that_of_eager(attention: str, dtype: torch.dtype) -> None:
+    check(base_layer(attention, dtype), dtype)
+
+
+def test_a_tuple_of_outputs() -> None:
+    check(BothStages(base_layer("sdpa")), torch.float32)
+
+
+def test_the_masks_of_another_seed_differ() -> None:
+    layer, hidden = base_layer("sdpa"), torch.randn(1, 16, 768)
+    with dispatched(layer, hidden):
+        first, again, other = (training_step(layer, hidden, seed=s).outputs[0] for s in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)

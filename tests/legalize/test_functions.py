@@ -1,0 +1,126 @@
+"""Elementary functions against float64, over their whole range and at special values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tvm.relax import op
+
+from tests.legalize.compiled import build_module, compile_module, run, ulps
+
+TINY = torch.finfo(torch.float32).tiny
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 3.4e38, -3.4e38]
+SPECIAL += [1e-40, -1e-40, 1e-6, -1e-6, 88.7, 88.8, -87.4, -103.9, -104.1]
+
+# name: (relax operator, torch function, greatest error in units of the last place)
+FUNCTIONS = {
+    "exp": (op.exp, torch.exp, 1.0),
+    "log": (op.log, torch.log, 1.0),
+    "erf": (op.erf, torch.erf, 2.0),
+    "tanh": (op.tanh, torch.tanh, 2.0),
+    # PyTorch's own float32 result is as far away: the error of 1 + e^-x and of the quotient.
+    "sigmoid": (op.sigmoid, torch.sigmoid, 2.5),
+    "silu": (op.nn.silu, torch.nn.functional.silu, 2.5),
+    "rsqrt": (op.rsqrt, torch.rsqrt, 1.5),
+    "sqrt": (op.sqrt, torch.sqrt, 0.5),
+}
+
+
+def everywhere() -> torch.Tensor:
+    """Float32 numbers of all magnitudes, denser where functions bend."""
+    parts = [torch.logspace(-44, 38, 20000), torch.linspace(0, 1.5, 30001)]
+    parts += [torch.linspace(0, 20, 20001), torch.linspace(0, 110, 20001)]
+    size = torch.cat(parts).float()
+    return torch.cat([size, -size, torch.tensor(SPECIAL)])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_float32_is_within_its_bound_everywhere(name: str) -> None:
+    function, reference, bound = FUNCTIONS[name]
+    x = everywhere()
+    result, exact, eager = run(function, x), reference(x.double()), reference(x)
+    torch.testing.assert_close(result.isnan(), eager.isnan())
+    infinite = eager.isinf()
+    torch.testing.assert_close(result[infinite], eager[infinite])
+    # Where torch's float32 result underflows (1 + e^-x overflows, say) ours may be as far off.
+    normal = torch.isfinite(eager) & (eager.abs() >= TINY)
+    assert ulps(result, exact)[normal].max() <= bound
+    small = torch.isfinite(eager) & (eager.abs() < TINY)
+    allowed = (eager.double() - exact).abs().clamp_min(1.5e-45)
+    assert ((result.double() - exact).abs() <= allowed)[small].all()
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "erf", "tanh"])
+def test_float32_special_values_are_torch_s(name: str) -> None:
+    function, reference, _ = FUNCTIONS[name]
+    x = torch.tensor([0.0, math.inf, -math.inf, math.nan] * 9)
+    torch.testing.assert_close(run(function, x), reference(x), equal_nan=True, rtol=0, atol=0)
+
+
+def test_signed_zero_is_kept() -> None:
+    x = torch.full((16,), -0.0)
+    for function in (op.tanh, op.erf):
+        assert torch.signbit(run(function, x)).all()
+
+
+def test_erf_is_within_2e_7() -> None:
+    x = torch.linspace(-6, 6, 100001)
+    assert (run(op.erf, x).double() - torch.erf(x.double())).abs().max() <= 2e-7
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_is_within_one_and_a_half_eps_of_its_argument(approximate: str) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 200001), torch.tensor([1e-30, -1e-30, 1e30])])
+    function = op.nn.gelu if approximate == "none" else op.nn.gelu_tanh
+    exact = torch.nn.functional.gelu(x.double(), approximate=approximate)
+    error = (run(function, x).double() - exact).abs()
+    assert (error <= 1.5 * torch.finfo(torch.float32).eps * x.double().abs()).all()
+
+
+def test_gelu_of_nan_and_large() -> None:
+    result = run(op.nn.gelu, torch.tensor([math.nan, 100.0, -100.0, math.inf] * 4))[:4]
+    assert result[0].isnan()
+    assert result[1:3].tolist() == [100.0, 0.0]
+    assert result[3] == math.inf
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_rounded_float32(name: str, dtype: torch.dtype) -> None:
+    function, reference = _pair(name)
+    x = (torch.linspace(-9, 9, 1001)).to(dtype)
+    x = x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x
+    result, exact = run(function, x), reference(x.double())
+    # Half a step of rounding, and the float32 computation's own error (gelu's is of its argument).
+    allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 2e-7 * (exact.abs() + x.double().abs())
+    allowed = allowed + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+    assert ((result.double() - exact).abs() <= allowed).all()
+    assert result.dtype == dtype
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "gelu", "gelu_tanh"])
+def test_float64_is_exact(name: str) -> None:
+    function, reference = _pair(name)
+    x = torch.linspace(-9, 9, 1003, dtype=torch.float64)
+    x = x.abs() + 0.01 if name in ("log", "rsqrt", "sqrt") else x
+    # gelu's error is of its argument: 1 + erf cancels in the negative tail, in torch as here.
+    error = (run(function, x) - reference(x)).abs()
+    assert (error <= 2e-15 * reference(x).abs() + 1e-16 * x.abs()).all()
+
+
+def _pair(name: str) -> tuple:
+    if name in FUNCTIONS:
+        return FUNCTIONS[name][:2]
+    approximate = "tanh" if name == "gelu_tanh" else "none"
+    return (
+        getattr(op.nn, name),
+        lambda x: torch.nn.functional.gelu(x, approximate=approximate),
+    )
+
+
+def test_functions_stand_without_a_schedule() -> None:
+    x = torch.linspace(-3, 3, 100)
+    plain = compile_module(build_module(op.nn.gelu, (x,)), scheduled=False)
+    torch.testing.assert_close(plain(x), torch.nn.functional.gelu(x), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,56 @@
+"""Small modules that several test files compile, and their joint functions."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tvmbridge.capture import capture
+from tvmbridge.differentiate import JointModule, differentiate
+from tvmbridge.frontend import import_graph
+from tvmbridge.types import PassRecord
+
+
+class TransformerLayer(nn.Module):
+    """Attention with two heads, norms, dropout and a feed-forward part, on 8 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (self._heads(f(x)) for f in (self.query, self.key, self.value))
+        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        mixed = mixed.transpose(1, 2).reshape(x.shape)
+        x = self.first(x + self.dropout(self.out(mixed)))
+        return self.second(x + self.down(functional.gelu(self.up(x))))
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], 2, 4).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """A joint function with what the passes did on the way."""
+
+    joint: JointModule
+    records: tuple[PassRecord, ...]
+
+
+@functools.cache
+def transformer_joint() -> Differentiated:
+    """The joint function of a float64 :class:`TransformerLayer`, for all its parameters."""
+    module = TransformerLayer().double()
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    captured = capture(module, (x,), needs_grad=True)
+    wanted = [d.name for d in captured.inputs if d.requires_grad]
+    records: list[PassRecord] = []
+    joint = differentiate(import_graph(captured).mod, wanted, [0], records)
+    return Differentiated(joint, tuple(records))

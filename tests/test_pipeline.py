@@ -1,0 +1,150 @@
+"""The runner: records of each pass, errors that name the pass, dumps."""
+
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from tvmbridge.errors import PassError
+from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.relax.append_cotangents import AppendCotangents
+from tvmbridge.passes.relax.one_zapp import OneZapp
+from tvmbridge.passes.relax.zapp_like import ZappLike
+from tvmbridge.pipeline import (
+    count_bindings,
+    inference_passes,
+    lowering_passes,
+    pass_name,
+    run_passes,
+    tidy_passes,
+    zapp_passes,
+)
+from tvmbridge.types import PassRecord
+
+
+@I.ir_module
+class Module:
+    @R.function
+    def main(x: R.Tensor((2, 3), "float32"), s: R.Tensor(("n",), "float32")):
+        with R.dataflow():
+            ones = R.ones_like(x)
+            y = R.multiply(ones, x)
+            t = R.multiply(s, R.const(1.0, "float32"))
+            gv = (y, t)
+            R.output(gv)
+        return gv
+
+
+@dataclass(frozen=True)
+class Broken(RelaxPass):
+    """A pass that stops with an error."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        raise RuntimeError("the reason")
+
+
+def unbound(mod: tvm.IRModule) -> tvm.IRModule:
+    """A pass whose module reads a variable that nobody binds."""
+    x = relax.Var("x", relax.TensorType((2,), "float32"))
+    return tvm.IRModule({"main": relax.Function([], relax.SeqExpr([], x), x.ty, True)})
+
+
+def test_records_say_what_each_pass_did() -> None:
+    records: list[PassRecord] = []
+    after = run_passes(Module, [ZappLike(), OneZapp(), *tidy_passes()], records)
+    zapp, one, *tidy = records
+    assert (zapp.name, zapp.options, zapp.rewrites, zapp.declined) == ("ZappLike", "", 1, ())
+    assert (one.name, one.rewrites) == ("OneZapp", 1)
+    assert one.declined == ("relax.multiply: the shape is not static",)
+    assert [r.name for r in tidy] == [
+        "CanonicalizeBindings",
+        "EliminateCommonSubexpr",
+        "CanonicalizeBindings",
+        "DeadCodeElimination",
+    ]
+    assert (zapp.bindings_before, zapp.bindings_after) == (4, 4)
+    assert tidy[-1].bindings_after == count_bindings(after) == 2
+    assert all(r.seconds > 0 for r in records)
+
+
+def test_records_tell_passes_that_changed_something() -> None:
+    records: list[PassRecord] = []
+    run_passes(Module, [ZappLike(), ZappLike()], records)
+    assert [r.changed for r in records] == [True, False]
+    assert records[0].hash_after == records[1].hash_before == records[1].hash_after
+
+
+def test_options_of_a_pass_are_recorded() -> None:
+    @I.ir_module
+    class Single:
+        @R.function
+        def main(x: R.Tensor((2,), "float32")):
+            with R.dataflow():
+                y = R.exp(x)
+                R.output(y)
+            return y
+
+    records: list[PassRecord] = []
+    run_passes(Single, [AppendCotangents((0,), prefix="grad_")], records)
+    assert records[0].options == "outputs=(0,), prefix='grad_'"
+
+
+def test_an_error_names_the_pass_and_keeps_its_cause() -> None:
+    records: list[PassRecord] = []
+    with pytest.raises(PassError, match="pass Broken failed: the reason") as caught:
+        run_passes(Module, [ZappLike(), Broken(), OneZapp()], records)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert [r.name for r in records] == ["ZappLike"]
+
+
+def test_an_ill_formed_module_is_an_error_of_its_pass() -> None:
+    with pytest.raises(PassError, match="pass unbound failed"):
+        run_passes(Module, [unbound], [])
+
+
+def test_an_error_of_a_pass_of_tvm_names_it() -> None:
+    gradient = relax.transform.Gradient("absent")
+    with pytest.raises(PassError, match="pass Gradient failed"):
+        run_passes(Module, [gradient], [])
+
+
+def test_names_of_passes() -> None:
+    assert pass_name(OneZapp()) == "OneZapp"
+    assert pass_name(relax.transform.DeadCodeElimination()) == "DeadCodeElimination"
+    assert pass_name(unbound) == "unbound"
+
+
+def test_the_module_after_each_pass_is_dumped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "made" / "here"
+    monkeypatch.setenv("TVMBRIDGE_DUMP", str(folder))
+    records: list[PassRecord] = []
+    run_passes(Module, [ZappLike()], records)
+    after = run_passes(Module, [OneZapp()], records)
+    assert sorted(p.name for p in folder.iterdir()) == ["001_ZappLike.py", "002_OneZapp.py"]
+    assert (folder / "002_OneZapp.py").read_text() == after.script(show_meta=False)
+
+
+def test_nothing_is_dumped_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TVMBRIDGE_DUMP", raising=False)
+    monkeypatch.chdir(tmp_path)
+    run_passes(Module, [ZappLike()], [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_orders_of_passes() -> None:
+    tidy = [pass_name(p) for p in tidy_passes()]
+    assert [pass_name(p) for p in inference_passes()] == ["LowerDropout", "RemoveNoGrad", *tidy]
+    # Equal dropouts are two draws: masks must be apart before equal expressions are merged.
+    assert [pass_name(p) for p in lowering_passes()] == ["LowerDropout", "LowerLayerNorm", *tidy]
+    zapp = ["RemoveNoGrad", "ZappLike", "OneZapp", "ZeroZapp", "ZappLike"]
+    assert [pass_name(p) for p in zapp_passes()] == [*zapp, *tidy]

@@ -1,0 +1,87 @@
+"""Legalisation of comparisons that is right for NaN.
+
+TVM takes the negation of ``a < b`` for ``b <= a``, ``a == a`` for true and compiles ``a != b`` to
+"ordered and different"; none of that holds for NaN. So NaN is asked for by its bits, beside the
+comparison, and the whole stays right whatever is negated or folded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr, GenericConst
+from tvm.relax.transform.legalize_ops.common import LegalizeFunc
+
+from tvmbridge.legalize.elementwise import BROADCAST, ELEMENTWISE
+from tvmbridge.legalize.functions import FLOATS, HALF, is_nan
+from tvmbridge.legalize.lets import constant
+
+Compare = Callable[[Expr, Expr], Expr]
+
+
+def _element(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
+    """The element of ``x`` that its broadcast has at ``indices``."""
+    last = indices[len(indices) - len(x.shape) :]
+    zero = constant(0, "int64")
+    return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])
+
+
+def _number(arg: Expr) -> int | float | None:
+    """The value of a 0-d constant."""
+    if isinstance(arg, GenericConst) and not arg.value.shape:
+        value: int | float = arg.value.numpy().item()
+        return value
+    return None
+
+
+def _guarded(result: Expr, negated: bool, unsure: list[Expr]) -> Expr:
+    """The result of a comparison, right also where one of ``unsure`` is NaN."""
+    for value in unsure:
+        nan = is_nan(value)
+        result = tirx.Or(nan, result) if negated else tirx.And(tirx.Not(nan), result)
+    return result
+
+
+def comparison(compare: Compare, name: str, *, negated: bool = False) -> LegalizeFunc:
+    """The legalisation of a comparison; with ``negated`` it is true for NaN, else false."""
+
+    def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
+        shape = [int(extent) for extent in call.ty.shape.values]
+        dtype = str(call.args[0].ty.dtype.dtype)
+        wide = "float32" if dtype in HALF else dtype
+        numbers = [_number(arg) for arg in call.args]
+        tensors = [arg for arg, n in zip(call.args, numbers, strict=True) if n is None]
+
+        def compute(*args: te.Tensor) -> te.Tensor:
+            def element(*i: Expr) -> Expr:
+                rest = iter(args)
+                sides = [
+                    tirx.Cast(wide, _element(next(rest), i)) if n is None else constant(n, wide)
+                    for n in numbers
+                ]
+                unsure = [
+                    side
+                    for side, n in zip(sides, numbers, strict=True)
+                    if dtype in FLOATS and (n is None or math.isnan(n))
+                ]
+                return _guarded(compare(*sides), negated, unsure)
+
+            return te.compute(shape, element, name=f"T_{name}")
+
+        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
+        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
+        return bb.call_te(compute, *tensors, primfunc_name_hint=f"tir_{name}", primfunc_attrs=attrs)
+
+    return legalize
+
+
+COMPARISONS: dict[str, LegalizeFunc] = {
+    "relax.equal": comparison(tirx.EQ, "equal"),
+    "relax.not_equal": comparison(tirx.NE, "not_equal", negated=True),
+    "relax.less": comparison(tirx.LT, "less"),
+    "relax.less_equal": comparison(tirx.LE, "less_equal"),
+    "relax.greater": comparison(tirx.GT, "greater"),
+    "relax.greater_equal": comparison(tirx.GE, "greater_equal"),
+}

@@ -1,0 +1,72 @@
+"""Recurrent layers taken apart one layer at a time, with the dropout between them that eager has.
+
+The decomposition that comes with PyTorch takes a stack of layers apart without its dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_STACKS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+_PACKED = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
+
+Decomposition = Callable[..., Any]
+
+
+def recurrent_decompositions(table: dict[Any, Decomposition]) -> dict[Any, Decomposition]:
+    """Those of ``table`` for recurrent layers, made right for dropout.
+
+    A packed sequence with dropout is not taken apart.
+    """
+    stacks = {op: _with_dropout(table[op]) for op in _STACKS if op in table}
+    packed = {op: _unless_dropout(table[op]) for op in _PACKED if op in table}
+    return stacks | packed
+
+
+def _unless_dropout(whole: Decomposition) -> Decomposition:
+    def decompose(*args: Any) -> Any:
+        dropout, train = args[6:8]
+        return NotImplemented if dropout and train else whole(*args)
+
+    return decompose
+
+
+def _with_dropout(whole: Decomposition) -> Decomposition:
+    def decompose(
+        x: torch.Tensor,
+        state: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        if not dropout or not train:
+            return whole(
+                x, state, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first
+            )
+        x = x.transpose(0, 1) if batch_first else x
+        states = list(state) if isinstance(state, list | tuple) else [state]
+        per_layer = len(params) // num_layers
+        finals: list[tuple[torch.Tensor, ...]] = []
+        for i in range(num_layers):
+            own = [s.chunk(num_layers)[i] for s in states]
+            weights = params[i * per_layer : (i + 1) * per_layer]
+            given: Any = own if isinstance(state, list | tuple) else own[0]
+            x, *final = whole(
+                x, given, weights, has_biases, 1, 0.0, train, bidirectional, False
+            )
+            finals.append(tuple(final))
+            if i < num_layers - 1:
+                x = torch.dropout(x, dropout, True)
+        x = x.transpose(0, 1) if batch_first else x
+        return x, *(torch.cat(layers) for layers in zip(*finals, strict=True))
+
+    return decompose

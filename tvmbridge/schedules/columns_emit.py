@@ -1,0 +1,153 @@
+"""Code for reductions down columns."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.loops import (
+    allocate,
+    element_loop,
+    load,
+    loop,
+    over_vectors,
+    power_of_two_below,
+    store,
+    vector_loop,
+)
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.reader import Buffer
+from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest, loop_of_tasks
+from tvmbridge.schedules.values import Evaluator, Memory, integer
+
+# Columns that one task sums at a time: its accumulators stay in the first-level cache.
+_BLOCK = 2048
+# Steps that are combined before the accumulator is touched, unless their code is long.
+_UNROLL = 4
+_UNROLL_COST = 40
+
+
+def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
+    """Return the code of a reduction down columns."""
+    e = ReductionEmitter(nest, machine, memory)
+    stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
+    block = min(columns, _BLOCK)
+    blocks = -(-columns // block)
+    parts = e.parts(rows * blocks, depth)
+    lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
+    partial, room = allocate([parts * rows * columns], stage.dtype, f"{stage.name}_parts")
+
+    def put(offset: Expr, value: Expr) -> tirx.Stmt:
+        if parts == 1:
+            return memory.store(stage.buffer, offset, value)
+        return store(partial, value, offset)
+
+    def task(t: Expr) -> list[tirx.Stmt]:
+        row = e.indexer.simplify(t // integer(blocks * parts))
+        part = e.indexer.simplify(t % integer(parts))
+        number = e.indexer.simplify(t // integer(parts) % integer(blocks))
+        first = e.index(columns - block + 1, "first")
+        start, end = (integer(depth) * p // integer(parts) for p in (part, part + integer(1)))
+        accumulator, allocation = allocate([block], stage.dtype, f"{stage.name}_sums")
+        origin = (part * integer(rows) + row) * integer(columns) + first
+
+        def clear(base: Expr, _: Expr | None) -> list[tirx.Stmt]:
+            init = e.reduction.init
+            return [vector_loop(lanes, lambda lane: [store(accumulator, init, base + lane)])]
+
+        def write(base: Expr, _: Expr | None) -> list[tirx.Stmt]:
+            def one(lane: Expr) -> list[tirx.Stmt]:
+                return [put(origin + base + lane, load(accumulator, base + lane))]
+
+            return [vector_loop(lanes, one)]
+
+        return [
+            allocation,
+            tirx.Bind(first, tirx.Min(number * integer(block), integer(columns - block))),
+            over_vectors(block, lanes, clear),
+            *_accumulate(e, accumulator, lanes, (row, first, block), (start, end)),
+            over_vectors(block, lanes, write),
+        ]
+
+    tasks = rows * blocks * parts
+    bound = loop_of_tasks(e, tasks, task)
+    if parts == 1:
+        return [bound]
+    return [room, bound, *_combine_parts(e, partial, parts, lanes)]
+
+
+def _accumulate(
+    e: ReductionEmitter,
+    accumulator: Buffer,
+    lanes: int,
+    where: tuple[Expr, Expr, int],
+    steps: tuple[Expr, Expr],
+) -> list[tirx.Stmt]:
+    """Return loops that add steps [start, end) of one row and block of columns to its
+    accumulators.
+    """
+    row, first, block = where
+    start, end = steps
+    unroll = _UNROLL if e.cost < _UNROLL_COST else 1
+
+    def add(depth: Expr, count: int) -> tirx.Stmt:
+        def vectors(base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
+            if isinstance(base, tirx.Var):
+                e.indexer.bind(base, block - lanes + 1)
+
+            def body(evaluator: Evaluator, lane: Expr) -> None:
+                if isinstance(lane, tirx.Var):
+                    e.indexer.bind(lane, lanes)
+                at = e.indexer.simplify(base + lane)
+                old = evaluator.name(load(accumulator, at), "old")
+                elements = [
+                    e.element(evaluator, row, depth + integer(i), first + at) for i in range(count)
+                ]
+                while len(elements) > 1:
+                    elements = [
+                        e.reduction.combine(*elements[i : i + 2])
+                        for i in range(0, len(elements), 2)
+                    ]
+                new = e.reduction.combine(old, elements[0])
+                if fresh is not None:
+                    new = tirx.Select(at >= fresh, new, old)
+                evaluator.statements.append(store(accumulator, new, at))
+
+            return element_loop(lanes, e.evaluator, body)
+
+        return over_vectors(block, lanes, vectors)
+
+    def step(depth: Expr) -> list[tirx.Stmt]:
+        if isinstance(depth, tirx.Var):
+            e.indexer.bind(depth, e.stage.depth)
+        return [add(depth, 1)]
+
+    if unroll == 1:
+        return [loop(end - start, step, start=start)]
+    whole = (end - start) // integer(unroll)
+
+    def several(i: Expr) -> list[tirx.Stmt]:
+        depth = e.index(e.stage.depth - unroll + 1, "depth")
+        return [tirx.Bind(depth, start + i * integer(unroll)), add(depth, unroll)]
+
+    rest = start + whole * integer(unroll)
+    return [loop(whole, several), loop(end - rest, step, start=rest)]
+
+
+def _combine_parts(e: ReductionEmitter, partial: Buffer, parts: int, lanes: int) -> list[tirx.Stmt]:
+    """Return the loop that combines the parts of every element of the result, in order."""
+    size = e.stage.size
+    lanes = power_of_two_below(min(lanes, size))
+    out = e.stage.buffer
+
+    def vectors(base: Expr, _: Expr | None) -> list[tirx.Stmt]:
+        def body(evaluator: Evaluator, lane: Expr) -> None:
+            total: Expr = load(partial, base + lane)
+            for part in range(1, parts):
+                other = load(partial, integer(part * size) + base + lane)
+                total = evaluator.name(e.reduction.combine(total, other), "total")
+            evaluator.statements.append(e.memory.store(out, base + lane, total))
+
+        return element_loop(lanes, e.evaluator, body)
+
+    return [over_vectors(size, lanes, vectors)]

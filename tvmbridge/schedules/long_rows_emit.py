@@ -1,0 +1,89 @@
+"""Code for reductions of few, long rows (to a scalar, say)."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.loops import (
+    allocate,
+    combine_lanes,
+    element_loop,
+    load,
+    loop,
+    power_of_two_below,
+    store,
+    vector_loop,
+)
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.reader import Buffer
+from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest, loop_of_tasks
+from tvmbridge.schedules.values import Evaluator, Lane, Memory, integer
+
+
+def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
+    """Return the code of a reduction of few, long rows."""
+    e = ReductionEmitter(nest, machine, memory)
+    stage, rows, depth = nest.stage, nest.rows, nest.stage.depth
+    lanes = power_of_two_below(min(machine.lanes * 4, depth)) if e.vectorizable else 1
+    steps = depth // lanes
+    parts = e.parts(rows, steps)
+    partial, room = allocate([parts * rows], stage.dtype, f"{stage.name}_parts")
+
+    def task(t: Expr) -> list[tirx.Stmt]:
+        row, part = (e.indexer.simplify(i) for i in (t // integer(parts), t % integer(parts)))
+        start, end = (integer(steps) * p // integer(parts) for p in (part, part + integer(1)))
+        accumulator, allocation = allocate([lanes], stage.dtype, f"{stage.name}_lanes")
+        init = e.reduction.init
+
+        def step(i: Expr) -> list[tirx.Stmt]:
+            if isinstance(i, tirx.Var):
+                e.indexer.bind(i, steps)
+
+            def body(evaluator: Evaluator, lane: Expr) -> None:
+                if isinstance(lane, tirx.Var):
+                    e.indexer.bind(lane, lanes)
+                old = evaluator.name(load(accumulator, lane), "old")
+                at = e.indexer.simplify(i * integer(lanes) + lane)
+                element = e.element(evaluator, row, at, integer(0))
+                new = e.reduction.combine(old, element)
+                evaluator.statements.append(store(accumulator, new, lane))
+
+            return element_loop(lanes, e.evaluator, body)
+
+        return [
+            allocation,
+            vector_loop(lanes, lambda lane: [store(accumulator, init, lane)]),
+            loop(end - start, step, start=start),
+            *combine_lanes(accumulator, lanes, e.reduction),
+            store(partial, load(accumulator, integer(0)), part * integer(rows) + row),
+        ]
+
+    last = loop(rows, lambda row: _finish_row(e, partial, parts, row, steps * lanes))
+    return [room, loop_of_tasks(e, rows * parts, task), last]
+
+
+def _finish_row(
+    e: ReductionEmitter, partial: Buffer, parts: int, row: Expr, done: int
+) -> list[tirx.Stmt]:
+    """Combine the parts of a row, and the elements from ``done`` on that fill no vector."""
+    if isinstance(row, tirx.Var):
+        e.indexer.bind(row, e.nest.rows)
+    memory, out, rows = e.memory, e.stage.buffer, integer(e.nest.rows)
+
+    def merge(part: Expr) -> list[tirx.Stmt]:
+        other = load(partial, (part + integer(1)) * rows + row)
+        return [memory.store(out, row, e.reduction.combine(memory.load(out, row), other))]
+
+    def rest(i: Expr) -> list[tirx.Stmt]:
+        evaluator = e.evaluator(Lane(integer(0), 1))
+        element = e.element(evaluator, row, i + integer(done), integer(0))
+        value = e.reduction.combine(memory.load(out, row), element)
+        return [*evaluator.take(), memory.store(out, row, value)]
+
+    statements = [memory.store(out, row, load(partial, row))]
+    if parts > 1:
+        statements.append(loop(parts - 1, merge))
+    if done < e.stage.depth:
+        statements.append(loop(e.stage.depth - done, rest))
+    return statements

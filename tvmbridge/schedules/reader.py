@@ -1,0 +1,193 @@
+"""Expressions of a stage: what they read, what they name, whether they can be vectorized."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, Expr, Range, TensorLoad
+from tvm.sym import Analyzer
+
+from tvmbridge.schedules import bfloat16
+
+Buffer = Any
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An iteration variable of a stage, from 0 to ``extent``."""
+
+    var: tirx.Var
+    extent: int
+    reduce: bool
+
+
+@dataclass(frozen=True)
+class Load:
+    """A read of ``buffer[indices]``, replaced in the stage's expressions by ``slot``.
+
+    A guarded read may be evaluated only where the expression around it chooses it.
+    """
+
+    slot: tirx.Var
+    buffer: Buffer
+    indices: tuple[Expr, ...]
+    guarded: bool
+
+
+class UnsupportedError(Exception):
+    """The function is not of the form that can be read."""
+
+
+def require(condition: bool) -> None:
+    if not condition:
+        raise UnsupportedError
+
+
+def mentions(expr: Expr, var: tirx.Var) -> bool:
+    found = []
+    tvm_ffi.structural_walk(expr, (tirx.Var, lambda v: found.append(v) if v.same_as(var) else None))
+    return bool(found)
+
+
+def substitute(expr: Expr, values: dict[Any, Expr]) -> Expr:
+    """Replace variables by expressions."""
+    if not values:
+        return expr
+    return tvm_ffi.structural_map(expr, (tirx.Var, lambda var: values.get(var, var)))
+
+
+def fresh_lets(expr: Expr) -> Expr:
+    """Rename the variables that ``expr`` binds, so that it may stand twice in one function."""
+
+    def rename(let: tirx.Let) -> tirx.Let:
+        var = tirx.Var(let.var.name, str(let.var.ty.dtype))
+        return tirx.Let(var, let.value, substitute(let.body, {let.var: var}))
+
+    return tvm_ffi.structural_map(expr, (tirx.Let, rename))
+
+
+class Reader:
+    """Replaces the reads of an expression by slots and lifts its Lets."""
+
+    def __init__(self, axes: tuple[Axis, ...]) -> None:
+        self.loads: list[Load] = []
+        self.binds: list[tuple[tirx.Var, Expr]] = []
+        self.cost = 0
+        self.vectorizable = True
+        self._axes = axes
+        self._choices = False
+        self._analyzer = Analyzer()
+        for axis in axes:
+            if axis.extent > 0:
+                self._analyzer.bind(axis.var, Range(0, axis.extent))
+
+    def read(self, expr: Expr) -> Expr:
+        """Return ``expr`` over slots; :attr:`loads` and :attr:`binds` say what they stand for."""
+        half = _has_bfloat16(expr)
+        self._choices = _has_choices(expr)
+        expr = tvm_ffi.structural_map(expr, (TensorLoad, self._load))
+        if half:
+            expr = bfloat16.widen(expr)
+        return tvm_ffi.structural_mutate(self._finish(expr), (tirx.Let, self._lift))
+
+    def uses_in_binds(self, var: tirx.Var) -> bool:
+        """Return whether a lifted name's value mentions ``var``."""
+        return any(mentions(value, var) for _, value in self.binds)
+
+    def _load(self, load: TensorLoad) -> Expr:
+        for seen in self.loads:
+            if seen.buffer.same_as(load.source) and all(
+                tvm_ffi.structural_equal(a, b)
+                for a, b in zip(seen.indices, load.indices, strict=True)
+            ):
+                return seen.slot
+        slot = tirx.Var("v", bfloat16.held_as(str(load.source.dtype)))
+        known = {axis.var for axis in self._axes} | {seen.slot for seen in self.loads}
+        require(all(variables(index) <= known for index in load.indices))
+        guarded = self._choices and not self._inside(load)
+        self.loads.append(Load(slot, load.source, tuple(load.indices), guarded))
+        return slot
+
+    def _inside(self, load: TensorLoad) -> bool:
+        """Return whether a read is known to be within its buffer."""
+        return all(
+            self._analyzer.can_prove(index >= 0) and self._analyzer.can_prove(index < extent)
+            for index, extent in zip(load.indices, load.source.shape, strict=True)
+            if not isinstance(index, tirx.IntImm)
+        )
+
+    def _finish(self, expr: Expr) -> Expr:
+        """Turn choices between safe values into selects; note what cannot be vectorized."""
+        expr = tvm_ffi.structural_map(expr, (tirx.Cast, _select_number))
+        if not any(load.guarded for load in self.loads):
+            expr = tvm_ffi.structural_map(expr, (Call, _select))
+        else:
+            self.vectorizable = False
+
+        def count(node: Expr) -> None:
+            self.cost += 1
+            if isinstance(node, Call) and not _is_vectorizable(node):
+                self.vectorizable = False
+
+        tvm_ffi.structural_walk(expr, (Expr, count))
+        return expr
+
+    def _lift(self, let: tirx.Let, mutator: Any) -> Expr:
+        self.binds.append((let.var, mutator.mutate(let.value)))
+        return mutator.mutate(let.body)
+
+
+def _has_bfloat16(expr: Expr) -> bool:
+    found: list[bool] = []
+
+    def look(node: Expr) -> None:
+        if str(getattr(node.ty, "dtype", "")) == bfloat16.NAME:
+            found.append(True)
+
+    tvm_ffi.structural_walk(expr, (Expr, look))
+    return bool(found)
+
+
+def _has_choices(expr: Expr) -> bool:
+    found: list[bool] = []
+
+    def look(node: Expr) -> None:
+        if isinstance(node, tirx.Select) or _is_if(node):
+            found.append(True)
+
+    tvm_ffi.structural_walk(expr, (Expr, look))
+    return bool(found)
+
+
+def _is_if(node: Expr) -> bool:
+    return isinstance(node, Call) and getattr(node.op, "name", "") == "prim.if_then_else"
+
+
+def variables(expr: Expr) -> set[Any]:
+    """Return the scalar variables of an expression."""
+    found: set[Any] = set()
+    tvm_ffi.structural_walk(expr, (tirx.Var, lambda v: found.add(v)))
+    return found
+
+
+def _select(call: Call) -> Expr:
+    return tirx.Select(*call.args) if _is_if(call) else call
+
+
+def _select_number(cast: tirx.Cast) -> Expr:
+    """Spell out a truth value's integer: the simplifier stops at the cast of a vector of them."""
+    dtype = str(cast.ty.dtype)
+    if str(cast.value.ty.dtype) != "bool" or "float" in dtype:
+        return cast
+    return tirx.Select(cast.value, tirx.IntImm(dtype, 1), tirx.IntImm(dtype, 0))
+
+
+def _is_vectorizable(call: Call) -> bool:
+    name = getattr(call.op, "name", "")
+    if name in ("tirx.reinterpret", "prim.if_then_else"):
+        return name == "tirx.reinterpret"
+    get = getattr(call.op, "get_attr", None)
+    return bool(get and get("TVectorizable"))
