@@ -23,6 +23,7 @@ from tvm.relax import op
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
+from tvmbridge.schedules.threads import share_torch_threads
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -151,7 +152,10 @@ def check(case: Case, compiled: Callable[..., torch.Tensor], inputs: Tensors) ->
 
 
 def measure(functions: list[Callable[[], object]], seconds: float = 1.0) -> list[float]:
-    """Return the median time of each function in microseconds, called in turn."""
+    """Return the lower decile of each function's time in microseconds, called in turn.
+
+    Beside other load on the machine the median says more about that load than about the code.
+    """
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 20:
@@ -159,11 +163,12 @@ def measure(functions: list[Callable[[], object]], seconds: float = 1.0) -> list
             start = time.perf_counter()
             function()
             record.append(time.perf_counter() - start)
-    return [statistics.median(record) * 1e6 for record in times]
+    return [statistics.quantiles(record, n=10)[0] * 1e6 for record in times]
 
 
 def main(names: list[str]) -> None:
     """Print one line for each case whose name contains one of ``names`` (all without any)."""
+    share_torch_threads()
     print(f"{'case':28} {'eager us':>9} {'ours us':>9} {'ratio':>6}  max error")
     for case in _cases():
         if names and not any(name in case.name for name in names):

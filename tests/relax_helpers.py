@@ -40,7 +40,7 @@ def build_main(
     inputs: Sequence[torch.Tensor],
     formula: Callable[..., relax.Expr | Sequence[relax.Expr]],
 ) -> tvm.IRModule:
-    """``main(x0, x1, ...)`` with the types of ``inputs``, which returns ``formula`` of them flat."""
+    """``main(x0, x1, ...)`` on tensors like ``inputs``; returns ``formula`` of them, flat."""
     parameters = [
         relax.Var(f"x{i}", relax.TensorType(tuple(t.shape), to_relax_dtype(t.dtype)))
         for i, t in enumerate(inputs)

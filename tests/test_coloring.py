@@ -1,6 +1,6 @@
 """Coloring: what runs forward, what backward, and what is kept, repeated or passed between."""
 
-# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
@@ -157,7 +157,9 @@ def test_nothing_runs_twice_but_what_is_free() -> None:
     }
     light = [v for v in both if bound[v].op.name == "relax.multiply"]
     operands = {o for v in light for o in relax.analysis.free_vars(bound[v])}
-    assert all(isinstance(bound[o], relax.Call) and bound[o].op.name == "relax.astype" for o in operands)
+    assert all(
+        isinstance(bound[o], relax.Call) and bound[o].op.name == "relax.astype" for o in operands
+    )
 
 
 def test_the_module_is_not_changed(joint: JointModule) -> None:

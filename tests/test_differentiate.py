@@ -124,9 +124,7 @@ def superfluous(value: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> bool:
         source = value.args[0]
         return (shape_of(source), dtype_of(source)) == (shape_of(value), dtype_of(value))
     neutral = {"relax.multiply": 1.0, "relax.divide": 1.0, "relax.add": 0.0, "relax.subtract": 0.0}
-    return name in neutral and any(
-        uniform_value(a, bound.get) == neutral[name] for a in value.args
-    )
+    return name in neutral and any(uniform_value(a, bound.get) == neutral[name] for a in value.args)
 
 
 def test_the_check_for_superfluous_bindings_finds_them() -> None:

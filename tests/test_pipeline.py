@@ -1,6 +1,6 @@
 """The runner: records of each pass, errors that name the pass, dumps."""
 
-# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch
 
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.runtime import prepare
+from tvmbridge.types import InputKind, OutputKind
 
 _NO_DOUBLE_BACKWARD = (
     b"tvmbridge does not support double backward: its compiled backward has no derivative. "
@@ -32,6 +33,7 @@ class TrainingCall:
         self.reads = [position[name] for name in parts.reads]
         self.gradient_of = [position[name] for name in parts.wanted]
         self.num_primals = len(parts.primals)
+        self.overwritten = _overwritten(compiled)
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
         ]
@@ -42,6 +44,24 @@ class TrainingCall:
         """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order)."""
         results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, *primals)  # type: ignore[no-untyped-call]
         return results
+
+    def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The primals that backward reads; copies of those that are written into meanwhile."""
+        return [
+            primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads
+        ]
+
+
+def _overwritten(compiled: CompiledModule) -> frozenset[int]:
+    """Positions of the primals that get a new value after forward: buffers such as statistics."""
+    captured = compiled.captured
+    targets = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
+    primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
+    return frozenset(
+        i
+        for i, d in enumerate(primals)
+        if d.kind is InputKind.BUFFER and d.target in targets
+    )
 
 
 class _CompiledFunction(torch.autograd.Function):
@@ -54,7 +74,7 @@ class _CompiledFunction(torch.autograd.Function):
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
-        ctx.save_for_backward(*[primals[i] for i in call.reads], *kept, *residuals)
+        ctx.save_for_backward(*call.kept_primals(primals), *kept, *residuals)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)

@@ -121,6 +121,7 @@ def _spell_out_total_dropout(program: ExportedProgram) -> None:
                     product = program.graph.call_function(aten.mul.Tensor, (node.args[0], 0.0))
                 product.meta = dict(item.meta)
                 item.replace_all_uses_with(product)
+                program.graph_signature.replace_all_uses(item.name, product.name)
     program.graph.eliminate_dead_code()
 
 

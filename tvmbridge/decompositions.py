@@ -25,6 +25,10 @@ _KEPT_WHOLE = (
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
     aten.upsample_bicubic2d.vec,
+    # Their parts answer infinities otherwise: they multiply by weights of 0, or subtract too early.
+    aten.upsample_linear1d.vec,
+    aten.upsample_trilinear3d.vec,
+    aten.multi_margin_loss.default,
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.

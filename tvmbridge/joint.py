@@ -60,7 +60,7 @@ def derive(
         try:
             derivation = _by_relax(captured, facts, trial)
         except UnsupportedOperatorError as error:
-            reason = str(error)
+            reason = str(error).split("; take joint=")[0]
         else:
             records.extend(trial)
             return derivation

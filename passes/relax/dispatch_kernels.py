@@ -81,9 +81,9 @@ def _biased_products(function: relax.Function) -> dict[relax.Var, relax.Call]:
 def _no_product_of_matrices(call: relax.Call) -> str | None:
     """Why a ``relax.matmul`` is not for the kernel; None when it is."""
     shapes = [shape_of(operand) for operand in call.args]
-    if None in shapes:
-        return "the shapes are not static"
     left, right = shapes
+    if left is None or right is None:
+        return "the shapes are not static"
     if min(len(left), len(right)) < 2:
         return "an operand is a vector"
     if left[:-2] != right[:-2]:
@@ -95,7 +95,7 @@ def _no_product_of_matrices(call: relax.Call) -> str | None:
 
 
 @mutator
-class _KernelMutator(PyExprMutator):  # type: ignore[misc]
+class _KernelMutator(PyExprMutator):
     def __init__(self, biased: dict[relax.Var, relax.Call], report: PassReport) -> None:
         super().__init__()
         self.biased = biased
@@ -125,7 +125,7 @@ class _KernelMutator(PyExprMutator):  # type: ignore[misc]
     def _product(self, operands: list[relax.Expr], result: relax.Call) -> relax.Expr:
         self.report.rewrote()
         bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
-        spec = matmul_spec(views, _flatten_batch(shape_of(result)))
+        spec = matmul_spec(views, _flatten_batch(_extents(result)))
         arguments = relax.Tuple([tvm.ir.StringImm(spec), *bases, *operands[2:]])
         return relax.op.call_dps_packed(MATMUL, arguments, out_ty=result.ty)
 
@@ -145,7 +145,7 @@ class _KernelMutator(PyExprMutator):  # type: ignore[misc]
                 break
             calls.append(value)
             chain.append(value.args[0])
-        target = _flatten_batch(shape_of(operand))
+        target = _flatten_batch(_extents(operand))
         for depth in range(len(calls), -1, -1):
             view = _meta_view(chain[depth], calls[:depth][::-1], target)
             if view is not None:
@@ -177,6 +177,12 @@ class _KernelMutator(PyExprMutator):  # type: ignore[misc]
         return call_overload(name, args, [grad, indices], call.ty)
 
 
+def _extents(expr: relax.Expr) -> tuple[int, ...]:
+    shape = shape_of(expr)
+    assert shape is not None, "a view of a tensor whose shape is static"
+    return shape
+
+
 def _flatten_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) <= 3:
         return shape
@@ -189,8 +195,8 @@ def _flatten_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _meta_view(
     base: relax.Expr, calls: list[relax.Call], target: tuple[int, ...]
 ) -> torch.Tensor | None:
-    """The view of contiguous ``base`` that ``calls`` make, shaped ``target``; None: needs a copy."""
-    tensor = torch.empty(shape_of(base), dtype=getattr(torch, dtype_of(base)), device="meta")
+    """The view of contiguous ``base`` that ``calls`` make, shaped ``target``; None: it is none."""
+    tensor = torch.empty(_extents(base), dtype=getattr(torch, dtype_of(base)), device="meta")
     try:
         for call in calls:
             if call.op.name == "relax.permute_dims":
@@ -198,7 +204,7 @@ def _meta_view(
                 order = range(tensor.dim())[::-1] if axes is None else [int(a) for a in axes]
                 tensor = tensor.permute(tuple(order))
             else:
-                tensor = tensor.view(shape_of(call))
+                tensor = tensor.view(_extents(call))
         return tensor.view(target)
     except RuntimeError:
         return None

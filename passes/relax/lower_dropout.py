@@ -54,7 +54,7 @@ class LowerDropout(RelaxPass):
 
 
 @mutator
-class _DropoutMutator(PyExprMutator):  # type: ignore[misc]
+class _DropoutMutator(PyExprMutator):
     def __init__(self, prefix: str, report: PassReport) -> None:
         super().__init__()
         self.prefix = prefix

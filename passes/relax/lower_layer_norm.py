@@ -37,7 +37,7 @@ class LowerLayerNorm(RelaxPass):
 
 
 @mutator
-class _LayerNormMutator(PyExprMutator):  # type: ignore[misc]
+class _LayerNormMutator(PyExprMutator):
     def __init__(self, report: PassReport) -> None:
         super().__init__()
         self.report = report

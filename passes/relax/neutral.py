@@ -11,7 +11,7 @@ from tvmbridge.passes.relax.constants import uniform_value
 
 
 @mutator
-class NeutralElementMutator(PyExprMutator):  # type: ignore[misc]
+class NeutralElementMutator(PyExprMutator):
     """Remove ``neutral`` from both sides of ``commutative``, from the right of ``one_sided``."""
 
     def __init__(

@@ -77,7 +77,7 @@ class StopGradients(RelaxPass):
 
 
 @mutator
-class _Stopper(PyExprMutator):  # type: ignore[misc]
+class _Stopper(PyExprMutator):
     def __init__(
         self, active: set[relax.Var], parameters: set[relax.Var], report: PassReport
     ) -> None:
@@ -125,7 +125,7 @@ class RemoveNoGrad(RelaxPass):
 
 
 @mutator
-class _Unwrapper(PyExprMutator):  # type: ignore[misc]
+class _Unwrapper(PyExprMutator):
     def __init__(self, report: PassReport) -> None:
         super().__init__()
         self.report = report

@@ -41,7 +41,7 @@ class ZappLike(RelaxPass):
 
 
 @mutator
-class _ZappLikeMutator(PyExprMutator):  # type: ignore[misc]
+class _ZappLikeMutator(PyExprMutator):
     def __init__(self, report: PassReport) -> None:
         super().__init__()
         self.report = report
@@ -80,7 +80,8 @@ def _full_like(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr | No
 def _collapse_sum(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr | None:
     source, target = call.args[0], shape_of(call)
     shape = shape_of(source)
-    assert shape is not None and target is not None
+    assert shape is not None, "declined before"
+    assert target is not None, "declined before"
     if shape == target:
         return source
     lead = len(shape) - len(target)

@@ -51,7 +51,7 @@ class Calls(nn.Module):
 
 def eager(operator: Callable[..., Any], case: Case) -> Any:
     """The result of PyTorch itself, seeded; raises what the operator raises."""
-    args, kwargs = case.arguments([t.clone() for t in case.tensors])
+    args, kwargs = case.arguments([_copy(t) for t in case.tensors])
     torch.manual_seed(0)
     with torch.no_grad():
         return operator(*args, **kwargs)

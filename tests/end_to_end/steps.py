@@ -60,7 +60,7 @@ def training_step(
     *args: torch.Tensor,
     loss: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = weighted_sum,
     seed: int = 3,
-    **kwargs: torch.Tensor,
+    **kwargs: Any,
 ) -> Step:
     """Forward and backward from ``seed``; ``input.N`` are the gradients of floating inputs."""
     inputs = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -26,8 +28,9 @@ class BothStages(nn.Module):
         self.layer = layer
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attended = self.layer.attention(hidden)[0]
-        return attended, self.layer.feed_forward_chunk(attended)
+        layer: Any = self.layer
+        attended = layer.attention(hidden)[0]
+        return attended, layer.feed_forward_chunk(attended)
 
 
 def check(module: nn.Module, dtype: torch.dtype) -> None:

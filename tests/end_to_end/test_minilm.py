@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,8 @@ def learn(bert: nn.Module, batch: Batch) -> Step:
         pooled = mean_pool(outputs[0], batch.attention_mask)
         return nn.functional.cross_entropy(pooled, torch.arange(len(pooled)))
 
-    return training_step(bert, loss=loss, **batch.arguments)
+    arguments: dict[str, Any] = {**batch.arguments}
+    return training_step(bert, loss=loss, **arguments)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

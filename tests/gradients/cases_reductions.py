@@ -44,9 +44,7 @@ def reduction_cases() -> Iterator[Case]:
                 x = normal(2, 3, 4) if name in ("sum", "mean") else integers(2, 3, 4)
                 yield Case(rule, kind, *formulas, (x,))
         yield Case(rule, "0-d", lambda x, f=f: f(x, None), lambda x, g=g: g(x, ()), (normal(),))
-        yield Case(
-            rule, "1-d", lambda x, f=f: f(x, [0]), lambda x, g=g: g(x, (0,)), (normal(5),)
-        )
+        yield Case(rule, "1-d", lambda x, f=f: f(x, [0]), lambda x, g=g: g(x, (0,)), (normal(5),))
         yield Case(
             rule,
             "extent-one",

@@ -154,7 +154,10 @@ def slice_cases() -> Iterator[Case]:
     ):
 
         def slice_of(
-            x: torch.Tensor, axes: list[int] = axes, begins: list[int] = begins, ends=ends
+            x: torch.Tensor,
+            axes: list[int] = axes,
+            begins: list[int] = begins,
+            ends: list[int] = ends,
         ) -> torch.Tensor:
             where = [slice(None)] * x.dim()
             for axis, begin, end in zip(axes, begins, ends, strict=True):

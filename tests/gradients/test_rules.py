@@ -96,7 +96,9 @@ def test_agrees_with_autograd(case: Case) -> None:
     expected = torch.autograd.grad(
         outputs, wanted, cotangents, allow_unused=True, materialize_grads=True
     )
-    results = run(f"joint_{[c.name for c in cases_of(case.rule)].index(case.name)}", *case.inputs, *cotangents)
+    results = run(
+        f"joint_{[c.name for c in cases_of(case.rule)].index(case.name)}", *case.inputs, *cotangents
+    )
     assert len(results) == len(outputs) + len(expected)
     for got, want in zip(results, [*outputs, *expected], strict=True):
         assert got.dtype == want.dtype

@@ -1,11 +1,12 @@
 """The frontend: captured ATen graph -> Relax. Importing it fills the converter table."""
 
 from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
-    backward,
     activations,
+    backward,
     creation,
     elementwise,
     linear,
+    logic,
     nn,
     reductions,
     shapes,

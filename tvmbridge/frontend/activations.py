@@ -93,13 +93,20 @@ def _leaky_relu(ctx: Importer, node: fx.Node, x: fx.Node, slope: int | float = 0
     return relax.op.where(positive, value, scaled)
 
 
+def _need_floats(x: fx.Node) -> None:
+    if not x.meta["val"].is_floating_point():
+        raise Declined("a test for NaN or infinity of booleans")
+
+
 @converts(aten.isnan.default, dtypes=FLOATS | {torch.bool})
 def _isnan(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    _need_floats(x)
     return relax.op.not_equal(ctx.value(x), ctx.value(x))
 
 
 @converts(aten.isinf.default, dtypes=FLOATS | {torch.bool})
 def _isinf(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
+    _need_floats(x)
     size = ctx.emit(relax.op.abs(ctx.value(x)))
     return relax.op.equal(size, ctx.tensor(math.inf, x.meta["val"].dtype))
 

@@ -25,12 +25,6 @@ def result_dtype(node: fx.Node) -> torch.dtype:
     return dtype
 
 
-def common_dtype(a: Operand, b: Operand) -> torch.dtype:
-    """The dtype in which ATen combines two operands."""
-    fakes = [x.meta["val"] if isinstance(x, fx.Node) else x for x in (a, b)]
-    return torch.result_type(*fakes)
-
-
 def _unary(relax_op: Callable[[relax.Expr], relax.Expr]) -> Callable[..., relax.Expr]:
     def convert(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
         return relax_op(ctx.tensor(x, result_dtype(node)))
@@ -69,8 +63,6 @@ for _overload, _op in (
 @converts(aten.reciprocal.default)
 def _reciprocal(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
     dtype = result_dtype(node)
-    if _is_zero(ctx, a):
-        raise Declined("the simplifier takes a quotient of 0 for 0, that by 0 or NaN too")
     return relax.op.divide(ctx.tensor(1, dtype), ctx.tensor(x, dtype))
 
 
@@ -178,6 +170,8 @@ def _mul(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
 @converts(aten.div.Tensor, aten.div.Scalar)
 def _div(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
     dtype = result_dtype(node)
+    if _is_zero(ctx, a):
+        raise Declined("the simplifier takes a quotient of 0 for 0, that by 0 or NaN too")
     return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
@@ -204,85 +198,6 @@ def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> rel
     raise Declined("a power without an exact short form")
 
 
-_COMPARISONS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.eq.Tensor: relax.op.equal,
-    aten.eq.Scalar: relax.op.equal,
-    aten.ne.Tensor: relax.op.not_equal,
-    aten.ne.Scalar: relax.op.not_equal,
-    aten.lt.Tensor: relax.op.less,
-    aten.lt.Scalar: relax.op.less,
-    aten.le.Tensor: relax.op.less_equal,
-    aten.le.Scalar: relax.op.less_equal,
-    aten.gt.Tensor: relax.op.greater,
-    aten.gt.Scalar: relax.op.greater,
-    aten.ge.Tensor: relax.op.greater_equal,
-    aten.ge.Scalar: relax.op.greater_equal,
-}
-
-
-@converts(*_COMPARISONS, dtypes=COMPUTED)
-def _compare(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    dtype = common_dtype(a, b)
-    if dtype is torch.bool:
-        # Booleans are compared as the numbers 0 and 1.
-        sides = (ctx.cast(ctx.tensor(x, dtype), dtype, torch.int32) for x in (a, b))
-        return _COMPARISONS[node.target](*sides)
-    return _COMPARISONS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-
-
-_LOGIC: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.logical_and.default: relax.op.logical_and,
-    aten.logical_or.default: relax.op.logical_or,
-    aten.logical_xor.default: relax.op.logical_xor,
-}
-
-
-@converts(*_LOGIC)
-def _logical(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    return _LOGIC[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
-
-
-_BITWISE_OF_INTEGERS: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.bitwise_and.Tensor: relax.op.bitwise_and,
-    aten.bitwise_or.Tensor: relax.op.bitwise_or,
-    aten.bitwise_xor.Tensor: relax.op.bitwise_xor,
-}
-
-_BITWISE: dict[Any, Callable[[relax.Expr, relax.Expr], relax.Expr]] = {
-    aten.bitwise_and.Tensor: relax.op.logical_and,
-    aten.bitwise_or.Tensor: relax.op.logical_or,
-    aten.bitwise_xor.Tensor: relax.op.logical_xor,
-}
-
-
-@converts(*_BITWISE)
-def _bitwise(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    dtype = common_dtype(a, b)
-    if dtype is not torch.bool:
-        return _BITWISE_OF_INTEGERS[node.target](ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-    return _BITWISE[node.target](ctx.tensor(a, torch.bool), ctx.tensor(b, torch.bool))
-
-
-@converts(aten.logical_not.default)
-def _logical_not(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
-    return relax.op.logical_not(ctx.tensor(x, torch.bool))
-
-
-@converts(aten.bitwise_not.default)
-def _bitwise_not(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
-    if result_dtype(node) is not torch.bool:
-        return relax.op.bitwise_not(ctx.value(x))
-    return relax.op.logical_not(ctx.value(x))
-
-
-@converts(aten.where.self)
-def _where(ctx: Importer, node: fx.Node, condition: fx.Node, a: Operand, b: Operand) -> relax.Expr:
-    dtype = result_dtype(node)
-    if condition.meta["val"].dtype is not torch.bool:
-        raise Declined("where with a condition that is not boolean")
-    return relax.op.where(ctx.value(condition), ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-
-
 @converts(aten._to_copy.default)
 def _to_copy(ctx: Importer, node: fx.Node, x: fx.Node, **kwargs: Any) -> relax.Expr:
     if set(kwargs) - {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}:
@@ -290,13 +205,3 @@ def _to_copy(ctx: Importer, node: fx.Node, x: fx.Node, **kwargs: Any) -> relax.E
     if node.meta["val"].device != x.meta["val"].device:
         raise Declined("a copy between devices")
     return ctx.tensor(x, result_dtype(node))
-
-
-@converts(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def _masked_fill(
-    ctx: Importer, node: fx.Node, x: fx.Node, mask: fx.Node, value: Operand
-) -> relax.Expr:
-    dtype = result_dtype(node)
-    if mask.meta["val"].dtype is not torch.bool:
-        raise Declined("masked_fill with a mask that is not boolean")
-    return relax.op.where(ctx.value(mask), ctx.tensor(value, dtype), ctx.tensor(x, dtype))

@@ -119,11 +119,11 @@ class Importer:
         if tensor.numel():
             return self.emit(constant(tensor))
         # A file of compiled code cannot hold an empty constant.
-        dtype = {"dtype": str(tensor.dtype).removeprefix("torch.")}
-        content = {"op": "aten.full.default", "args": [[*tensor.shape], 0], "results": None}
-        spec = json.dumps({**content, "kwargs": {"dtype": dtype}})
-        type_ = relax.TensorType(list(tensor.shape), to_relax_dtype(tensor.dtype))
-        return self.emit(packed_call(ATEN_CALL, spec, [], type_))
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        kwargs = {"dtype": {"dtype": dtype}}
+        spec = {"op": "aten.full.default", "args": [shape, 0], "kwargs": kwargs, "results": None}
+        type_ = relax.TensorType(shape, to_relax_dtype(tensor.dtype))
+        return self.emit(packed_call(ATEN_CALL, json.dumps(spec), [], type_))
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
@@ -131,10 +131,9 @@ def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
     dense = tensor.detach().cpu().contiguous()
     if dense.dtype is torch.bool:
         return relax.const(dense.numpy(), "bool")
-    if dense.dtype is torch.bfloat16:
-        # NumPy has no bfloat16.
-        return relax.const(tvm.runtime.from_dlpack(dense.clone()), "bfloat16")
-    return relax.const(tvm.runtime.tensor(dense.numpy()), to_relax_dtype(tensor.dtype))
+    # NumPy has no bfloat16.
+    values = tvm.runtime.from_dlpack(dense.clone())
+    return relax.const(values, to_relax_dtype(tensor.dtype))
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -49,9 +49,7 @@ def _erf(
     """d erf(x) = 2 / sqrt(pi) exp(-x^2)."""
     x = call.args[0]
     slope = op.exp(op.negative(op.multiply(x, x)))
-    return [
-        op.multiply(cotangent, op.multiply(slope, constant_like(x, 2.0 / math.sqrt(math.pi))))
-    ]
+    return [op.multiply(cotangent, op.multiply(slope, constant_like(x, 2.0 / math.sqrt(math.pi))))]
 
 
 def _gelu(

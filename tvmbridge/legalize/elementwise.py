@@ -74,7 +74,7 @@ def relu(x: Expr) -> Expr:
     """Return x where positive or NaN, else 0."""
     lets = Lets()
     x, zero = lets.bind(x, "x"), constant(0, dtype_of(x))
-    return lets.close(tirx.Select(x <= zero, zero, x))
+    return lets.close(tirx.Select(x < zero, zero, x))
 
 
 def _as_scalar(arg: Expr, dtype: str) -> Expr | None:

@@ -101,16 +101,18 @@ def _power_of_two(n: Expr) -> Expr:
     return from_bits((n + _i32(127)) << _i32(23))
 
 
-def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
-    """Return (n as int32, r) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``.
+def _rounded(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
+    """Return (x rounded to an integer, bits whose low ones are that integer) for ``|x| < 2^22``."""
+    shifted = bits(lets.bind(x + _f32(_ROUND), "shifted"))
+    # Through the bits: the simplifier would take (x + c) - c for x.
+    return lets.bind(from_bits(shifted) - _f32(_ROUND), "n"), shifted
 
-    Adding 1.5 2^23 to the float n leaves it in the low bits. (Rounding by adding and subtracting
-    that
-    number would be shorter, but the simplifier takes ``(x + c) - c`` for ``x``.)
-    """
-    n = lets.bind(tirx.floor(x * _f32(_LOG2_E) + _f32(0.5)), "n")
+
+def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
+    """Return (n as int32, r) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
+    n, shifted = _rounded(lets, x * _f32(_LOG2_E))
     r = lets.bind(x - n * _f32(_LN2_HIGH) - n * _f32(_LN2_LOW), "r")
-    return lets.bind(bits(n + _f32(_ROUND)) - _i32(_ROUND_BITS), "k"), r
+    return lets.bind(shifted - _i32(_ROUND_BITS), "k"), r
 
 
 def exp(x: Expr) -> Expr:
@@ -130,17 +132,15 @@ def exp(x: Expr) -> Expr:
 
 def _half_power(lets: Lets, q: Expr) -> Expr:
     """2^-q for ``0 <= q <= 120`` (or NaN), relative error 1e-7 beside that of ``q``."""
-    n = lets.bind(tirx.floor(_f32(0.5) - q), "n")
+    n, shifted = _rounded(lets, _f32(0.0) - q)
     s = lets.bind(q + n, "s")
     p = bits(lets.bind(_f32(1.0) + s * horner(s, _EXP2), "p"))
-    # n sits in the low bits of n + 1.5 2^23; nothing else survives the shift into the exponent.
-    return lets.bind(from_bits(p + (bits(n + _f32(_ROUND)) << _i32(23))), "power")
+    # Of the shifted number only the integer survives the shift into the exponent.
+    return lets.bind(from_bits(p + (shifted << _i32(23))), "power")
 
 
 def exp_nonpositive(x: Expr) -> Expr:
-    """e^x for ``x <= 0`` or NaN, error below 1 ulp; results below the normal range are flushed to
-    0.
-    """
+    """e^x for ``x <= 0`` or NaN, error below 1 ulp; 0 where the result is not a normal number."""
     lets = Lets()
     x = lets.bind(x, "x")
     low = lets.bind(tirx.Select(x < _f32(-87.0), _f32(-87.0), x), "low")
@@ -229,4 +229,4 @@ def gelu(x: Expr) -> Expr:
     cut = lets.bind(tirx.Select(a > _f32(6.0), _f32(6.0), a), "cut")
     tail = _half_power(lets, lets.bind(cut * horner(cut, _NORMAL_TAIL), "q"))
     lost = lets.bind(tirx.Select(a > _f32(6.0), _f32(0.0), cut * _f32(0.5) * tail), "lost")
-    return lets.close(tirx.Select(x <= _f32(0.0), _f32(0.0), x) - lost)
+    return lets.close(tirx.Select(x < _f32(0.0), _f32(0.0), x) - lost)

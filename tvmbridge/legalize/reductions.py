@@ -8,6 +8,7 @@ cache across it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -110,8 +111,21 @@ def variance_of(x: te.Tensor, mean: te.Tensor, axes: list[int], keep: bool) -> t
     return mean_of(squared_deviation(x, mean), axes, keep)
 
 
+_OF_NOTHING = {"sum": 0.0, "prod": 1.0, "mean": math.nan, "variance": math.nan}
+
+
+def _of_nothing(kind: str, x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
+    """Return the reduction over no elements: a loop of none would leave the result undefined."""
+    shape = static_shape(x)
+    kept = [1 if a in axes else n for a, n in enumerate(shape) if keep or a not in axes]
+    value = constant(_OF_NOTHING[kind], str(x.dtype))
+    return te.compute(kept, lambda *_: value, name=f"T_{kind}")
+
+
 def _compute(kind: str, x: te.Tensor, axes: list[int], keep: bool) -> te.Tensor:
     dtype = str(x.dtype)
+    if kind in _OF_NOTHING and any(static_shape(x)[axis] == 0 for axis in axes):
+        return _of_nothing(kind, x, axes, keep)
     wide = cast(x, accumulator_dtype(dtype))
     if kind == "mean":
         result = mean_of(wide, axes, keep)

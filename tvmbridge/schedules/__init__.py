@@ -16,6 +16,7 @@ from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.plan import plan, shared_buffers
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
+from tvmbridge.schedules.tiles import TileNest, emit_tiles
 from tvmbridge.schedules.values import Indexer, Memory, TooLargeError, integer
 
 _SCHEDULED = "tirx.is_scheduled"
@@ -62,6 +63,8 @@ def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
     for nest in nests:
         if isinstance(nest, RowNest):
             statements += emit_rows(nest, machine, shared, memory)
+        elif isinstance(nest, TileNest):
+            statements += emit_tiles(nest, machine, memory)
         elif nest.columns > 1:
             statements += emit_columns(nest, machine, memory)
         else:

@@ -8,8 +8,9 @@ from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reductions import ReductionNest, columns_of
 from tvmbridge.schedules.rows import RowNest, row_axes, smooth_rows
+from tvmbridge.schedules.tiles import TileNest, transposed_axis
 
-Nest = RowNest | ReductionNest
+Nest = RowNest | ReductionNest | TileNest
 
 # A map whose expression is larger than this is computed once if several stages read it.
 _CHEAP = 5
@@ -53,6 +54,10 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
             nests.append(special)
             continue
         if nests and nests[-1].add(stage):
+            continue
+        across = transposed_axis(kernel, stored, stage)
+        if across is not None:
+            nests.append(TileNest(kernel, stored, stage, across))
             continue
         nest = RowNest(kernel, _rows_for(kernel, stored, stages[position:]), stored)
         if not nest.add(stage):

@@ -1,6 +1,6 @@
 """DispatchKernels: which products and look-ups go to PyTorch's kernels, and in what form."""
 
-# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """StopGradients and RemoveNoGrad: gradients go where one is wanted, and nowhere else."""
 
-# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ def test_agrees_with_the_module_in_float64(module: tvm.IRModule) -> None:
         scaled = m * v
         expected = [w * scaled + scaled, scaled + v]
     for got, want in zip(compile_and_run(RemoveNoGrad()(after), *chosen), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6 if got.dtype == torch.float32 else 1e-14, atol=0)
+        torch.testing.assert_close(
+            got, want, rtol=1e-6 if got.dtype == torch.float32 else 1e-14, atol=0
+        )
 
 
 def test_applied_twice_changes_nothing() -> None:

@@ -1,6 +1,6 @@
 """ZappLike: shapes that come from other tensors are written out; what changes nothing goes away."""
 
-# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 

@@ -110,5 +110,7 @@ def test_holds_for_every_number(dtype: torch.dtype) -> None:
 
 
 def test_zeros_from_one_element_that_is_not_stay() -> None:
-    mod = build_main((torch.ones(3),), lambda x: op.add(x, relax.const([0.0, 1e-45, 0.0], "float32")))
+    mod = build_main(
+        (torch.ones(3),), lambda x: op.add(x, relax.const([0.0, 1e-45, 0.0], "float32"))
+    )
     tvm.ir.assert_structural_equal(ZeroZapp()(mod), mod)

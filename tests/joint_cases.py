@@ -1,0 +1,330 @@
+"""Modules whose gradients are easily got wrong, and the comparison of a step with eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiled import CompiledModule
+from tvmbridge.dispatch import _dispatcher_of
+
+
+class Flipped(torch.autograd.Function):
+    """The identity, whose backward is not the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return -2.0 * grad * x.cos()
+
+
+flipped = Flipped.apply  # bound at import, as users do
+
+
+class Unchanged(torch.autograd.Function):
+    """Returns its argument itself: nothing is dispatched, and still the gradient changes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 3.0 * grad
+
+
+class Head(nn.Module):
+    """``function(self, x)`` with some parameters at hand."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.linspace(-1.0, 1.5, 6))
+        self.fc = nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+class ConvNet(nn.Module):
+    """Convolution, batch norm, max pooling and interpolation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=1, dilation=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.last = nn.Conv2d(4, 2, 3, stride=2, groups=2)
+        self.up = nn.ConvTranspose2d(2, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2, padding=1)
+        h = F.interpolate(h, scale_factor=2, mode="bilinear", align_corners=False)
+        return F.interpolate(self.up(self.last(h)), size=(5, 5), mode="nearest")
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, a frozen layer, and a parameter that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.unread = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.frozen(self.first(x)))) + x
+
+
+class Classifier(nn.Module):
+    """An embedding with a padding row, and the loss inside of the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6, padding_idx=0)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> Any:
+        logits = self.out(self.embed(tokens).mean(1))
+        loss = F.cross_entropy(logits, target, label_smoothing=0.1, ignore_index=2)
+        return loss, logits.argmax(-1), logits
+
+
+class Block(nn.Module):
+    """A small transformer block with dropout."""
+
+    def __init__(self, p: float = 0.1) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=p, batch_first=True)
+        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm1(x)
+        x = x + self.drop(self.attention(h, h, h, need_weights=False)[0])
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Recurrent(nn.Module):
+    """Two recurrent layers with dropout between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(6, 3, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.rnn(x)
+
+
+def _under_no_grad(m: Head, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = (x * m.w).exp()
+    return scale * m.w
+
+
+def _straight_through(m: Head, x: torch.Tensor) -> torch.Tensor:
+    y = m.fc(x)
+    return y + (y.round() - y).detach()
+
+
+def _written(m: Head, x: torch.Tensor) -> torch.Tensor:
+    m.count.add_(1.0)
+    y = x * m.w
+    y[:, 1:3] += m.fc(x)[:, 1:3]
+    y[0].mul_(2.0)
+    return y.relu_() * m.count
+
+
+def _moving_average(m: Head, x: torch.Tensor) -> torch.Tensor:
+    y = m.fc(x)
+    with torch.no_grad():
+        m.count.mul_(0.9).add_(y.mean(), alpha=0.1)
+    return y - m.count
+
+
+def _indexed(m: Head, x: torch.Tensor) -> torch.Tensor:
+    index = torch.tensor([[0, 5, 5, 1], [2, 2, 0, 3], [4, 4, 4, -6 + 6]])
+    y = x * m.w
+    taken = y.gather(1, index) + y[[0, -1, 0]][:, 1:5]
+    return torch.zeros_like(y).scatter_add(1, index, taken).index_add(0, index[0, :3] % 3, y)
+
+
+def _accumulated(m: Head, x: torch.Tensor) -> Any:
+    y = x * m.w
+    return y.cumsum(1), y.cummax(0).values, y.cumprod(1), torch.sort(y, dim=1).values
+
+
+def _ties(m: Head, x: torch.Tensor) -> Any:
+    y = torch.round(x).relu() * m.w.abs()
+    return y.amax(1), y.max(), y.max(1).values, torch.maximum(y, y.flip(1)), y.clamp(0.0, 1.0)
+
+
+def _kinks(m: Head, x: torch.Tensor) -> Any:
+    y = torch.cat([x * 0.0, x]) * m.w
+    zero = y[0] * m.w
+    return F.relu(y), y.abs(), y.norm(dim=1), zero.std(), F.hardtanh(y), F.leaky_relu(y), zero.norm()
+
+
+def _several(m: Head, x: torch.Tensor) -> Any:
+    hidden = m.fc(x)
+    return {"a": hidden, "b": [x > 0, (x * m.w).sum()], "c": hidden.detach() * 2, "d": x * 3, "e": 4}
+
+
+def _checkpointed(reentrant: bool) -> Callable[[Head, torch.Tensor], torch.Tensor]:
+    def run(m: Head, x: torch.Tensor) -> torch.Tensor:
+        def part(v: torch.Tensor) -> torch.Tensor:
+            return F.dropout(m.fc(v), 0.4).tanh()
+
+        return checkpoint(part, x * m.w, use_reentrant=reentrant) * F.dropout(x, 0.2)
+
+    return run
+
+
+def _noisy(m: Head, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.w + torch.randn_like(x)
+    y = y * torch.rand(3, 1, dtype=x.dtype) + torch.empty_like(x).uniform_(-1.0, 1.0)
+    return F.dropout1d(F.gumbel_softmax(m.fc(y), hard=True)[None], 0.5)
+
+
+def _masked_attention(m: Head, x: torch.Tensor) -> torch.Tensor:
+    q = (x * m.w).view(1, 1, 3, 6)
+    mask = torch.tensor([[True, False, True], [False, False, False], [True, True, True]])
+    return F.scaled_dot_product_attention(q, q, m.fc(q), attn_mask=mask)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module, its arguments, and the joint source that ``auto`` takes for it."""
+
+    make: Callable[[], nn.Module]
+    args: Callable[[], tuple[torch.Tensor, ...]]
+    auto: str
+
+
+def _rows() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(3, 6),)
+
+
+def _head(function: Callable[[Any, torch.Tensor], Any], auto: str) -> Case:
+    return Case(lambda: Head(function), _rows, auto)
+
+
+CASES: dict[str, Case] = {
+    "detach": _head(lambda m, x: x * m.w.detach() * m.w, "aot"),
+    "detached output": _head(lambda m, x: (x * m.w, m.fc(x).detach()), "aot"),
+    "no_grad": _head(_under_no_grad, "aot"),
+    "straight through": _head(_straight_through, "aot"),
+    "custom function": _head(lambda m, x: flipped(m.fc(x)) * x, "aot"),
+    "custom identity": _head(lambda m, x: Unchanged.apply(m.fc(x)), "aot"),
+    "checkpoint": _head(_checkpointed(False), "relax"),
+    "checkpoint, reentrant": _head(_checkpointed(True), "relax"),
+    "written in place": _head(_written, "aot"),
+    "moving average": _head(_moving_average, "aot"),
+    "indexed": _head(_indexed, "aot"),
+    "accumulated": _head(_accumulated, "aot"),
+    "ties": _head(_ties, "aot"),
+    "kinks": _head(_kinks, "aot"),
+    "several outputs": _head(_several, "aot"),
+    "used twice": _head(lambda m, x: m.fc(x) * m.fc(x * m.w) + x, "relax"),
+    "noise": _head(_noisy, "aot"),
+    "masked attention": _head(_masked_attention, "relax"),
+    "convolutions": Case(ConvNet, lambda: (torch.randn(2, 2, 7, 7),), "aot"),
+    "tied and frozen": Case(Tied, _rows, "relax"),
+    "classifier": Case(
+        Classifier,
+        lambda: (torch.tensor([[0, 3, 6], [1, 1, 0]]), torch.tensor([4, 2])),
+        "aot",
+    ),
+    "transformer": Case(Block, lambda: (torch.randn(2, 5, 8),), "relax"),
+    "recurrent": Case(Recurrent, lambda: (torch.randn(2, 4, 6),), "relax"),
+}
+
+
+@dataclass
+class Step:
+    """What one training step leaves behind."""
+
+    outputs: list[Any]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    next_draw: torch.Tensor
+
+
+def build(case: Case) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The module of a case in train mode, and its arguments, both in float64."""
+    torch.manual_seed(0)
+    module = case.make().double().train()
+    return module, tuple(a.double() if a.is_floating_point() else a for a in case.args())
+
+
+def step(module: nn.Module, args: tuple[torch.Tensor, ...], use: slice = slice(None)) -> Step:
+    """Forward and backward, the cotangents of the outputs ``use`` drawn from a fixed seed."""
+    args = tuple(
+        a.detach().clone().requires_grad_() if a.is_floating_point() else a for a in args
+    )
+    module.zero_grad()
+    torch.manual_seed(7)
+    outputs = pytree.tree_leaves(module(*args))
+    generator = torch.Generator().manual_seed(1)
+    flowing = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+    cotangents = [torch.randn(o.shape, generator=generator, dtype=o.dtype) for o in flowing]
+    torch.autograd.backward(flowing[use], cotangents[use])
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    gradients |= {f"argument {i}": a.grad for i, a in enumerate(args)}
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    return Step(outputs, gradients, buffers, torch.rand(2))
+
+
+def assert_same(ours: Step, eager: Step) -> None:
+    """Equal to rounding in float64; gradients are None in the same places."""
+    for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
+        if not isinstance(theirs, torch.Tensor):
+            assert mine == theirs
+            continue
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, equal_nan=True)
+        assert mine.requires_grad is theirs.requires_grad
+    assert ours.gradients.keys() == eager.gradients.keys()
+    for name, theirs in eager.gradients.items():
+        mine = ours.gradients[name]
+        assert (mine is None) == (theirs is None), name
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, equal_nan=True)
+    for name, theirs in eager.buffers.items():
+        torch.testing.assert_close(ours.buffers[name], theirs, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(ours.next_draw, eager.next_draw, rtol=0, atol=0)
+
+
+def dispatched(
+    module: nn.Module, args: tuple[torch.Tensor, ...], joint: str
+) -> tuple[nn.Module, CompiledModule]:
+    """A dispatched copy of ``module``, and its compiled code."""
+    ours = copy.deepcopy(module)
+    sample = tuple(
+        a.detach().clone().requires_grad_() if a.is_floating_point() else a for a in args
+    )
+    add_tvm_dispatch(ours, sample, options={"joint": joint})
+    (variant,) = _dispatcher_of(ours).specializations[0].variants.values()
+    return ours, variant.compiled
+
+
+def assert_served(module: nn.Module, calls: int) -> None:
+    """Every call so far ran compiled code."""
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (calls, {})

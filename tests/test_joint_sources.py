@@ -1,0 +1,157 @@
+"""The sources of the joint function against each other and against eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.joint_cases import CASES, Head, assert_same, assert_served, build, dispatched, step
+from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch
+from tvmbridge.capture import capture
+from tvmbridge.joint import derive
+from tvmbridge.options import CompileOptions
+
+# Written in full for both sources; ``auto`` is one of the two, so that its choice is tested alone.
+RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
+AOT = [name for name, case in CASES.items() if case.auto == "aot"]
+
+
+EXPLICIT = [("aot", name) for name in CASES] + [("relax", name) for name in RELAX]
+
+
+@pytest.mark.parametrize(("joint", "name"), EXPLICIT)
+def test_two_steps_equal_eager(joint: str, name: str) -> None:
+    module, args = build(CASES[name])
+    ours, compiled = dispatched(module, args, joint)
+    for _ in range(2):  # the second reads the buffers that the first has written
+        assert_same(step(ours, args), step(module, args))
+    assert_served(ours, 2)
+    assert compiled.joint == joint
+    assert compiled.joint_reason == ("asked for" if joint == "aot" else "")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_auto_chooses(name: str) -> None:
+    module, args = build(CASES[name])
+    args = tuple(a.requires_grad_() if a.is_floating_point() else a for a in args)
+    derivation = derive(module, args, {}, capture(module, args), CompileOptions(), [])
+    assert derivation.source == CASES[name].auto
+    assert bool(derivation.reason) is (derivation.source == "aot")
+
+
+@pytest.mark.parametrize("name", ["detach", "transformer", "classifier"])
+def test_auto_equals_eager(name: str) -> None:
+    module, args = build(CASES[name])
+    ours, compiled = dispatched(module, args, "auto")
+    assert_same(step(ours, args), step(module, args))
+    assert compiled.joint == CASES[name].auto
+
+
+@pytest.mark.parametrize("name", AOT)
+def test_relax_refuses_what_it_would_get_wrong(name: str) -> None:
+    module, args = build(CASES[name])
+    with pytest.raises(UnsupportedOperatorError, match="joint='relax'"):
+        dispatched(module, args, "relax")
+    assert "forward" not in module.__dict__
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("detach", r"aten\.detach"),
+        ("no_grad", r"stops the gradient at aten\.mul"),
+        ("custom function", "custom autograd function Flipped"),
+        ("custom identity", "custom autograd function Unchanged"),
+        ("accumulated", r"no gradient rule for .*aten\.cumsum"),
+        ("written in place", "no gradient rule for"),
+        ("moving average", "stops the gradient"),
+    ],
+)
+def test_the_reason_is_named(name: str, reason: str) -> None:
+    module, args = build(CASES[name])
+    with pytest.raises(UnsupportedOperatorError, match=reason):
+        dispatched(module, args, "relax")
+
+
+@pytest.mark.parametrize("joint", ["aot", "relax"])
+def test_no_gradient_where_no_used_output_depends(joint: str) -> None:
+    module = Head(lambda m, x: (m.fc(x), (x * m.w).sum(), x > 0, x * 3)).double().train()
+    args = (torch.randn(3, 6, dtype=torch.float64),)
+    ours, _ = dispatched(module, args, joint)
+    for use in (slice(0, 1), slice(1, 2), slice(2, 3)):
+        assert_same(step(ours, args, use), step(module, args, use))
+
+
+def test_zeros_where_eager_has_zeros() -> None:
+    module = Head(lambda m, x: x + m.w.floor()).double().train()
+    x = (torch.randn(3, 6, dtype=torch.float64),)
+    ours, _ = dispatched(module, x, "auto")
+    mine = step(ours, x)
+    assert_same(mine, step(module, x))
+    assert torch.equal(mine.gradients["w"], torch.zeros(6, dtype=torch.float64))  # type: ignore[arg-type]
+
+
+def test_evaluation_with_gradients() -> None:
+    module, args = build(CASES["convolutions"])
+    ours, _ = dispatched(module, args, "auto")
+    assert_same(step(ours, args), step(module, args))
+    assert_same(step(ours.eval(), args), step(module.eval(), args))
+    assert_served(ours, 2)
+
+
+def _hooked(m: Head, x: torch.Tensor) -> torch.Tensor:
+    y = x * m.w
+    y.register_hook(lambda g: g * 2)
+    return y
+
+
+def _kept(m: Head, x: torch.Tensor) -> torch.Tensor:
+    m.count = m.fc(x).sum()
+    return x * m.w
+
+
+class Leaky(nn.Module):
+    """A tensor that wants a gradient, but is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.ones(6, dtype=torch.float64, requires_grad=True)
+        self.register_buffer("scale", torch.ones(6, dtype=torch.float64))
+        self.w = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.hidden * self.w
+
+
+class WantingBuffer(Leaky):
+    """A buffer that wants a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale.requires_grad_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale * self.w
+
+
+@pytest.mark.parametrize("joint", ["relax", "aot", "auto"])
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Head(_hooked), "register_hook"),
+        (Head(_kept), "requires a gradient into count"),
+        (Leaky(), "neither a parameter nor an input"),
+        (WantingBuffer(), "neither a parameter nor an input"),
+        (Head(lambda m, x: x.detach() * 2), "no output depends"),
+    ],
+    ids=["hook", "graph kept in a buffer", "hidden tensor", "buffer", "nothing to differentiate"],
+)
+def test_refused_by_every_source(module: nn.Module, reason: str, joint: str) -> None:
+    module = copy.deepcopy(module).double().train()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    with pytest.raises(UnsupportedOperatorError, match=reason):
+        add_tvm_dispatch(module, x, options={"joint": joint})
+    assert "forward" not in module.__dict__

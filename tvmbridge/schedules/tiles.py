@@ -1,0 +1,145 @@
+"""Transposes: maps that write along one axis and read along another.
+
+The loop runs over tiles, a few rows of a few vectors each, so that every cache line that is read is used
+up while it is still in the first-level cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.loops import element_loop, loop, over_vectors, power_of_two_below
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.reader import Axis
+from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
+from tvmbridge.schedules.values import (
+    Evaluator,
+    Indexer,
+    Lane,
+    Memory,
+    index_var,
+    integer,
+    reads,
+    unravel,
+)
+
+_TILE_ROWS = 16
+_TILE_COLUMNS = 64
+
+
+@dataclass
+class TileNest:
+    """One map in tiles over its last axis and over ``across``, along which it reads."""
+
+    kernel: Kernel
+    stored: set[Any]
+    stage: Stage
+    across: Axis
+    members: list[Member] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.members = [Member(self.stage, self.stage.size, 0)]
+
+    def add(self, stage: Stage) -> bool:
+        """No other stage joins."""
+        return False
+
+
+def transposed_axis(kernel: Kernel, stored: set[Any], stage: Stage) -> Axis | None:
+    """Return the axis along which a map reads memory in order, if it is not the last one."""
+    indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
+    at = {axis.var: axis.var for axis in stage.axes}
+    wide = [axis for axis in stage.spatial if axis.extent > 1]
+    if stage.reduction is not None or len(wide) < 2 or wide[-1] is not stage.spatial[-1]:
+        return None
+    for _, buffer, indices in reads(kernel, stored, indexer, stage, at):
+        flat = indexer.flat(buffer, indices)
+        if indexer.coefficient(flat, wide[-1].var) in (0, 1):
+            continue
+        for axis in wide[:-1]:
+            if indexer.coefficient(flat, axis.var) == 1:
+                return axis
+    return None
+
+
+class TileEmitter:
+    """Writes one :class:`TileNest`."""
+
+    def __init__(self, nest: TileNest, machine: Machine, memory: Memory) -> None:
+        self.nest, self.machine, self.memory = nest, machine, memory
+        self.indexer = Indexer()
+        last = nest.stage.spatial[-1]
+        self.rows, self.columns = nest.across.extent, last.extent
+        self.tile = min(self.rows, _TILE_ROWS), min(self.columns, _TILE_COLUMNS)
+        self.outer = [a for a in nest.stage.spatial if a is not nest.across and a is not last]
+        stages = virtual_stages(nest.kernel, nest.stored, nest.stage)
+        self.work = nest.stage.size * (sum(stage.cost for stage in stages) + 8)
+        vectorizable = all(stage.vectorizable for stage in stages)
+        self.lanes = power_of_two_below(min(machine.lanes, self.tile[1])) if vectorizable else 1
+
+    def emit(self) -> list[tirx.Stmt]:
+        """Return a loop over tiles."""
+        across, along = -(-self.rows // self.tile[0]), -(-self.columns // self.tile[1])
+        tiles = extent_of(self.outer) * across * along
+        parallel = self.machine.chunks(self.work, tiles) > 1
+
+        def body(t: Expr) -> list[tirx.Stmt]:
+            if isinstance(t, tirx.Var):
+                self.indexer.bind(t, tiles)
+            places = [Axis(index_var(n), e, False) for n, e in (("a", across), ("b", along))]
+            at = unravel(t, [*self.outer, *places], self.indexer)
+            starts = [at.pop(place.var) for place in places]
+            return self._tile(at, starts)
+
+        return [loop(tiles, body, tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL)]
+
+    def _tile(self, outer: dict[Any, Expr], starts: Sequence[Expr]) -> list[tirx.Stmt]:
+        firsts, binds = [], []
+        for start, size, extent in zip(starts, self.tile, (self.rows, self.columns), strict=True):
+            first = index_var("first")
+            self.indexer.bind(first, extent - size + 1)
+            # The last tile overlaps the one before it where tiles do not divide the extent.
+            value = tirx.Min(start * integer(size), integer(extent - size))
+            binds.append(tirx.Bind(first, value))
+            firsts.append(first)
+
+        def row(i: Expr) -> list[tirx.Stmt]:
+            if isinstance(i, tirx.Var):
+                self.indexer.bind(i, self.tile[0])
+            where = outer | {self.nest.across.var: firsts[0] + i}
+            return [
+                over_vectors(
+                    self.tile[1], self.lanes, lambda b, _: self._store(where, firsts[1], b)
+                )
+            ]
+
+        return [*binds, loop(self.tile[0], row)]
+
+    def _store(self, where: dict[Any, Expr], first: Expr, base: Expr) -> list[tirx.Stmt]:
+        nest, stage = self.nest, self.nest.stage
+        if isinstance(base, tirx.Var):
+            self.indexer.bind(base, self.tile[1] - self.lanes + 1)
+
+        def body(evaluator: Evaluator, lane: Expr) -> None:
+            if isinstance(lane, tirx.Var):
+                self.indexer.bind(lane, self.lanes)
+            at = where | {stage.spatial[-1].var: first + base + lane}
+            value = evaluator.element(stage, at)
+            indices = [at[var] if var is not None else integer(0) for var in stage.dims]
+            evaluator.store(stage.buffer, self.indexer.flat(stage.buffer, indices), value)
+
+        def fork(lane: Lane) -> Evaluator:
+            return Evaluator(nest.kernel, nest.stored, self.indexer, self.memory, lane)
+
+        return element_loop(self.lanes, fork, body)
+
+
+def emit_tiles(nest: TileNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
+    """Return the code of a transpose."""
+    return TileEmitter(nest, machine, memory).emit()
