@@ -25,10 +25,9 @@ _KEPT_WHOLE = (
     aten.upsample_bilinear2d.vec,
     aten.upsample_nearest2d.vec,
     aten.upsample_bicubic2d.vec,
-    # Their parts answer infinities otherwise: they multiply by weights of 0, or subtract too early.
+    # Their parts answer infinities otherwise: they multiply by weights of 0.
     aten.upsample_linear1d.vec,
     aten.upsample_trilinear3d.vec,
-    aten.multi_margin_loss.default,
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
@@ -39,51 +38,6 @@ _DRAWN_IN_PARTS = (
     "aten.gru",
     "aten.rnn_relu",
     "aten.rnn_tanh",
-)
-
-# Taken apart, and the derivative of the parts is that of the whole everywhere: also at kinks, where
-# a side is infinite, and for operands that are equal.
-DERIVATIVE_KEPT: frozenset[Any] = frozenset(
-    {
-        aten._safe_softmax.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._unsafe_view.default,
-        aten.addcdiv.default,
-        aten.addcmul.default,
-        aten.addr.default,
-        aten.baddbmm.default,
-        aten.channel_shuffle.default,
-        aten.detach.default,
-        aten.dot.default,
-        aten.glu.default,
-        aten.lerp.Scalar,
-        aten.lerp.Tensor,
-        aten.masked_fill.Scalar,
-        aten.masked_fill.Tensor,
-        aten.mse_loss.default,
-        aten.mv.default,
-        aten.pixel_shuffle.default,
-        aten.pixel_unshuffle.default,
-        aten.roll.default,
-        aten.rsub.Scalar,
-        aten.rsub.Tensor,
-        aten.select_scatter.default,
-        aten.silu.default,
-        aten.split.Tensor,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.stack.default,
-        aten.sum.default,
-        aten.t.default,
-        aten.trace.default,
-        aten.transpose.int,
-        aten.tril.default,
-        aten.triu.default,
-        aten.unbind.int,
-        aten.unsafe_split.Tensor,
-        aten.unsafe_split_with_sizes.default,
-        aten.vdot.default,
-    }
 )
 
 # What autograd writes that consists of moves and element-wise operators.

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tvmbridge.decompositions import DERIVATIVE_KEPT, decomposition_table
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, OutputKind
@@ -172,7 +172,6 @@ class _FlowWatch(TorchDispatchMode):
         super().__init__()
         self.reasons: dict[str, None] = {}
         self.draws: list[str] = []
-        self._decomposed = frozenset(decomposition_table(differentiated=True))
         self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(
@@ -188,8 +187,8 @@ class _FlowWatch(TorchDispatchMode):
         results = _floating(result)
         if not active or not results:
             return result
-        if func in self._decomposed and func not in DERIVATIVE_KEPT:
-            self.reasons[f"the captured graph has another derivative of {func}"] = None
+        if not has_same_derivative(func._schema.name):
+            self.reasons[f"the derivative of {func} is not known to be PyTorch's"] = None
         # Kept alive, so that no other tensor gets the same id.
         self._made_by.update({id(t): (t, str(func)) for t in results})
         return result

@@ -96,10 +96,17 @@ class RowNest:
             same = source.columns == columns and tvm_ffi.structural_equal(within, self.column)
             joined.time = max(joined.time, _earliest(source, joined.looped, same))
             sources.append((source, same))
+        while any(_shares_pass(m, joined) and m.columns != columns for m in self.members):
+            joined.time += 2
         for source, same in sources:
             source.kept |= not source.scalar and (not same or joined.time > source.time)
         self.members.append(joined)
         return True
+
+
+def _shares_pass(member: Member, other: Member) -> bool:
+    """Whether two stages stand in the same loop over columns, which then must be of one width."""
+    return member.looped and other.looped and member.time == other.time
 
 
 def _earliest(source: Member, looped: bool, same: bool) -> int:

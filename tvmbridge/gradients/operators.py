@@ -1,0 +1,39 @@
+"""ATen operators whose gradient TVM's Gradient takes as PyTorch does.
+
+An operator reaches Relax by a decomposition or a converter, and TVM differentiates what came of it.
+That is PyTorch's derivative for the operators listed here, everywhere: also at kinks, where a side
+is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
+deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
+PyTorch's formula says 0.) Whether Relax has a rule for each of the parts is another question, which
+``ADMITTED`` answers. Names are without overload and without the underscore of in-place variants.
+"""
+
+from __future__ import annotations
+
+_MOVES = (
+    "_reshape_alias _unsafe_view alias as_strided cat channel_shuffle clone contiguous copy detach "
+    "expand fill flip lift_fresh lift_fresh_copy permute pixel_shuffle pixel_unshuffle repeat "
+    "reshape roll select select_scatter slice split split_with_sizes squeeze stack t _to_copy "
+    "transpose tril triu unbind unsafe_split unsafe_split_with_sizes unsqueeze view where zero "
+    "masked_fill embedding"
+)
+_ELEMENTWISE = (
+    "abs add addcdiv addcmul cos div erf exp gelu glu lerp log maximum minimum mul native_dropout "
+    "neg pow reciprocal relu rsqrt rsub sigmoid silu sin sqrt sub tanh"
+)
+_PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
+_REDUCTIONS = (
+    "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
+    "mean mse_loss native_layer_norm sum trace"
+)
+
+SAME_DERIVATIVE: frozenset[str] = frozenset(
+    f"aten::{name}"
+    for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS)
+    for name in group.split()
+)
+
+
+def has_same_derivative(schema_name: str) -> bool:
+    """Whether the operator (``aten::add_``, say) may be left to TVM's Gradient."""
+    return schema_name.removesuffix("_") in SAME_DERIVATIVE
