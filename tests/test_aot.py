@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from tvm import relax
 
-from tests.joint_cases import CASES, Head, assert_same, build, dispatched, step
+from tests.joint_cases import CASES, Head
+from tests.joint_steps import assert_same, build, dispatched, step
 from tvmbridge.aot import trace_joint
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color

@@ -25,7 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "capture decompositions noise frontend differentiate coloring split"
+        "capture decompositions recurrent noise rehearsal hoist facts frontend"
+        " differentiate aot joint coloring split"
         " build runtime state cache tuning report",
         "compiled",
         "autograd",

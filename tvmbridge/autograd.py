@@ -47,9 +47,7 @@ class TrainingCall:
 
     def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The primals that backward reads; copies of those that are written into meanwhile."""
-        return [
-            primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads
-        ]
+        return [primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads]
 
 
 def _overwritten(compiled: CompiledModule) -> frozenset[int]:
@@ -58,9 +56,7 @@ def _overwritten(compiled: CompiledModule) -> frozenset[int]:
     targets = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
     primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
     return frozenset(
-        i
-        for i, d in enumerate(primals)
-        if d.kind is InputKind.BUFFER and d.target in targets
+        i for i, d in enumerate(primals) if d.kind is InputKind.BUFFER and d.target in targets
     )
 
 

@@ -127,6 +127,7 @@ def _spell_out_total_dropout(program: ExportedProgram) -> None:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
+    """Within it autocast is off, as it is wherever compiled code is called."""
     with torch.autocast("cpu", enabled=False):
         if torch.cuda.is_available():
             with torch.autocast("cuda", enabled=False):

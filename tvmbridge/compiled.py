@@ -15,11 +15,13 @@ from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.facts import refuse_other_draws
 from tvmbridge.frontend import import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import inference_passes, run_passes
+from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
 from tvmbridge.types import CapturedGraph, OutputKind, PassRecord
@@ -104,6 +106,8 @@ def compile_module(
         mod, num_outputs = parts.mod, parts.num_outputs
     else:
         with stages.measure("import"):
+            if captured.training:
+                refuse_other_draws(Rehearsal(module, args, kwargs, captured))
             imported = import_graph(captured)
         with stages.measure("passes"):
             mod = run_passes(imported.mod, inference_passes(), records)
@@ -137,9 +141,7 @@ def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -
         )
 
 
-def shared_results(
-    mod: tvm.IRModule, name: str, count: int | None = None
-) -> frozenset[int]:
+def shared_results(mod: tvm.IRModule, name: str, count: int | None = None) -> frozenset[int]:
     """Results of a function that share memory with an argument or with an earlier result."""
     function = mod[name]
     roots: Sequence[Any] = storage_roots(function)[:count]

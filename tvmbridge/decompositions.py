@@ -92,7 +92,8 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     What is not in it stays PyTorch's own kernel, with PyTorch's own result.
     """
     whole = core_aten_decompositions()
-    return {op: whole[op] for op in _JOINT_TAKEN_APART} | {aten.copy.default: _copy}
+    table = {op: whole[op] for op in _JOINT_TAKEN_APART}
+    return table | {aten.copy.default: _copy, aten._safe_softmax.default: _safe_softmax}
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -100,9 +101,7 @@ def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> 
     return source.to(x.device, x.dtype).expand(x.shape)
 
 
-def _safe_softmax(
-    x: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
     masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)

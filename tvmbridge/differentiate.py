@@ -52,7 +52,7 @@ def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
             if not isinstance(call, relax.Call) or binding.var not in active:
                 continue
             if not isinstance(call.op, tvm.ir.Op) or not is_admitted(call):
-                name = aten_call_operator(call) or getattr(call.op, "name", str(call.op))
+                name = aten_call_operator(call) or str(getattr(call.op, "name", call.op))
                 missing[name] = None
     return list(missing)
 

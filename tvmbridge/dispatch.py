@@ -308,6 +308,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             signature=str(specialization.signature),
             target=str(variant.compiled.target),
             joint=variant.compiled.joint,
+            joint_reason=variant.compiled.joint_reason,
             calls=variant.calls,
             seconds=dict(variant.compiled.seconds),
             residual_bytes=variant.compiled.residual_bytes,

@@ -45,6 +45,8 @@ _CREATES = frozenset(
     }
 )
 
+_OTHER_DRAWS = "the captured graph draws other random numbers than the module"
+
 
 @dataclass(frozen=True)
 class GradientFacts:
@@ -82,14 +84,31 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
                 "no output depends on an input or parameter that requires a gradient"
             )
         reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
-    if watch.draws != [_captured_draw(n) for n in rehearsal.captured.noise]:
-        watch.reasons["the captured graph draws other random numbers"] = None
+    if not _draws_alike(watch, rehearsal):
+        watch.reasons[_OTHER_DRAWS] = None
     return GradientFacts(
         lost=tuple(watch.reasons),
         cotangent_of=tuple(differentiable),
         wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
         gradient_reads=tuple(reads for reads in reached.values() if reads),
     )
+
+
+def refuse_other_draws(rehearsal: Rehearsal) -> None:
+    """Rehearse forward without gradients and compare the random numbers that are drawn.
+
+    Raises:
+        UnsupportedOperatorError: the captured graph does not draw what eager PyTorch draws.
+    """
+    watch = _FlowWatch()
+    with rehearsal.mode, watch:
+        rehearsal([f.detach() for f in rehearsal.fakes()])
+    if not _draws_alike(watch, rehearsal):
+        raise UnsupportedOperatorError(_OTHER_DRAWS)
+
+
+def _draws_alike(watch: _FlowWatch, rehearsal: Rehearsal) -> bool:
+    return watch.draws == [_captured_draw(n) for n in rehearsal.captured.noise]
 
 
 def _reached(
@@ -112,9 +131,7 @@ def _reached(
     return reached
 
 
-def _refuse(
-    rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: _AutogradWatch
-) -> None:
+def _refuse(rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: _AutogradWatch) -> None:
     """Raise for what neither source of the joint function can repeat."""
     if uses.found:
         raise UnsupportedOperatorError(
@@ -152,9 +169,7 @@ class _AutogradWatch(TorchFunctionMode):
         super().__init__()
         self.found: dict[str, None] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._USES:
             self.found[self._USES[func]] = None
         return func(*args, **(kwargs or {}))
@@ -169,14 +184,12 @@ class _FlowWatch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.reasons: dict[str, None] = {}
         self.draws: list[str] = []
         self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim" or func._schema.name in _CREATES:
             return self._drawing(func, args, kwargs)

@@ -60,9 +60,7 @@ def _with_dropout(whole: Decomposition) -> Decomposition:
             own = [s.chunk(num_layers)[i] for s in states]
             weights = params[i * per_layer : (i + 1) * per_layer]
             given: Any = own if isinstance(state, list | tuple) else own[0]
-            x, *final = whole(
-                x, given, weights, has_biases, 1, 0.0, train, bidirectional, False
-            )
+            x, *final = whole(x, given, weights, has_biases, 1, 0.0, train, bidirectional, False)
             finals.append(tuple(final))
             if i < num_layers - 1:
                 x = torch.dropout(x, dropout, True)

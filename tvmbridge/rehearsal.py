@@ -63,14 +63,11 @@ class Rehearsal:
             value: torch.Tensor = self.leaves[descriptor.position or 0]
             return value
         path, _, name = (descriptor.target or "").rpartition(".")
-        return getattr(self.module.get_submodule(path), name)  # type: ignore[no-any-return]
+        return getattr(self.module.get_submodule(path), name)
 
     def fakes(self) -> list[torch.Tensor]:
         """Fake primals with the shapes and strides of the sample; none requires a gradient."""
-        return [
-            self.mode.from_tensor(t.detach(), static_shapes=True)  # type: ignore[no-untyped-call]
-            for t in self.originals
-        ]
+        return [self.mode.from_tensor(t.detach(), static_shapes=True) for t in self.originals]
 
     def leaves_of(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """``primals`` as leaves of an autograd graph: those wanted require a gradient."""
@@ -87,9 +84,7 @@ class Rehearsal:
         """
         leaves = list(self.leaves)
         held: dict[int, torch.Tensor] = {}
-        for descriptor, original, primal in zip(
-            self.inputs, self.originals, primals, strict=True
-        ):
+        for descriptor, original, primal in zip(self.inputs, self.originals, primals, strict=True):
             if descriptor.kind is InputKind.USER:
                 leaves[descriptor.position or 0] = primal
             else:

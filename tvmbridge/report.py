@@ -17,13 +17,15 @@ class SpecializationReport:
     """One compiled signature in one mode.
 
     ``seconds`` are by stage of compilation; ``residual_bytes`` is what forward keeps for backward
-    beyond its inputs and outputs; operators are counted by ATen overload.
+    beyond its inputs and outputs; operators are counted by ATen overload. ``joint`` is the source
+    of the joint function, ``joint_reason`` says why it is not ``relax``.
     """
 
     mode: str
     signature: str
     target: str
     joint: str | None
+    joint_reason: str
     calls: int
     seconds: Mapping[str, float]
     residual_bytes: int
@@ -45,6 +47,9 @@ class DispatchReport:
         console = Console(file=io.StringIO(), width=110)
         console.print(f"calls served by TVM: {self.tvm_calls}")
         console.print(_specialization_table(self.specializations))
+        for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
+            if reason:
+                console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():

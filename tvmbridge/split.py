@@ -135,7 +135,7 @@ def _build(
 
 
 @mutator
-class _Renamer(PyExprMutator):  # type: ignore[misc]
+class _Renamer(PyExprMutator):
     """Replaces variables by others; the split must not share variables between functions."""
 
     def __init__(self, names: Mapping[relax.Var, relax.Var]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from torch import fx
 import torch
+from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.elementwise import result_dtype

@@ -14,7 +14,8 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.frontend.registry import CONVERTERS, MOVED, Converter, Declined
+from tvmbridge.frontend.limits import dtypes_admitted, nbytes_of, refuse_what_cannot_run
+from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
 from tvmbridge.kernels.aten_call import ATEN_CALL, emit_aten_call, packed_call
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.noise import dropout_arguments
@@ -28,9 +29,6 @@ _MAX_FOLDED_BYTES = 1 << 20
 # Checks that the sample passed and that the guard repeats; they compute nothing.
 _ASSERTIONS = frozenset(
     {"aten::_assert_tensor_metadata", "aten::_assert_async", "aten::_assert_scalar"}
-)
-_STRIDE_DEPENDENT = frozenset(
-    {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::set_"}
 )
 
 
@@ -86,15 +84,15 @@ class Importer:
             )
         if target._schema.name in _ASSERTIONS:
             return
-        _refuse_what_cannot_run(node)
+        refuse_what_cannot_run(node)
         self.values[node] = self._convert_operator(node)
 
     def _convert_operator(self, node: fx.Node) -> Any:
         name = str(node.target)
-        if not node.all_input_nodes and _nbytes(node) <= _MAX_FOLDED_BYTES:
+        if not node.all_input_nodes and nbytes_of(node) <= _MAX_FOLDED_BYTES:
             return self._fold(node)
-        converter = CONVERTERS.get(node.target)  # type: ignore[arg-type]
-        if converter is not None and _dtypes_admitted(node, converter):
+        converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
+        if converter is not None and dtypes_admitted(node, converter):
             try:
                 result = converter.function(self, node, *node.args, **node.kwargs)
             except Declined:
@@ -134,54 +132,6 @@ def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
     # NumPy has no bfloat16.
     values = tvm.runtime.from_dlpack(dense.clone())
     return relax.const(values, to_relax_dtype(tensor.dtype))
-
-
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake results of a node, one or several."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _nbytes(node: fx.Node) -> int:
-    return sum(TensorSpec.of(v).nbytes for v in tensors_of(node))
-
-
-def _dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n)]
-    return all(t.dtype in converter.dtypes and t.numel() > 0 for t in tensors)
-
-
-def _refuse_what_cannot_run(node: fx.Node) -> None:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    if target._schema.name in _STRIDE_DEPENDENT and not _is_dense(node.args[0]):
-        raise UnsupportedOperatorError(f"{target} depends on the strides of its input")
-    if target._schema.is_mutable:
-        raise UnsupportedOperatorError(
-            f"{target} writes into its inputs and was not functionalised"
-        )
-    results = tensors_of(node)
-    if not results or _returns_numbers(node):
-        raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
-    for tensor in results:
-        if not is_supported(tensor.dtype):
-            raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
-        if not all(isinstance(s, int) for s in tensor.shape):
-            raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")
-
-
-def _is_dense(operand: Any) -> bool:
-    """Whether a tensor is laid out in the trace as it is in compiled code."""
-    fake = operand.meta["val"]
-    whole: bool = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
-    return whole and bool(fake.is_contiguous())
-
-
-def _returns_numbers(node: fx.Node) -> bool:
-    value = node.meta["val"]
-    values = value if isinstance(value, tuple | list) else [value]
-    return not all(v is None or isinstance(v, torch.Tensor) for v in values)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ PyTorch's formula says 0.) Whether Relax has a rule for each of the parts is ano
 from __future__ import annotations
 
 _MOVES = (
-    "_reshape_alias _unsafe_view alias as_strided cat channel_shuffle clone contiguous copy detach "
+    "_reshape_alias _unsafe_view alias cat channel_shuffle clone contiguous copy detach "
     "expand fill flip lift_fresh lift_fresh_copy permute pixel_shuffle pixel_unshuffle repeat "
     "reshape roll select select_scatter slice split split_with_sizes squeeze stack t _to_copy "
     "transpose tril triu unbind unsafe_split unsafe_split_with_sizes unsqueeze view where zero "

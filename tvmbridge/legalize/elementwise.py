@@ -34,9 +34,7 @@ def unary(function: ScalarFunction, name: str) -> LegalizeFunc:
 
 
 def unary_float(name: str) -> LegalizeFunc:
-    """Return the legalisation by ``FUNCTIONS[name]``; an integer argument is computed in the
-    result's dtype.
-    """
+    """Return the legalisation by ``FUNCTIONS[name]``; integers compute in the result's dtype."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         result = str(call.ty.dtype.dtype)
@@ -85,9 +83,7 @@ def _as_scalar(arg: Expr, dtype: str) -> Expr | None:
 
 
 def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
-    """Return the legalisation of a two-argument operator with broadcasting, result and arguments
-    of one dtype.
-    """
+    """Return the legalisation of a broadcasting operator of two arguments of one dtype."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         shape = [int(extent) for extent in call.ty.shape.values]
@@ -110,9 +106,7 @@ def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
 
 
 def _broadcast(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
-    """Return the element of ``x`` that a broadcast to more or larger dimensions has at
-    ``indices``.
-    """
+    """Return the element that ``x`` has at ``indices`` of a larger shape."""
     last = indices[len(indices) - len(x.shape) :]
     zero = constant(0, "int64")
     return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])

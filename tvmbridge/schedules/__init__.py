@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import IRModule
@@ -87,4 +88,14 @@ def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     return IRModule({**dict(mod.functions_items()), **updates}, attrs=mod.attrs)
 
 
-__all__ = ["schedule_for_cpu", "schedule_function"]
+def cpu_schedule_pass(target: Target) -> tvm.ir.transform.Pass:
+    """Return :func:`schedule_for_cpu` as a pass, for use in a Sequential."""
+
+    @tvm.ir.transform.module_pass(opt_level=0, name="ScheduleForCPU")
+    def schedule(mod: IRModule, _: tvm.ir.transform.PassContext) -> IRModule:
+        return schedule_for_cpu(mod, target)
+
+    return schedule
+
+
+__all__ = ["cpu_schedule_pass", "schedule_for_cpu", "schedule_function"]

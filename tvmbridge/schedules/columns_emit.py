@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.ir import Expr
 
@@ -65,7 +67,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
             allocation,
             tirx.Bind(first, tirx.Min(number * integer(block), integer(columns - block))),
             over_vectors(block, lanes, clear),
-            *_accumulate(e, accumulator, lanes, (row, first, block), (start, end)),
+            *_Block(e, accumulator, lanes, row, first, block).add_steps(start, end),
             over_vectors(block, lanes, write),
         ]
 
@@ -76,62 +78,64 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     return [room, bound, *_combine_parts(e, partial, parts, lanes)]
 
 
-def _accumulate(
-    e: ReductionEmitter,
-    accumulator: Buffer,
-    lanes: int,
-    where: tuple[Expr, Expr, int],
-    steps: tuple[Expr, Expr],
-) -> list[tirx.Stmt]:
-    """Return loops that add steps [start, end) of one row and block of columns to its
-    accumulators.
-    """
-    row, first, block = where
-    start, end = steps
-    unroll = _UNROLL if e.cost < _UNROLL_COST else 1
+@dataclass(frozen=True)
+class _Block:
+    """The accumulators of a block of columns of one row."""
 
-    def add(depth: Expr, count: int) -> tirx.Stmt:
-        def vectors(base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
-            if isinstance(base, tirx.Var):
-                e.indexer.bind(base, block - lanes + 1)
+    emitter: ReductionEmitter
+    sums: Buffer
+    lanes: int
+    row: Expr
+    first: Expr
+    width: int
 
-            def body(evaluator: Evaluator, lane: Expr) -> None:
-                if isinstance(lane, tirx.Var):
-                    e.indexer.bind(lane, lanes)
-                at = e.indexer.simplify(base + lane)
-                old = evaluator.name(load(accumulator, at), "old")
-                elements = [
-                    e.element(evaluator, row, depth + integer(i), first + at) for i in range(count)
-                ]
-                while len(elements) > 1:
-                    elements = [
-                        e.reduction.combine(*elements[i : i + 2])
-                        for i in range(0, len(elements), 2)
-                    ]
-                new = e.reduction.combine(old, elements[0])
-                if fresh is not None:
-                    new = tirx.Select(at >= fresh, new, old)
-                evaluator.statements.append(store(accumulator, new, at))
+    def add(self, depth: Expr, count: int) -> tirx.Stmt:
+        """Return the loop that adds ``count`` steps from ``depth`` to the accumulators."""
+        return over_vectors(self.width, self.lanes, lambda b, f: self._vector(depth, count, b, f))
 
-            return element_loop(lanes, e.evaluator, body)
+    def _vector(self, depth: Expr, count: int, base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
+        e = self.emitter
+        if isinstance(base, tirx.Var):
+            e.indexer.bind(base, self.width - self.lanes + 1)
 
-        return over_vectors(block, lanes, vectors)
+        def body(evaluator: Evaluator, lane: Expr) -> None:
+            if isinstance(lane, tirx.Var):
+                e.indexer.bind(lane, self.lanes)
+            at = e.indexer.simplify(base + lane)
+            old = evaluator.name(load(self.sums, at), "old")
+            values = [
+                e.element(evaluator, self.row, depth + integer(i), self.first + at)
+                for i in range(count)
+            ]
+            while len(values) > 1:
+                pairs = zip(values[::2], values[1::2], strict=True)
+                values = [e.reduction.combine(a, b) for a, b in pairs]
+            new = e.reduction.combine(old, values[0])
+            if fresh is not None:
+                new = tirx.Select(at >= fresh, new, old)
+            evaluator.statements.append(store(self.sums, new, at))
 
-    def step(depth: Expr) -> list[tirx.Stmt]:
-        if isinstance(depth, tirx.Var):
-            e.indexer.bind(depth, e.stage.depth)
-        return [add(depth, 1)]
+        return element_loop(self.lanes, e.evaluator, body)
 
-    if unroll == 1:
-        return [loop(end - start, step, start=start)]
-    whole = (end - start) // integer(unroll)
+    def add_steps(self, start: Expr, end: Expr) -> list[tirx.Stmt]:
+        """Return loops that add steps [start, end) to the accumulators."""
+        e = self.emitter
 
-    def several(i: Expr) -> list[tirx.Stmt]:
-        depth = e.index(e.stage.depth - unroll + 1, "depth")
-        return [tirx.Bind(depth, start + i * integer(unroll)), add(depth, unroll)]
+        def step(depth: Expr) -> list[tirx.Stmt]:
+            if isinstance(depth, tirx.Var):
+                e.indexer.bind(depth, e.stage.depth)
+            return [self.add(depth, 1)]
 
-    rest = start + whole * integer(unroll)
-    return [loop(whole, several), loop(end - rest, step, start=rest)]
+        if e.cost >= _UNROLL_COST or e.stage.depth < _UNROLL:
+            return [loop(end - start, step, start=start)]
+        whole = (end - start) // integer(_UNROLL)
+
+        def several(i: Expr) -> list[tirx.Stmt]:
+            depth = e.index(e.stage.depth - _UNROLL + 1, "depth")
+            return [tirx.Bind(depth, start + i * integer(_UNROLL)), self.add(depth, _UNROLL)]
+
+        rest = start + whole * integer(_UNROLL)
+        return [loop(whole, several), loop(end - rest, step, start=rest)]
 
 
 def _combine_parts(e: ReductionEmitter, partial: Buffer, parts: int, lanes: int) -> list[tirx.Stmt]:

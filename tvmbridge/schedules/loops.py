@@ -61,10 +61,8 @@ def over_vectors(
     """Return a loop over [0, extent) in steps of ``lanes``, at most ``extent``.
 
     ``body(base, fresh)`` handles the ``lanes`` positions from ``base``. Where ``lanes`` does not
-    divide
-    ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are new;
-    else
-    ``fresh`` is None.
+    divide ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are
+    new; else ``fresh`` is None.
     """
     count = -(-extent // lanes)
     if extent % lanes == 0:

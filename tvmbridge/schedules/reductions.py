@@ -54,9 +54,7 @@ class ReductionNest:
 
 
 def columns_of(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
-    """Return how many columns lie side by side in memory if ``stage`` reduces down columns, else
-    None.
-    """
+    """Return how many columns lie side by side if ``stage`` reduces down them, else None."""
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
     at = {axis.var: axis.var for axis in stage.axes}
     wide = [axis for axis in stage.axes if axis.extent > 1]

@@ -127,9 +127,7 @@ def extent_of(axes: Sequence[Axis]) -> int:
 
 
 def row_axes(stage: Stage, rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
-    """Split a stage's axes into those of rows and those of columns; a reduction's columns are
-    reduced.
-    """
+    """Split a stage's axes into those of rows and of columns (what is reduced)."""
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)

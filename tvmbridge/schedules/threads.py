@@ -67,10 +67,9 @@ _NEEDED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 @functools.cache
 def share_torch_threads() -> bool:
-    """Make parallel loops of modules loaded from now on run on PyTorch's threads; False if they
-    cannot.
+    """Run parallel loops of modules loaded from now on by PyTorch's threads; False if it cannot.
 
-    They cannot where PyTorch was built without GNU's OpenMP interface; TVM's own pool serves there.
+    It cannot where PyTorch was built without GNU's OpenMP interface; TVM's own pool serves there.
     """
     addresses = _openmp_addresses()
     if addresses is None:

@@ -1,7 +1,7 @@
 """Transposes: maps that write along one axis and read along another.
 
-The loop runs over tiles, a few rows of a few vectors each, so that every cache line that is read is used
-up while it is still in the first-level cache.
+The loop runs over tiles, a few rows of a few vectors each, so that every cache line that is read
+is used up while it is still in the first-level cache.
 """
 
 from __future__ import annotations

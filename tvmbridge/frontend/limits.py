@@ -1,0 +1,68 @@
+"""What the frontend can take: operators that run in compiled code, and dtypes of converters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.frontend.registry import Converter
+from tvmbridge.kernels.dtypes import is_supported
+from tvmbridge.types import TensorSpec
+
+_STRIDE_DEPENDENT = frozenset(
+    {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::set_"}
+)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake results of a node, one or several."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, tuple | list) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """Bytes of all results of a node."""
+    return sum(TensorSpec.of(v).nbytes for v in tensors_of(node))
+
+
+def dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
+    """Whether ``converter`` may convert a node, by the dtypes of its operands and results."""
+    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n)]
+    return all(t.dtype in converter.dtypes and t.numel() > 0 for t in tensors)
+
+
+def refuse_what_cannot_run(node: fx.Node) -> None:
+    """Raise UnsupportedOperatorError for a node that can be neither converted nor called."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if target._schema.name in _STRIDE_DEPENDENT and not _is_dense(node.args[0]):
+        raise UnsupportedOperatorError(f"{target} depends on the strides of its input")
+    if target._schema.is_mutable:
+        raise UnsupportedOperatorError(
+            f"{target} writes into its inputs and was not functionalised"
+        )
+    results = tensors_of(node)
+    if not results or _returns_numbers(node):
+        raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
+    for tensor in results:
+        if not is_supported(tensor.dtype):
+            raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
+        if not all(isinstance(s, int) for s in tensor.shape):
+            raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")
+
+
+def _is_dense(operand: Any) -> bool:
+    """Whether a tensor is laid out in the trace as it is in compiled code."""
+    fake = operand.meta["val"]
+    whole: bool = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
+    return whole and bool(fake.is_contiguous())
+
+
+def _returns_numbers(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    values = value if isinstance(value, tuple | list) else [value]
+    return not all(v is None or isinstance(v, torch.Tensor) for v in values)
