@@ -152,10 +152,7 @@ def check(case: Case, compiled: Callable[..., torch.Tensor], inputs: Tensors) ->
 
 
 def measure(functions: list[Callable[[], object]], seconds: float = 1.0) -> list[float]:
-    """Return the lower decile of each function's time in microseconds, called in turn.
-
-    Beside other load on the machine the median says more about that load than about the code.
-    """
+    """Return the median time of each function in microseconds, called in turn."""
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 20:
@@ -163,7 +160,7 @@ def measure(functions: list[Callable[[], object]], seconds: float = 1.0) -> list
             start = time.perf_counter()
             function()
             record.append(time.perf_counter() - start)
-    return [statistics.quantiles(record, n=10)[0] * 1e6 for record in times]
+    return [statistics.median(record) * 1e6 for record in times]
 
 
 def main(names: list[str]) -> None:

@@ -46,10 +46,10 @@ def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
     return host_target() if not resolved.attrs.get("mcpu") else resolved
 
 
-def kernel_passes(target: tvm.target.Target) -> list[AnyPass]:
-    """From Relax operators to scheduled loops and calls of kernels."""
+def kernel_passes(measure: bool) -> list[AnyPass]:
+    """From Relax operators to loops and calls of kernels, measured or not (DispatchKernels)."""
     return [
-        DispatchKernels(),
+        DispatchKernels(measure=measure),
         *tidy_passes(),
         relax.transform.LegalizeOps(LEGALIZE_MAP),
         relax.transform.AnnotateTIROpPattern(),
@@ -81,16 +81,20 @@ def _virtual_machine_passes() -> tvm.transform.Pass:
 
 
 def build(
-    mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    records: list[PassRecord],
+    *,
+    measure: bool = False,
 ) -> relax.VirtualMachine:
-    """Compile ``mod`` and load it.
+    """Compile ``mod`` and load it; ``measure`` lets kernels be chosen by measurement.
 
     Raises:
         BuildError: TVM cannot compile it for ``target``.
     """
     register_kernels()
     with target:
-        mod = run_passes(mod, kernel_passes(target), records)
+        mod = run_passes(mod, kernel_passes(measure), records)
         mod = schedule_for_cpu(mod, target)
         try:
             executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())

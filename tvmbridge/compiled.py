@@ -115,7 +115,7 @@ def compile_module(
             parts = None
         num_outputs = sum(o.spec is not None and o.alias_of is None for o in captured.outputs)
     with stages.measure("build"):
-        loaded = LoadedModule(build(mod, resolved, records))
+        loaded = LoadedModule(build(mod, resolved, records, measure=options.measure_kernels))
     return CompiledModule(
         captured=captured,
         split=parts,

@@ -23,6 +23,8 @@ class CompileOptions:
             forward value that backward reads.
         max_specializations: how many input signatures one module keeps compiled; further ones
             go to the module's own forward.
+        measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
+            both at compilation, once for each shape in a process.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
@@ -31,6 +33,7 @@ class CompileOptions:
     joint: str = "auto"
     residual_policy: str = "save_all"
     max_specializations: int = 16
+    measure_kernels: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -94,6 +94,8 @@ class Rehearsal:
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
+            # cuDNN's batch norm writes statistics that its schema does not declare.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(_plain_checkpoints())
             stack.enter_context(_tensors_replaced(self.module, held))
             results = pytree.tree_leaves(self.module.forward(*args, **kwargs))

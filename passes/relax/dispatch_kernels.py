@@ -27,7 +27,8 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.kernels.aten_call import call_overload
+from tvmbridge.kernels.aten_call import call_overload, packed_call
+from tvmbridge.kernels.choice import product_kernel
 from tvmbridge.kernels.matmul import MATMUL, View, matmul_spec
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
 
@@ -40,14 +41,17 @@ class DispatchKernels(RelaxPass):
 
     Args:
         fuse_bias: let the product add a bias row where nothing else reads the bare product.
+        measure: measure on this machine which library multiplies each shape faster; otherwise
+            take the one behind ``torch.mm``.
     """
 
     fuse_bias: bool = True
+    measure: bool = False
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
             biased = _biased_products(function) if self.fuse_bias else {}
-            return _KernelMutator(biased, report).visit_expr(function)
+            return _KernelMutator(biased, self.measure, report).visit_expr(function)
 
         return map_functions(mod, rewrite)
 
@@ -96,8 +100,11 @@ def _no_product_of_matrices(call: relax.Call) -> str | None:
 
 @mutator
 class _KernelMutator(PyExprMutator):
-    def __init__(self, biased: dict[relax.Var, relax.Call], report: PassReport) -> None:
+    def __init__(
+        self, biased: dict[relax.Var, relax.Call], measure: bool, report: PassReport
+    ) -> None:
         super().__init__()
+        self.measure = measure
         self.biased = biased
         self.report = report
 
@@ -126,7 +133,13 @@ class _KernelMutator(PyExprMutator):
         self.report.rewrote()
         bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
         spec = matmul_spec(views, _flatten_batch(_extents(result)))
-        arguments = relax.Tuple([tvm.ir.StringImm(spec), *bases, *operands[2:]])
+        tensors = [*bases, *operands[2:]]
+        kernel = product_kernel(
+            self.measure, dtype_of(result), spec, [_extents(t) for t in tensors]
+        )
+        if kernel:
+            return packed_call(kernel, spec, tensors, result.ty)
+        arguments = relax.Tuple([tvm.ir.StringImm(spec), *tensors])
         return relax.op.call_dps_packed(MATMUL, arguments, out_ty=result.ty)
 
     def _fold_views(self, operand: relax.Expr) -> tuple[relax.Expr, View]:

@@ -4,6 +4,9 @@ In the graph a product is ``call_dps_packed("tvmbridge.matmul", (spec, a, b[, bi
 result that Relax allocates. ``spec`` is JSON: ``{"views": [view of a, view of b], "result":
 shape}``, where a view is ``[size, stride]`` over the argument's memory, or null for the argument as
 it is. Both operands are matrices or batches of matrices; a bias is a row added to each row.
+
+``call_pure_packed("tvmbridge.onednn_matmul", spec, a, b[, bias])`` is the same product of float32
+matrices by oneDNN's kernel, which allocates its result.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 MATMUL = "tvmbridge.matmul"
+ONEDNN_MATMUL = "tvmbridge.onednn_matmul"
 
 View = tuple[tuple[int, ...], tuple[int, ...]] | None
 
@@ -27,7 +31,8 @@ def matmul_spec(views: tuple[View, View], result: tuple[int, ...]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(spec: str) -> Callable[..., None]:
+def program(spec: str) -> Callable[..., None]:
+    """The product of ``spec`` as a function of its tensors, the result last."""
     content = json.loads(spec)
     left, right = (_viewer(v) for v in content["views"])
     shape = content["result"]
@@ -48,6 +53,19 @@ def _program(spec: str) -> Callable[..., None]:
     return run
 
 
+@functools.lru_cache(maxsize=4096)
+def onednn_program(spec: str) -> Callable[..., torch.Tensor]:
+    """The product of ``spec`` by oneDNN, as a function of its operands."""
+    left, right = (_viewer(v) for v in json.loads(spec)["views"])
+    kernel = torch.ops.mkldnn._linear_pointwise
+
+    def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        result: torch.Tensor = kernel(left(a), right(b).t(), bias, "none", [], "")
+        return result
+
+    return run
+
+
 def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     if view is None:
         return lambda tensor: tensor
@@ -58,4 +76,10 @@ def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 def run_matmul(spec: str, *tensors: Any) -> None:
     """Run one product; registered with TVM under :data:`MATMUL`. The last tensor is the result."""
     with torch.no_grad():
-        _program(spec)(*[from_dlpack(t) for t in tensors])
+        program(spec)(*[from_dlpack(t) for t in tensors])
+
+
+def run_onednn_matmul(spec: str, *tensors: Any) -> torch.Tensor:
+    """Run one product by oneDNN; registered with TVM under :data:`ONEDNN_MATMUL`."""
+    with torch.no_grad():
+        return onednn_program(spec)(*[from_dlpack(t) for t in tensors])

@@ -9,7 +9,7 @@ from tvm.target import Target
 from tvmbridge.schedules.target import core_count, vector_bits
 
 # Expression nodes evaluated in about the time that a parallel launch costs.
-_PARALLEL_WORK = 4_000_000
+_PARALLEL_WORK = 500_000
 
 
 @dataclass(frozen=True)
