@@ -14,6 +14,7 @@ from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
+from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
 
 
@@ -93,6 +94,7 @@ def build(
         BuildError: TVM cannot compile it for ``target``.
     """
     register_kernels()
+    share_torch_threads()
     with target:
         mod = run_passes(mod, kernel_passes(measure), records)
         mod = schedule_for_cpu(mod, target)
