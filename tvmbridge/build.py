@@ -50,7 +50,9 @@ def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
 def kernel_passes(measure: bool) -> list[AnyPass]:
     """From Relax operators to loops and calls of kernels, measured or not (DispatchKernels)."""
     return [
-        DispatchKernels(measure=measure),
+        # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
+        # result inside it.
+        DispatchKernels(fuse_bias=False, measure=measure),
         *tidy_passes(),
         relax.transform.LegalizeOps(LEGALIZE_MAP),
         relax.transform.AnnotateTIROpPattern(),
