@@ -18,7 +18,7 @@ class CompiledFunctions:
     """The compiled functions of a module, called by name on PyTorch's tensors."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
-        self._machine = build(mod, resolve_target(None), [])
+        self._machine = build(mod, resolve_target(None), []).machine
 
     def __call__(self, name: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """The results of the function ``name``, as copies."""

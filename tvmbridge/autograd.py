@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.runtime import prepare
 from tvmbridge.types import InputKind, OutputKind
 
 _NO_DOUBLE_BACKWARD = (
@@ -64,7 +63,8 @@ class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TrainingCall, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         compiled, parts = call.compiled, call.parts
-        results = compiled.loaded.call("forward", [prepare(p) for p in primals])
+        loaded = compiled.loaded
+        results = loaded.call("forward", loaded.prepare("forward", primals))
         for i in compiled.copied_outputs:
             results[i] = results[i].clone()
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
@@ -100,16 +100,17 @@ def _run_backward(
     cotangents: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor]:
     parts, compiled = call.parts, call.compiled
-    values = [prepare(t) for t in saved]
+    values = list(saved)
     for i, (_, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
-        values[i] = values[i].view(shape)
+        values[i] = values[i].reshape(shape)
     for number, spec in zip(parts.cotangent_of, call.cotangent_specs, strict=True):
         cotangent = cotangents[number]
         if cotangent is None:
             assert spec is not None
             cotangent = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-        values.append(prepare(cotangent))
-    gradients = compiled.loaded.call("backward", values)
+        values.append(cotangent)
+    loaded = compiled.loaded
+    gradients = loaded.call("backward", loaded.prepare("backward", values))
     for i in compiled.copied_gradients:
         gradients[i] = gradients[i].clone()
     return gradients

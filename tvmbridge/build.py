@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -83,13 +85,45 @@ def _virtual_machine_passes() -> tvm.transform.Pass:
     )
 
 
+@dataclass(frozen=True)
+class Built:
+    """A loaded executable, and which arguments of each function may lie at any address."""
+
+    machine: relax.VirtualMachine
+    unaligned: Mapping[str, tuple[bool, ...]]
+
+
+def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
+    """Parameters that only PyTorch's kernels read: they take any address, our loops do not.
+
+    Weights that were loaded from a file often start anywhere, and copying them at each call would
+    cost more than the call.
+    """
+    bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
+    strict = set(relax.analysis.free_vars(function.body.body))
+    for var, value in reversed(bound.items()):
+        if _is_packed_call(value) or (_is_view(value) and var not in strict):
+            continue
+        strict |= set(relax.analysis.free_vars(value))
+    return tuple(p not in strict for p in function.params)
+
+
+def _is_packed_call(value: relax.Expr) -> bool:
+    packed = ("relax.call_pure_packed", "relax.call_dps_packed")
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") in packed
+
+
+def _is_view(value: relax.Expr) -> bool:
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.reshape"
+
+
 def build(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     records: list[PassRecord],
     *,
     measure: bool = False,
-) -> relax.VirtualMachine:
+) -> Built:
     """Compile ``mod`` and load it; ``measure`` lets kernels be chosen by measurement.
 
     Raises:
@@ -99,9 +133,14 @@ def build(
     share_torch_threads()
     with target:
         mod = run_passes(mod, kernel_passes(measure), records)
+        unaligned = {
+            name.name_hint: _may_be_unaligned(function)
+            for name, function in mod.functions_items()
+            if isinstance(function, relax.Function)
+        }
         mod = schedule_for_cpu(mod, target)
         try:
             executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
-    return relax.VirtualMachine(executable, tvm.cpu())
+    return Built(relax.VirtualMachine(executable, tvm.cpu()), unaligned)

@@ -115,7 +115,8 @@ def compile_module(
             parts = None
         num_outputs = sum(o.spec is not None and o.alias_of is None for o in captured.outputs)
     with stages.measure("build"):
-        loaded = LoadedModule(build(mod, resolved, records, measure=options.measure_kernels))
+        built = build(mod, resolved, records, measure=options.measure_kernels)
+        loaded = LoadedModule(built.machine, built.unaligned)
     return CompiledModule(
         captured=captured,
         split=parts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -27,13 +27,25 @@ class LoadedModule:
     A VirtualMachine keeps its state in itself, so calls from several threads take turns.
     """
 
-    def __init__(self, vm: relax.VirtualMachine) -> None:
+    def __init__(
+        self, vm: relax.VirtualMachine, unaligned: Mapping[str, Sequence[bool]] | None = None
+    ) -> None:
+        """``unaligned`` says for each function which arguments need not be aligned."""
         self._vm = vm
+        self._unaligned = dict(unaligned or {})
         self._functions = {name: vm[name] for name in ("forward", "backward") if _has(vm, name)}
         self._lock = threading.RLock()
 
+    def prepare(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``tensors`` as ``name`` may read them: those that it cannot are copied."""
+        loose = self._unaligned.get(name) or [False] * len(tensors)
+        return [
+            t if anywhere and t.is_contiguous() and not t.is_neg() else prepare(t)
+            for t, anywhere in zip(tensors, loose, strict=True)
+        ]
+
     def call(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Call ``name`` on dense, aligned tensors; the results own their memory or share it with
+        """Call ``name`` on prepared tensors; the results own their memory or share it with
         an argument of which they are a view."""
         function = self._functions[name]
         with self._lock:

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise
-from tvmbridge.runtime import prepare
 from tvmbridge.state import ModuleState
 from tvmbridge.types import InputKind, OutputKind
 
@@ -142,7 +141,8 @@ class Variant:
         return self._assemble(results, leaves, tensors)
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        results = self.compiled.loaded.call("forward", [prepare(p) for p in primals])
+        loaded = self.compiled.loaded
+        results = loaded.call("forward", loaded.prepare("forward", primals))
         for i in self.compiled.copied_outputs:
             results[i] = results[i].clone()
         return results
