@@ -75,3 +75,21 @@ def test_llvm_is_this_machine() -> None:
     assert str(resolve_target("llvm")) == str(resolve_target(None))
     named = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
     assert resolve_target(named) is named or str(resolve_target(named)) == str(named)
+
+
+@I.ir_module
+class OnlyCalls:
+    @R.function
+    def forward(x: R.Tensor((4, 4), "float32")):
+        with R.dataflow():
+            product = R.matmul(x, x)
+            gv = (product,)
+            R.output(gv)
+        return gv
+
+
+def test_a_module_of_calls_alone_needs_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    loaded = LoadedModule(build(OnlyCalls, resolve_target(None), []).machine)
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(loaded.call("forward", [x])[0], x @ x)

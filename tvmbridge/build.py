@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, te
 
 from tvmbridge.errors import BuildError
 from tvmbridge.kernels import register_kernels
@@ -117,6 +117,17 @@ def _is_view(value: relax.Expr) -> bool:
     return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.reshape"
 
 
+def _with_some_loops(mod: tvm.IRModule) -> tvm.IRModule:
+    """``mod`` with a function of loops if it has none: TVM would ask for a C compiler otherwise."""
+    if any(isinstance(f, tvm.tirx.PrimFunc) for _, f in mod.functions_items()):
+        return mod
+    source = te.placeholder((1,), "int32")
+    copied = te.compute((1,), lambda i: source[i])
+    unused = te.create_prim_func([source, copied]).with_attr("global_symbol", "unused")
+    functions = dict(mod.functions_items())
+    return tvm.IRModule({**functions, tvm.ir.GlobalVar("unused"): unused}, attrs=mod.attrs)
+
+
 def build(
     mod: tvm.IRModule,
     target: tvm.target.Target,
@@ -140,6 +151,7 @@ def build(
         }
         mod = schedule_for_cpu(mod, target)
         try:
+            mod = _with_some_loops(mod)
             executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error

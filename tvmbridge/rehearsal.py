@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.capture import without_autocast
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind
+from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
 
 class Rehearsal:
@@ -117,8 +117,10 @@ class Rehearsal:
                 torch.Size(output.spec.shape),
                 output.spec.dtype,
             ):
+                found = TensorSpec.of(value) if isinstance(value, torch.Tensor) else value
                 raise UnsupportedOperatorError(
-                    f"run again, forward does not return {output.name} as it was captured"
+                    f"run again, forward returns {found} for {output.name}, captured as "
+                    f"{output.spec}"
                 )
             ordered.append(value)
         return ordered
