@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.test_dispatch import make_block, sample
 from tvmbridge import BuildError, CaptureError, UnsupportedOperatorError, add_tvm_dispatch
+from tvmbridge.runtime import LoadedModule
 
 
 class Branching(nn.Module):
@@ -41,6 +42,7 @@ CASES: list[tuple[str, Any, Any, dict[str, Any], type[Exception], str]] = [
     ("refused", Stateful(), torch.zeros(2, 3), {}, CaptureError, "refuses this sample"),
     ("too many", Stateful(), (torch.zeros(2, 4),) * 2, {}, CaptureError, "refuses this sample"),
     ("branching", Branching(), sample(), {}, CaptureError, r"test_errors.py:\d+.*x.sum\(\) > 0"),
+    ("index", nn.Embedding(5, 3), torch.tensor([5]), {}, CaptureError, "refuses this sample"),
     ("target", make_block(), sample(), {"target": "qpu"}, BuildError, "qpu"),
     ("kwargs", make_block(), sample(), {"sample_kwargs": 3}, TypeError, "sample_kwargs"),
     ("options", make_block(), sample(), {"options": {"joint": "x"}}, ValueError, "joint"),
@@ -115,3 +117,16 @@ def test_a_failure_at_the_second_mode_falls_back() -> None:
     torch.testing.assert_close(module.weight.grad, sample().sum(0))  # type: ignore[union-attr]
     (reason,) = module.forward.fallbacks  # type: ignore[union-attr]
     assert "cannot capture" in reason
+
+
+def test_code_that_cannot_run_is_found_before_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: LoadedModule, name: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise RuntimeError("a kernel that fails")
+
+    monkeypatch.setattr(LoadedModule, "call", broken)
+    module = make_block().train()
+    with pytest.raises(BuildError, match="a kernel that fails"):
+        add_tvm_dispatch(module, sample())
+    assert "forward" not in module.__dict__

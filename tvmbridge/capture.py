@@ -101,7 +101,7 @@ def _export(
             _spell_out_total_dropout(program)
             return program
     except Exception as error:
-        _raise_if_forward_refuses(module, args, kwargs)
+        raise_if_forward_refuses(module, args, kwargs)
         line = _user_line(error) or "an unknown line"
         raise CaptureError(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
@@ -136,14 +136,17 @@ def without_autocast() -> Iterator[None]:
             yield
 
 
-def _raise_if_forward_refuses(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+def raise_if_forward_refuses(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     try:
         with torch.random.fork_rng(), torch.no_grad():
-            module(*pytree.tree_map(_clone_tensor, args), **pytree.tree_map(_clone_tensor, kwargs))
+            module(
+                *pytree.tree_map(_clone_tensor, args),
+                **pytree.tree_map(_clone_tensor, dict(kwargs)),
+            )
     except Exception as error:
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "

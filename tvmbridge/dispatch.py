@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from tvmbridge.build import resolve_target
-from tvmbridge.capture import normalize_sample
+from tvmbridge.capture import normalize_sample, raise_if_forward_refuses
 from tvmbridge.compiled import compile_module
-from tvmbridge.errors import BridgeError
+from tvmbridge.errors import BridgeError, BuildError
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.specialization import Mode, Signature, Specialization, Variant
@@ -105,7 +105,7 @@ class Dispatcher:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Compile ``specialization`` for ``mode``, in which the module must stand."""
+        """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
         with _own_forward(self.module, self.original):
             compiled = compile_module(
                 self.module,
@@ -115,9 +115,15 @@ class Dispatcher:
                 target=self.target,
                 options=self.options,
             )
-        captured = compiled.captured
-        state = ModuleState(self.module, captured.inputs, captured.aliases)
-        specialization.variants[mode] = Variant(state, compiled)
+            captured = compiled.captured
+            state = ModuleState(self.module, captured.inputs, captured.aliases)
+            variant = Variant(state, compiled)
+            try:
+                variant.try_out(specialization.signature.flatten(args, kwargs) or [])
+            except Exception as error:
+                raise_if_forward_refuses(self.module, args, kwargs)
+                raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
+        specialization.variants[mode] = variant
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.fallbacks[reason]:

@@ -127,12 +127,36 @@ class Variant:
                     return "requires_grad of an input differs"
         return reason
 
-    def run(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Any:
-        """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+    def try_out(self, leaves: Sequence[Any]) -> None:
+        """Run forward and backward once and throw the results away.
+
+        What cannot run must show itself now, when the module still has its own forward, and not
+        in the middle of a training step. State, arguments and random state stay as they are.
+        """
+        with torch.random.fork_rng(devices=[]):
+            primals = [p.detach() for p in self._primals(leaves, self.state.tensors())]
+            if self._training is None:
+                self._run_inference(primals)
+                return
+            for position in self._training.gradient_of:
+                primals[position].requires_grad_()
+            with torch.enable_grad():
+                outputs = [o for o in self._training(primals) if o.requires_grad]
+            wanted = [primals[position] for position in self._training.gradient_of]
+            cotangents = [torch.zeros_like(o) for o in outputs]
+            torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+
+    def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """User inputs, state, draws and masks, in the order of the compiled code."""
         noise = draw_noise(self.compiled.captured.noise)
         primals = [leaves[p] for p in self._positions]
         primals += tensors
         primals += [noise[i] for i in self._noise_order]
+        return primals
+
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Any:
+        """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        primals = self._primals(leaves, tensors)
         if self._training is not None:
             results: Sequence[torch.Tensor] = self._training(primals)
         else:
