@@ -25,12 +25,13 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "capture decompositions recurrent noise rehearsal hoist facts frontend"
+        "capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
         " differentiate aot joint coloring split"
         " build runtime state cache tuning report",
         "compiled",
         "autograd",
         "specialization",
+        "dispatcher",
         "dispatch",
         "tvmbridge",  # the package's own __init__: the public names
         "cli demo doctor doctor_probes __main__",

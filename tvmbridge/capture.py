@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from torch.utils import _pytree as pytree
 from tvmbridge.decompositions import decomposition_table
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.noise import find_noise
+from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -102,10 +101,10 @@ def _export(
             return program
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
-        line = _user_line(error) or "an unknown line"
+        line = user_line(error) or "an unknown line"
         raise CaptureError(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
-            f"{_first_paragraph(error)}"
+            f"{first_paragraph(error)}"
         ) from error
 
 
@@ -134,56 +133,6 @@ def without_autocast() -> Iterator[None]:
                 yield
         else:
             yield
-
-
-def raise_if_forward_refuses(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
-    try:
-        with torch.random.fork_rng(), torch.no_grad():
-            module(
-                *pytree.tree_map(_clone_tensor, args),
-                **pytree.tree_map(_clone_tensor, dict(kwargs)),
-            )
-    except Exception as error:
-        raise CaptureError(
-            f"the forward of {type(module).__name__} refuses this sample input "
-            f"({type(error).__name__}: {_first_paragraph(error)}); pass arguments it accepts"
-        ) from error
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
-
-
-def _clone_tensor(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _first_paragraph(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.split("\n\n")[0] if text else type(error).__name__
-
-
-_TORCH_ROOT = str(Path(torch.__file__).parent)
-
-
-def _user_line(error: BaseException) -> str | None:
-    """The innermost source line outside torch that the failing trace passed through."""
-    frames = [
-        f
-        for f in traceback.extract_tb(error.__traceback__)
-        if not f.filename.startswith(_TORCH_ROOT)
-        and f.filename != __file__
-        and not f.filename.startswith("<")
-    ]
-    if not frames:
-        return None
-    frame = frames[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name} ({frame.line})"
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:
