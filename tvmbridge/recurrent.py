@@ -61,7 +61,8 @@ def _with_dropout(whole: Decomposition) -> Decomposition:
             weights = params[i * per_layer : (i + 1) * per_layer]
             given: Any = own if isinstance(state, list | tuple) else own[0]
             x, *final = whole(x, given, weights, has_biases, 1, 0.0, train, bidirectional, False)
-            finals.append(tuple(final))
+            # Some versions of PyTorch give the states of a single layer one dimension more.
+            finals.append(tuple(f.reshape(s.shape) for f, s in zip(final, own, strict=True)))
             if i < num_layers - 1:
                 x = torch.dropout(x, dropout, True)
         x = x.transpose(0, 1) if batch_first else x
