@@ -31,9 +31,18 @@ def recurrent_decompositions(table: dict[Any, Decomposition]) -> dict[Any, Decom
 def _unless_dropout(whole: Decomposition) -> Decomposition:
     def decompose(*args: Any) -> Any:
         dropout, train = args[6:8]
-        return NotImplemented if dropout and train else whole(*args)
+        if dropout and train:
+            return NotImplemented
+        return _with_states_of(whole(*args), args[2])
 
     return decompose
+
+
+def _with_states_of(results: Sequence[torch.Tensor], state: Any) -> tuple[torch.Tensor, ...]:
+    """``results`` with final states shaped like the first ones: PyTorch 2.11 adds a dimension."""
+    output, *finals = results
+    states = state if isinstance(state, list | tuple) else [state]
+    return output, *(f.reshape(s.shape) for f, s in zip(finals, states, strict=True))
 
 
 def _with_dropout(whole: Decomposition) -> Decomposition:
@@ -49,9 +58,10 @@ def _with_dropout(whole: Decomposition) -> Decomposition:
         batch_first: bool,
     ) -> Any:
         if not dropout or not train:
-            return whole(
+            results = whole(
                 x, state, params, has_biases, num_layers, 0.0, train, bidirectional, batch_first
             )
+            return _with_states_of(results, state)
         x = x.transpose(0, 1) if batch_first else x
         states = list(state) if isinstance(state, list | tuple) else [state]
         per_layer = len(params) // num_layers
@@ -60,9 +70,9 @@ def _with_dropout(whole: Decomposition) -> Decomposition:
             own = [s.chunk(num_layers)[i] for s in states]
             weights = params[i * per_layer : (i + 1) * per_layer]
             given: Any = own if isinstance(state, list | tuple) else own[0]
-            x, *final = whole(x, given, weights, has_biases, 1, 0.0, train, bidirectional, False)
-            # Some versions of PyTorch give the states of a single layer one dimension more.
-            finals.append(tuple(f.reshape(s.shape) for f, s in zip(final, own, strict=True)))
+            results = whole(x, given, weights, has_biases, 1, 0.0, train, bidirectional, False)
+            x, *final = _with_states_of(results, given)
+            finals.append(tuple(final))
             if i < num_layers - 1:
                 x = torch.dropout(x, dropout, True)
         x = x.transpose(0, 1) if batch_first else x
