@@ -132,6 +132,10 @@ NOT_A_NUMBER: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (special(),),
     ),
     "clamp": (lambda x: (x.clamp(-1, 1), x.clamp(min=0), x.clamp(max=0)), (special(),)),
+    "overflow before a difference": (
+        lambda x: torch.exp(x) - 3e38,
+        (torch.tensor([88.7, 88.722831, 88.72284, 89.0, 100.0, -NAN] * 8),),
+    ),
     "clamp by nan": (lambda x: (x.clamp(min=NAN), x.clamp_max(NAN)), (special(),)),
     "clamp by tensors": (lambda x: x.clamp(-x.abs(), x.flip(0)), (special(),)),
     "hardtanh": (lambda x: (functional.hardtanh(x), functional.hardsigmoid(x)), (special(),)),

@@ -115,6 +115,10 @@ def _reduce(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
     return lets.bind(shifted - _i32(_ROUND_BITS), "k"), r
 
 
+# The largest float32 whose exponential is one.
+_EXP_LARGEST = 88.72283172607422
+
+
 def exp(x: Expr) -> Expr:
     """e^x, error below 1 ulp, denormal results included; NaN in NaN out."""
     lets = Lets()
@@ -125,7 +129,9 @@ def exp(x: Expr) -> Expr:
     p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
     # In two steps: 2^128 and 2^-150 are no floats, their products with p may be.
     half = lets.bind(n >> _i32(1), "half")
-    return lets.close(p * _power_of_two(half) * _power_of_two(n - half))
+    value = lets.bind(p * _power_of_two(half) * _power_of_two(n - half), "value")
+    # Said outright: a product that overflows would not, where it is fused with an addition.
+    return lets.close(tirx.Select(x > _f32(_EXP_LARGEST), from_bits(_i32(0x7F800000)), value))
 
 
 def _half_power(lets: Lets, q: Expr) -> Expr:
