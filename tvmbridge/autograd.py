@@ -36,7 +36,7 @@ class TrainingCall:
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
         ]
-        computed = [o for o in compiled.captured.outputs if o.spec and o.alias_of is None]
+        computed = [o for o in compiled.captured.outputs if o.is_computed]
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
 
     def __call__(self, primals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

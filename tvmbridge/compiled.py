@@ -113,7 +113,7 @@ def compile_module(
             mod = run_passes(imported.mod, inference_passes(), records)
             mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
             parts = None
-        num_outputs = sum(o.spec is not None and o.alias_of is None for o in captured.outputs)
+        num_outputs = sum(o.is_computed for o in captured.outputs)
     with stages.measure("build"):
         built = build(mod, resolved, records, measure=options.measure_kernels)
         loaded = LoadedModule(built.machine, built.unaligned)

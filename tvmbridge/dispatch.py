@@ -61,7 +61,9 @@ def add_tvm_dispatch(
     else:
         dispatcher = Dispatcher(module, module.forward, target, chosen)
     specialization = _find_or_add(dispatcher, args, kwargs)
-    mode = _mode_now(module, args, kwargs)
+    leaves = specialization.signature.flatten(args, kwargs) or []
+    needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)
+    mode = Mode(module.training, needs_grad)
     if mode not in specialization.variants:
         dispatcher.compile(specialization, mode, args, kwargs)
     if specialization not in dispatcher.specializations:
@@ -86,16 +88,6 @@ def _drop_oldest(dispatcher: Dispatcher) -> None:
     while len(dispatcher.specializations) > limit:
         dropped = dispatcher.specializations.pop(0)
         logger.info("dropped the oldest specialisation %s", dropped.signature)
-
-
-def _mode_now(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mode:
-    signature = Signature(args, kwargs)
-    leaves = signature.flatten(args, kwargs) or []
-    needs_grad = module.training and (
-        any(p.requires_grad for p in module.parameters())
-        or any(leaves[i].requires_grad for i, *_ in signature.tensors)
-    )
-    return Mode(module.training, needs_grad)
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:

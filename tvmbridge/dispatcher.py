@@ -75,9 +75,7 @@ class Dispatcher:
         device = specialization.signature.device_type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
-        needs_grad = torch.is_grad_enabled() and self._anything_requires_grad(
-            specialization, leaves
-        )
+        needs_grad = torch.is_grad_enabled() and self.anything_requires_grad(specialization, leaves)
         mode = Mode(self.module.training, needs_grad)
         variant = specialization.variants.get(mode)
         if variant is not None:
@@ -91,7 +89,8 @@ class Dispatcher:
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
 
-    def _anything_requires_grad(self, specialization: Specialization, leaves: list[Any]) -> bool:
+    def anything_requires_grad(self, specialization: Specialization, leaves: list[Any]) -> bool:
+        """Whether an argument or a parameter requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
         return any(p.requires_grad for p in self.module.parameters())

@@ -48,7 +48,7 @@ class Rehearsal:
         self.module = module
         self.captured = captured
         self.inputs = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
-        self.outputs = [o for o in captured.outputs if o.spec is not None and o.alias_of is None]
+        self.outputs = [o for o in captured.outputs if o.is_computed]
         self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
         self.originals = [self._original(d) for d in self.inputs]
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)

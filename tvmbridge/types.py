@@ -115,6 +115,11 @@ class OutputDescriptor:
     value: Any = None
     alias_of: int | None = None
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether compiled code returns it: it is neither a constant nor an input given back."""
+        return self.spec is not None and self.alias_of is None
+
 
 @dataclass(frozen=True)
 class CapturedGraph:

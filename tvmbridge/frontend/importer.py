@@ -172,7 +172,7 @@ def import_graph(captured: CapturedGraph) -> ImportedModule:
         for d in captured.noise
         if d.drop_probability is None
     ]
-    results = [nodes[o.name] for o in captured.outputs if o.spec is not None and o.alias_of is None]
+    results = [nodes[o.name] for o in captured.outputs if o.is_computed]
     constants = {nodes[name]: tensor for name, tensor in captured.constant_tensors.items()}
     dropouts = {nodes[d.name] for d in captured.noise if d.drop_probability is not None}
     return _import("main", captured.program.graph, inputs, results, constants, dropouts)
