@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
+from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.noise import find_noise
@@ -95,7 +96,8 @@ def _export(
         with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            program = torch.export.export(module, args, kwargs, strict=False)
+            with cumulative_averages_on_tensors(module):
+                program = torch.export.export(module, args, kwargs, strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
             return program

@@ -17,8 +17,12 @@ from tvm import relax
 from tvmbridge.errors import PassError
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.collapse_views import CollapseViews
+from tvmbridge.passes.relax.lower_batch_norm import LowerBatchNorm
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
+from tvmbridge.passes.relax.lower_group_norm import LowerGroupNorm
+from tvmbridge.passes.relax.lower_instance_norm import LowerInstanceNorm
 from tvmbridge.passes.relax.lower_layer_norm import LowerLayerNorm
+from tvmbridge.passes.relax.lower_rms_norm import LowerRMSNorm
 from tvmbridge.passes.relax.one_zapp import OneZapp
 from tvmbridge.passes.relax.stop_gradients import RemoveNoGrad
 from tvmbridge.passes.relax.zapp_like import ZappLike
@@ -33,12 +37,23 @@ AnyPass: TypeAlias = Callable[[Any], Any]
 
 def inference_passes() -> list[AnyPass]:
     """Graph passes where nothing is differentiated."""
-    return [LowerDropout(), RemoveNoGrad(), *tidy_passes()]
+    return [LowerDropout(), *_unscheduled_norms(fold=True), RemoveNoGrad(), *tidy_passes()]
 
 
 def lowering_passes() -> list[AnyPass]:
     """Training, before the gradient: what has no gradient rule is spelled out."""
-    return [LowerDropout(), LowerLayerNorm(), *tidy_passes()]
+    norms = [LowerLayerNorm(), LowerRMSNorm(), *_unscheduled_norms(fold=False)]
+    return [LowerDropout(), *norms, *tidy_passes()]
+
+
+def recorded_passes() -> list[AnyPass]:
+    """Training with PyTorch's own derivatives: what comes before :func:`zapp_passes`."""
+    return _unscheduled_norms(fold=False)
+
+
+def _unscheduled_norms(*, fold: bool) -> list[AnyPass]:
+    """The norms that are spelled out everywhere: they are not legalised as a whole."""
+    return [LowerBatchNorm(fold=fold), LowerGroupNorm(), LowerInstanceNorm()]
 
 
 def zapp_passes() -> list[AnyPass]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -30,9 +31,22 @@ def nbytes_of(node: fx.Node) -> int:
 
 
 def dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
-    """Whether ``converter`` may convert a node, by the dtypes of its operands and results."""
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n)]
+    """Whether ``converter`` may convert a node, by the dtypes of its operands and results.
+
+    Of several results those count that are read: some are empty where PyTorch does not need them.
+    """
+    tensors = [t for n in node.all_input_nodes for t in tensors_of(n)]
+    tensors += _read_results(node)
     return all(t.dtype in converter.dtypes and t.numel() > 0 for t in tensors)
+
+
+def _read_results(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta["val"]
+    one_by_one = all(user.target is operator.getitem for user in node.users)
+    if not isinstance(value, tuple | list) or not one_by_one:
+        return tensors_of(node)
+    read = {user.args[1] for user in node.users}
+    return [t for i, t in enumerate(value) if i in read and isinstance(t, torch.Tensor)]
 
 
 def refuse_what_cannot_run(node: fx.Node) -> None:

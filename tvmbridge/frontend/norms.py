@@ -1,0 +1,275 @@
+"""Converters of norms.
+
+They emit Relax's whole norms, which passes spell out where they must be differentiated or have no
+schedule of their own. Statistics that a norm saves for its backward are not among them: such a
+norm is declined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from tvm import relax
+
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import FLOATS, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.kernels.dtypes import to_relax_dtype
+
+aten = torch.ops.aten
+
+_HALVES = frozenset({torch.float16, torch.bfloat16})
+_DTYPES = FLOATS | _HALVES
+
+Operand = fx.Node | None
+
+
+def _check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
+    """Decline mixed dtypes, and results that are saved for a backward and read after all."""
+    dtypes = {n.meta["val"].dtype for n in operands if n is not None}
+    if len(dtypes) > 1:
+        raise Declined("a norm of several dtypes")
+    if unread and any(user.args[1] in unread for user in node.users):
+        raise Declined("a norm whose saved statistics are read")
+
+
+def _parameter(
+    ctx: Importer, parameter: Operand, shape: Sequence[int], fill: float, dtype: Any
+) -> Any:
+    """A weight or bias, or what stands for one that is missing."""
+    if parameter is not None:
+        return ctx.value(parameter)
+    name = to_relax_dtype(dtype)
+    return ctx.emit(relax.op.full(list(shape), relax.const(fill, name), name))
+
+
+def _affine(
+    ctx: Importer, weight: Operand, bias: Operand, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[relax.Expr, relax.Expr]:
+    return (
+        _parameter(ctx, weight, shape, 1.0, dtype),
+        _parameter(ctx, bias, shape, 0.0, dtype),
+    )
+
+
+@converts(aten.native_layer_norm.default, dtypes=_DTYPES)
+def _native_layer_norm(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    normalized_shape: Sequence[int],
+    weight: Operand,
+    bias: Operand,
+    eps: float,
+) -> tuple[Any, ...]:
+    _check(node, x, weight, bias, unread=(1, 2))
+    gamma, beta = _affine(ctx, weight, bias, normalized_shape, x.meta["val"].dtype)
+    rank = len(shape_of(x))
+    axes = list(range(rank - len(normalized_shape), rank))
+    normed = relax.op.nn.layer_norm(
+        ctx.value(x), gamma, beta, axes, eps, center=bias is not None, scale=weight is not None
+    )
+    return ctx.emit(normed), None, None
+
+
+@converts(aten.rms_norm.default, dtypes=_DTYPES)
+def _rms_norm(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    normalized_shape: Sequence[int],
+    weight: Operand = None,
+    eps: float | None = None,
+) -> relax.Expr:
+    _check(node, x, weight, unread=())
+    dtype = x.meta["val"].dtype
+    if eps is None:
+        eps = torch.finfo(torch.float32 if dtype in _HALVES else dtype).eps
+    rank = len(shape_of(x))
+    axes = list(range(rank - len(normalized_shape), rank))
+    scale = _parameter(ctx, weight, normalized_shape, 1.0, dtype)
+    return relax.op.nn.rms_norm(ctx.value(x), scale, axes, eps)
+
+
+@converts(aten.native_group_norm.default, dtypes=_DTYPES)
+def _native_group_norm(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    batch: int,
+    channels: int,
+    inner: int,
+    groups: int,
+    eps: float,
+) -> tuple[Any, ...]:
+    _check(node, x, weight, bias, unread=(1, 2))
+    gamma, beta = _affine(ctx, weight, bias, [channels], x.meta["val"].dtype)
+    normed = relax.op.nn.group_norm(
+        ctx.value(x),
+        gamma,
+        beta,
+        groups,
+        1,
+        list(range(2, len(shape_of(x)))),
+        eps,
+        center=bias is not None,
+        scale=weight is not None,
+    )
+    return ctx.emit(normed), None, None
+
+
+@converts(aten._native_batch_norm_legit_no_training.default, dtypes=_DTYPES)
+def _batch_norm_in_inference(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    mean: fx.Node,
+    variance: fx.Node,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    _check(node, x, weight, bias, mean, variance, unread=(1, 2))
+    normed = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
+    return ctx.emit(relax.TupleGetItem(normed, 0)), None, None
+
+
+@converts(aten._native_batch_norm_legit.no_stats, dtypes=_DTYPES)
+def _batch_norm_without_statistics(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    _check(node, x, weight, bias, unread=(1, 2))
+    if not training:
+        raise Declined("batch norm without any statistics")
+    if shape_of(x)[0] == 1 and len(shape_of(x)) > 2:
+        return _instance_norm(ctx, x, weight, bias, eps), None, None
+    normed = _batch_norm(ctx, x, weight, bias, eps, None)
+    return ctx.emit(relax.TupleGetItem(normed, 0)), None, None
+
+
+@converts(aten._native_batch_norm_legit_functional.default, dtypes=_DTYPES)
+def _batch_norm_in_training(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    mean: fx.Node,
+    variance: fx.Node,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    _check(node, x, weight, bias, mean, variance, unread=(1, 2))
+    if not training:
+        normed = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
+        moved = [ctx.value(mean), ctx.value(variance)]
+        return ctx.emit(relax.TupleGetItem(normed, 0)), None, None, *moved
+    count = math.prod(shape_of(x)) // shape_of(x)[1]
+    if count < 2:
+        raise Declined("the unbiased variance of one value")
+    normed = _batch_norm(ctx, x, weight, bias, eps, None)
+    y, batch_mean, biased = (ctx.emit(relax.TupleGetItem(normed, i)) for i in range(3))
+    dtype = x.meta["val"].dtype
+    unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), dtype)))
+    moved = [
+        _moved(ctx, ctx.value(old), new, momentum, dtype)
+        for old, new in ((mean, batch_mean), (variance, unbiased))
+    ]
+    return y, None, None, *moved
+
+
+@converts(aten._batch_norm_with_update_functional.default, dtypes=_DTYPES)
+def _batch_norm_with_update(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    mean: fx.Node,
+    variance: fx.Node,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    _check(node, unread=(3,))
+    y, *saved, new_mean, new_variance = _batch_norm_in_training(
+        ctx, node, x, weight, bias, mean, variance, True, momentum, eps
+    )
+    return y, *saved, None, new_mean, new_variance
+
+
+def _batch_norm(
+    ctx: Importer,
+    x: fx.Node,
+    weight: Operand,
+    bias: Operand,
+    eps: float,
+    statistics: tuple[fx.Node, fx.Node] | None,
+) -> relax.Expr:
+    """``(y, mean, biased variance)``; with the statistics of the batch where none are given.
+
+    A momentum of 1 asks for the batch's own mean and variance: PyTorch moves the unbiased
+    variance, Relax the biased one.
+    """
+    dtype, channels = x.meta["val"].dtype, [shape_of(x)[1]]
+    gamma, beta = _affine(ctx, weight, bias, channels, dtype)
+    given = statistics or (None, None)
+    mean, variance = _affine(ctx, given[1], given[0], channels, dtype)[::-1]
+    return ctx.emit(
+        relax.op.nn.batch_norm(
+            ctx.value(x),
+            gamma,
+            beta,
+            mean,
+            variance,
+            axis=1,
+            epsilon=eps,
+            center=bias is not None,
+            scale=weight is not None,
+            momentum=1.0,
+            training=statistics is None,
+        )
+    )
+
+
+def _instance_norm(
+    ctx: Importer, x: fx.Node, weight: Operand, bias: Operand, eps: float
+) -> relax.Expr:
+    """Batch norm of one sample: PyTorch makes a channel of every channel of every sample."""
+    rank = len(shape_of(x))
+    gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], x.meta["val"].dtype)
+    return ctx.emit(
+        relax.op.nn.instance_norm(
+            ctx.value(x),
+            gamma,
+            beta,
+            1,
+            list(range(2, rank)),
+            eps,
+            center=bias is not None,
+            scale=weight is not None,
+        )
+    )
+
+
+def _moved(
+    ctx: Importer, old: relax.Expr, new: relax.Expr, momentum: float, dtype: torch.dtype
+) -> relax.Expr:
+    """momentum new + (1 - momentum) old."""
+    taken = ctx.emit(relax.op.multiply(new, ctx.tensor(momentum, dtype)))
+    kept = ctx.emit(relax.op.multiply(old, ctx.tensor(1.0 - momentum, dtype)))
+    return ctx.emit(relax.op.add(taken, kept))
