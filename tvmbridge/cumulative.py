@@ -38,8 +38,7 @@ def cumulative_averages_on_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def _forward_on_tensors(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
-    averages = self.running_mean, self.running_var
-    count = self.num_batches_tracked
+    count, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
     if self.momentum is not None or not self.training or not self.track_running_stats:
         return _forward(self, input)
     if count is None or averages[0] is None or averages[1] is None:
@@ -53,6 +52,6 @@ def _forward_on_tensors(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         count.add_(1)
         weight = 1.0 / count.to(mean.dtype)
-        for average, new in zip(averages, (mean, variance), strict=True):
+        for average, new in ((averages[0], mean), (averages[1], variance)):
             average.copy_(new * weight + average * (1.0 - weight))
     return result

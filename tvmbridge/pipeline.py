@@ -42,8 +42,13 @@ def inference_passes() -> list[AnyPass]:
 
 def lowering_passes() -> list[AnyPass]:
     """Training, before the gradient: what has no gradient rule is spelled out."""
-    norms = [LowerLayerNorm(), LowerRMSNorm(), *_unscheduled_norms(fold=False)]
-    return [LowerDropout(), *norms, *tidy_passes()]
+    return [
+        LowerDropout(),
+        LowerLayerNorm(),
+        LowerRMSNorm(),
+        *_unscheduled_norms(fold=False),
+        *tidy_passes(),
+    ]
 
 
 def recorded_passes() -> list[AnyPass]:

@@ -2,7 +2,8 @@
 
 Before::
 
-    y = R.nn.group_norm(x, gamma, beta, num_groups=4, channel_axis=1, axes=[2, 3])   # x: (2, 8, 5, 5)
+    # x: (2, 8, 5, 5)
+    y = R.nn.group_norm(x, gamma, beta, num_groups=4, channel_axis=1, axes=[2, 3])
 
 After::
 

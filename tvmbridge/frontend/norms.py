@@ -37,12 +37,23 @@ def _check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
         raise Declined("a norm whose saved statistics are read")
 
 
+def _wide(x: fx.Node) -> torch.dtype:
+    """The dtype that a norm is computed in: some of Relax's norms have no half precision."""
+    dtype: torch.dtype = x.meta["val"].dtype
+    return torch.float32 if dtype in _HALVES else dtype
+
+
+def _narrow(ctx: Importer, value: relax.Expr, x: fx.Node) -> relax.Expr:
+    """A result computed in ``_wide(x)`` in the dtype of ``x``."""
+    return ctx.cast(value, _wide(x), x.meta["val"].dtype)
+
+
 def _parameter(
     ctx: Importer, parameter: Operand, shape: Sequence[int], fill: float, dtype: Any
 ) -> Any:
-    """A weight or bias, or what stands for one that is missing."""
+    """A weight or bias in ``dtype``, or what stands for one that is missing."""
     if parameter is not None:
-        return ctx.value(parameter)
+        return ctx.tensor(parameter, dtype)
     name = to_relax_dtype(dtype)
     return ctx.emit(relax.op.full(list(shape), relax.const(fill, name), name))
 
@@ -109,9 +120,9 @@ def _native_group_norm(
     eps: float,
 ) -> tuple[Any, ...]:
     _check(node, x, weight, bias, unread=(1, 2))
-    gamma, beta = _affine(ctx, weight, bias, [channels], x.meta["val"].dtype)
+    gamma, beta = _affine(ctx, weight, bias, [channels], _wide(x))
     normed = relax.op.nn.group_norm(
-        ctx.value(x),
+        ctx.tensor(x, _wide(x)),
         gamma,
         beta,
         groups,
@@ -121,7 +132,7 @@ def _native_group_norm(
         center=bias is not None,
         scale=weight is not None,
     )
-    return ctx.emit(normed), None, None
+    return _narrow(ctx, ctx.emit(normed), x), None, None
 
 
 @converts(aten._native_batch_norm_legit_no_training.default, dtypes=_DTYPES)
@@ -137,8 +148,8 @@ def _batch_norm_in_inference(
     eps: float,
 ) -> tuple[Any, ...]:
     _check(node, x, weight, bias, mean, variance, unread=(1, 2))
-    normed = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
-    return ctx.emit(relax.TupleGetItem(normed, 0)), None, None
+    normed, _, _ = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
+    return _narrow(ctx, normed, x), None, None
 
 
 @converts(aten._native_batch_norm_legit.no_stats, dtypes=_DTYPES)
@@ -157,8 +168,8 @@ def _batch_norm_without_statistics(
         raise Declined("batch norm without any statistics")
     if shape_of(x)[0] == 1 and len(shape_of(x)) > 2:
         return _instance_norm(ctx, x, weight, bias, eps), None, None
-    normed = _batch_norm(ctx, x, weight, bias, eps, None)
-    return ctx.emit(relax.TupleGetItem(normed, 0)), None, None
+    normed, _, _ = _batch_norm(ctx, x, weight, bias, eps, None)
+    return _narrow(ctx, normed, x), None, None
 
 
 @converts(aten._native_batch_norm_legit_functional.default, dtypes=_DTYPES)
@@ -176,21 +187,18 @@ def _batch_norm_in_training(
 ) -> tuple[Any, ...]:
     _check(node, x, weight, bias, mean, variance, unread=(1, 2))
     if not training:
-        normed = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
-        moved = [ctx.value(mean), ctx.value(variance)]
-        return ctx.emit(relax.TupleGetItem(normed, 0)), None, None, *moved
+        normed, _, _ = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
+        return _narrow(ctx, normed, x), None, None, ctx.value(mean), ctx.value(variance)
     count = math.prod(shape_of(x)) // shape_of(x)[1]
     if count < 2:
         raise Declined("the unbiased variance of one value")
-    normed = _batch_norm(ctx, x, weight, bias, eps, None)
-    y, batch_mean, biased = (ctx.emit(relax.TupleGetItem(normed, i)) for i in range(3))
-    dtype = x.meta["val"].dtype
-    unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), dtype)))
+    y, batch_mean, biased = _batch_norm(ctx, x, weight, bias, eps, None)
+    unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), _wide(x))))
     moved = [
-        _moved(ctx, ctx.value(old), new, momentum, dtype)
+        _narrow(ctx, _moved(ctx, ctx.tensor(old, _wide(x)), new, momentum, _wide(x)), x)
         for old, new in ((mean, batch_mean), (variance, unbiased))
     ]
-    return y, None, None, *moved
+    return _narrow(ctx, y, x), None, None, *moved
 
 
 @converts(aten._batch_norm_with_update_functional.default, dtypes=_DTYPES)
@@ -219,19 +227,19 @@ def _batch_norm(
     bias: Operand,
     eps: float,
     statistics: tuple[fx.Node, fx.Node] | None,
-) -> relax.Expr:
-    """``(y, mean, biased variance)``; with the statistics of the batch where none are given.
+) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
+    """``(y, mean, biased variance)`` in ``_wide(x)``, by the batch's statistics or those given.
 
     A momentum of 1 asks for the batch's own mean and variance: PyTorch moves the unbiased
     variance, Relax the biased one.
     """
-    dtype, channels = x.meta["val"].dtype, [shape_of(x)[1]]
+    dtype, channels = _wide(x), [shape_of(x)[1]]
     gamma, beta = _affine(ctx, weight, bias, channels, dtype)
     given = statistics or (None, None)
     mean, variance = _affine(ctx, given[1], given[0], channels, dtype)[::-1]
-    return ctx.emit(
+    results = ctx.emit(
         relax.op.nn.batch_norm(
-            ctx.value(x),
+            ctx.tensor(x, dtype),
             gamma,
             beta,
             mean,
@@ -244,26 +252,26 @@ def _batch_norm(
             training=statistics is None,
         )
     )
+    y, new_mean, new_variance = (ctx.emit(relax.TupleGetItem(results, i)) for i in range(3))
+    return y, new_mean, new_variance
 
 
 def _instance_norm(
     ctx: Importer, x: fx.Node, weight: Operand, bias: Operand, eps: float
 ) -> relax.Expr:
     """Batch norm of one sample: PyTorch makes a channel of every channel of every sample."""
-    rank = len(shape_of(x))
-    gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], x.meta["val"].dtype)
-    return ctx.emit(
-        relax.op.nn.instance_norm(
-            ctx.value(x),
-            gamma,
-            beta,
-            1,
-            list(range(2, rank)),
-            eps,
-            center=bias is not None,
-            scale=weight is not None,
-        )
+    gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], _wide(x))
+    normed = relax.op.nn.instance_norm(
+        ctx.tensor(x, _wide(x)),
+        gamma,
+        beta,
+        1,
+        list(range(2, len(shape_of(x)))),
+        eps,
+        center=bias is not None,
+        scale=weight is not None,
     )
+    return _narrow(ctx, ctx.emit(normed), x)
 
 
 def _moved(
