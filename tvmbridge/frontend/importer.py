@@ -145,7 +145,10 @@ class ImportedModule:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A parameter of the Relax function, and the fx node whose value it is."""
+    """A parameter of the Relax function, and the fx node whose value it is.
+
+    A mask of one byte an element may stand for a node of another dtype: it is converted.
+    """
 
     name: str
     spec: TensorSpec
@@ -220,9 +223,11 @@ def _import(
     builder = relax.BlockBuilder()
     importer = Importer(builder)
     parameters = [_parameter(i.name, i.spec) for i in inputs]
-    importer.values.update(zip((i.node for i in inputs), parameters, strict=True))
     with builder.function(name, parameters):
         with builder.dataflow():
+            for given, parameter in zip(inputs, parameters, strict=True):
+                dtype = given.node.meta["val"].dtype
+                importer.values[given.node] = importer.cast(parameter, given.spec.dtype, dtype)
             for node, tensor in constants.items():
                 importer.values[node] = importer.constant(tensor)
             for node in graph.nodes:
