@@ -101,7 +101,8 @@ def compile_module(
     if needs_grad:
         with stages.measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
-            parts = split(derivation.joint, color(derivation.joint))
+            coloring = color(derivation.joint, options.residual_policy, options.recompute)
+            parts = split(derivation.joint, coloring)
         captured, imported = derivation.captured, derivation.imported
         mod, num_outputs = parts.mod, parts.num_outputs
     else:

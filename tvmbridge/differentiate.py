@@ -29,7 +29,7 @@ class JointModule:
     outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
     cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
     which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
-    those that it is computed from.
+    those that it is computed from. ``drawn`` are the primals that are random draws.
     """
 
     mod: tvm.IRModule
@@ -39,6 +39,7 @@ class JointModule:
     num_outputs: int
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...] | None = None
+    drawn: tuple[str, ...] = ()
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
