@@ -22,17 +22,9 @@ def save_all(graph: JointGraph) -> frozenset[relax.Var]:
             continue
         light = is_view(value) or operator_name(value) in _LIGHT
         of_inputs = light and all(v in from_inputs for v in graph.operands[var])
-        if (of_inputs or is_view(value) or is_item(value, repeated)) and graph.may_repeat(var):
+        # No tuple can be kept, but its items can.
+        if (is_view(value) or graph.nbytes(var) is None or of_inputs) and graph.may_repeat(var):
             repeated.add(var)
-            if of_inputs:
-                from_inputs.add(var)
-        elif graph.nbytes(var) is None and graph.may_repeat(var):
-            repeated.add(var)
+        if of_inputs and var in repeated:
+            from_inputs.add(var)
     return frozenset(repeated)
-
-
-def is_item(value: relax.Expr, repeated: set[relax.Var]) -> bool:
-    """Whether ``value`` is a tuple, or an item of one that is repeated."""
-    if isinstance(value, relax.TupleGetItem):
-        return value.tuple_value in repeated
-    return isinstance(value, relax.Tuple)
