@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -33,6 +35,10 @@ logger = logging.getLogger(__name__)
 
 # A RelaxPass of ours, a pass of TVM, or a function.
 AnyPass: TypeAlias = Callable[[Any], Any]
+
+# Called with the record of a pass, the module before it and the module after it.
+PassObserver: TypeAlias = Callable[[PassRecord, tvm.IRModule, tvm.IRModule], None]
+_observer: ContextVar[PassObserver | None] = ContextVar("observer", default=None)
 
 
 def inference_passes() -> list[AnyPass]:
@@ -101,6 +107,16 @@ def run_passes(
     return mod
 
 
+@contextmanager
+def observed_passes(observe: PassObserver) -> Iterator[None]:
+    """Within it ``observe`` is called after each pass that this thread runs."""
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 def pass_name(pass_: AnyPass) -> str:
     """The name a pass goes by in records and errors."""
     if isinstance(pass_, RelaxPass):
@@ -134,6 +150,9 @@ def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> t
         "%s: %d -> %d bindings", record.name, record.bindings_before, record.bindings_after
     )
     _dump(after, record, len(records))
+    observe = _observer.get()
+    if observe is not None:
+        observe(record, mod, after)
     return after
 
 
