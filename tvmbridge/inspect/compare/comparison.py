@@ -208,11 +208,9 @@ class Comparison:
     def _compare_stages(self) -> None:
         if self.own.route is None:
             return
-        wide = (
-            {}
-            if self.wide is None or self.wide.route is None
-            else {s.name: s for s in self.wide.route.stages}
-        )
+        wide = {} if self.wide is None or self.wide.route is None else {
+            s.name: s for s in self.wide.route.stages
+        }
         for stage in self.own.route.stages:
             other = wide.get(stage.name)
             changed = stage.changed or (other is not None and other.changed)
@@ -284,9 +282,13 @@ class Comparison:
 
     def _is_new(self, name: str) -> bool:
         """Whether the departure comes in with this stage, not with one before."""
-        return any(p.now is not None and p.step(name) > p.bound(name) for p in self._precisions)
+        return any(
+            p.now is not None and p.step(name) > p.bound(name) for p in self._precisions
+        )
 
-    def _depart(self, wrong: Precision, stage: str, name: str, kind: str, tolerance: float) -> None:
+    def _depart(
+        self, wrong: Precision, stage: str, name: str, kind: str, tolerance: float
+    ) -> None:
         figure = self.figures[-1]
         if stage == "compiled":
             operator, source, becomes = self._in_compiled(wrong, name, tolerance)
@@ -307,7 +309,9 @@ class Comparison:
             )
         )
 
-    def _in_compiled(self, wrong: Precision, name: str, tolerance: float) -> tuple[str, str, str]:
+    def _in_compiled(
+        self, wrong: Precision, name: str, tolerance: float
+    ) -> tuple[str, str, str]:
         assert wrong.code is not None
         try:
             step, kernels = wrong.code.departing(name, tolerance)

@@ -171,7 +171,9 @@ def _close(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> boo
     if not expected.numel():
         return True
     bound = tolerance * float(expected.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return torch.allclose(value.double(), expected.double(), rtol=0.0, atol=bound, equal_nan=True)
+    return torch.allclose(
+        value.double(), expected.double(), rtol=0.0, atol=bound, equal_nan=True
+    )
 
 
 def _spelled_out(function: relax.Function) -> tuple[relax.Function, list[str]]:

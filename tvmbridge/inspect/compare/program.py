@@ -212,7 +212,8 @@ class _Adjoints:
         arrived = [
             trace.results[name]
             for name in (f"adjoint of {n.name}" for n in [node, *node.users])
-            if name in trace.results and (name == f"adjoint of {node.name}" or _is_item(node, name))
+            if name in trace.results
+            and (name == f"adjoint of {node.name}" or _is_item(node, name))
         ]
         read = [n for i in node.all_input_nodes for n in self.run.numbers.get(i, [])]
         source = user_source(node.meta.get("stack_trace"))
@@ -228,4 +229,6 @@ class _Adjoints:
 
 
 def _is_item(node: fx.Node, name: str) -> bool:
-    return any(u.target is operator.getitem and name == f"adjoint of {u.name}" for u in node.users)
+    return any(
+        u.target is operator.getitem and name == f"adjoint of {u.name}" for u in node.users
+    )

@@ -98,7 +98,9 @@ class Route:
             raise UnsupportedOperatorError(
                 "the captured graph draws other random numbers than the module"
             )
-        return {n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)}
+        return {
+            n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)
+        }
 
     # What the functions get ------------------------------------------------------------------
 
