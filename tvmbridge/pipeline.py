@@ -117,6 +117,34 @@ def observed_passes(observe: PassObserver) -> Iterator[None]:
         _observer.reset(token)
 
 
+def run_extra_passes(
+    mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
+) -> tvm.IRModule:
+    """:func:`run_passes` with passes that the user gave: the calling convention must stay.
+
+    Raises:
+        PassError: a pass failed, left an ill-formed module, or changed what a function takes or
+            returns; it names the pass.
+    """
+    for pass_ in passes:
+        before = _conventions(mod)
+        mod = _run_pass(mod, pass_, records)
+        if _conventions(mod) != before:
+            raise PassError(
+                f"pass {pass_name(pass_)} changed the parameters or results of a function; an "
+                "extra pass may change its body alone"
+            )
+    return mod
+
+
+def _conventions(mod: tvm.IRModule) -> dict[str, tuple[list[tuple[str, str]], str]]:
+    return {
+        name.name_hint: ([(p.name, str(p.ty)) for p in function.params], str(function.ret_ty))
+        for name, function in mod.functions_items()
+        if isinstance(function, relax.Function)
+    }
+
+
 def pass_name(pass_: AnyPass) -> str:
     """The name a pass goes by in records and errors."""
     if isinstance(pass_, RelaxPass):
