@@ -103,16 +103,21 @@ class Rehearsal:
             stack.enter_context(_tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
             results = pytree.tree_leaves(forward(*args, **kwargs))
-            return self._ordered(results)
+            return self._ordered(results, primals)
 
-    def _ordered(self, results: list[Any]) -> list[torch.Tensor]:
-        """Written buffers and computed results in the order of the captured outputs."""
+    def _ordered(
+        self, results: list[Any], primals: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Written buffers and inputs, and results, in the order of the captured outputs."""
         users = iter(results)
+        given = {d.name: primal for d, primal in zip(self.inputs, primals, strict=True)}
         ordered: list[torch.Tensor] = []
         for output in self.captured.outputs:
             if output.kind is OutputKind.BUFFER_MUTATION:
                 path, _, name = (output.target or "").rpartition(".")
                 value = self.module.get_submodule(path)._buffers[name]
+            elif output.kind is OutputKind.INPUT_MUTATION:
+                value = given[output.target or ""]
             else:
                 value = next(users, None)
             if output.spec is None or output.alias_of is not None:
