@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.decompositions import decomposition_table
+from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.noise import find_noise
 from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
@@ -92,7 +92,12 @@ def _export(
 ) -> ExportedProgram:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
+        with (
+            torch.set_grad_enabled(needs_grad),
+            without_autocast(),
+            kept_whole_under_autograd(),
+            warnings.catch_warnings(),
+        ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             program = torch.export.export(module, args, kwargs, strict=False)

@@ -120,6 +120,11 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         raise UnsupportedOperatorError(f"{op} draws several results at once")
+    if op is aten.bernoulli.p and not node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        raise UnsupportedOperatorError(
+            f"{op} draws in an order that depends on the strides of its input and on whether it "
+            "stands for bernoulli_"
+        )
     args, kwargs = pytree.tree_map(_spec_of_node, (node.args, node.kwargs))
     return NoiseDescriptor(node.name, TensorSpec.of(value), op, tuple(args), kwargs)
 
@@ -133,10 +138,26 @@ def draw_noise(noise: Sequence[NoiseDescriptor]) -> list[torch.Tensor]:
     return [_draw(descriptor).contiguous() for descriptor in noise]
 
 
+# The functional forms of in-place draws. They would draw in another order into memory that is
+# not contiguous, so the draw is made in place, as the module makes it.
+_IN_PLACE_FORMS = {
+    aten.uniform.default: aten.uniform_.default,
+    aten.normal_functional.default: aten.normal_.default,
+    aten.exponential.default: aten.exponential_.default,
+    aten.geometric.default: aten.geometric_.default,
+    aten.log_normal.default: aten.log_normal_.default,
+    aten.cauchy.default: aten.cauchy_.default,
+    aten.random.default: aten.random_.default,
+    getattr(aten.random, "from"): getattr(aten.random_, "from"),
+    aten.random.to: aten.random_.to,
+}
+
+
 def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
     args = [_materialize(a) for a in descriptor.args]
     kwargs = {k: _materialize(v) for k, v in descriptor.kwargs.items()}
-    result: torch.Tensor = descriptor.op(*args, **kwargs)
+    op = _IN_PLACE_FORMS.get(descriptor.op, descriptor.op)  # type: ignore[call-overload]
+    result: torch.Tensor = op(*args, **kwargs)
     return result
 
 
