@@ -15,6 +15,7 @@ from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise
 from tvmbridge.state import ModuleState
+from tvmbridge.structure import unflatten
 from tvmbridge.types import InputKind, OutputKind
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -188,7 +189,7 @@ class Variant:
                 flat.append(value)
             else:
                 self._write_back(output.kind, output.target or "", value, leaves, tensors)
-        return pytree.tree_unflatten(flat, captured.out_spec)
+        return unflatten(flat, captured.out_spec)
 
     def _write_back(
         self,
