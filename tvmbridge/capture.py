@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import register_caches, watched_forward
 from tvmbridge.cumulative import cumulative_averages_on_tensors
-from tvmbridge.decompositions import decomposition_table
+from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.noise import find_noise
 from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
@@ -96,7 +96,12 @@ def _export(
 ) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
+        with (
+            torch.set_grad_enabled(needs_grad),
+            without_autocast(),
+            kept_whole_under_autograd(),
+            warnings.catch_warnings(),
+        ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             with cumulative_averages_on_tensors(module), watched_forward(module) as watch:

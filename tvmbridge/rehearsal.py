@@ -23,6 +23,7 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.capture import without_autocast
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
 
@@ -92,7 +93,7 @@ class Rehearsal:
             else:
                 writable = descriptor.kind is InputKind.BUFFER
                 held[id(original)] = primal.clone() if writable else primal
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        args, kwargs = unflatten(leaves, self.structure)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
