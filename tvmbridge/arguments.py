@@ -83,9 +83,7 @@ def _containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _differ(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
-    same = before[1] == after[1] and all(
-        a is b for a, b in zip(before[0], after[0], strict=True)
-    )
+    same = before[1] == after[1] and all(a is b for a, b in zip(before[0], after[0], strict=True))
     return not same
 
 

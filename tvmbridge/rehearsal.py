@@ -98,6 +98,7 @@ class Rehearsal:
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(_plain_checkpoints())
+            stack.enter_context(_as_captured())
             stack.enter_context(_tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
             results = pytree.tree_leaves(forward(*args, **kwargs))
@@ -158,6 +159,21 @@ def _with_replaced(value: Any, held: Mapping[int, torch.Tensor]) -> Any:
     if type(value) in (list, tuple) and any(id(v) in held for v in value):
         return type(value)(held.get(id(v), v) for v in value)
     return value
+
+
+@contextmanager
+def _as_captured() -> Iterator[None]:
+    """Within it modules are told that they are traced, as they were when they were captured.
+
+    They must take the same way through their code; and what they keep for later calls (in caches
+    of functions) must not be made of fake tensors.
+    """
+    place = torch.compiler
+    with (
+        mock.patch.object(place, "_is_compiling_flag", True),
+        mock.patch.object(place, "_is_exporting_flag", True),
+    ):
+        yield
 
 
 @contextmanager

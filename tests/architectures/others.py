@@ -133,8 +133,15 @@ TABLE = {
         "other",
         "DecisionTransformerModel",
         "DecisionTransformerConfig",
-        {"state_dim": 5, "act_dim": 2, "hidden_size": 32, "max_ep_len": 20, "n_layer": 2,
-         "n_head": 4, "n_positions": 64},
+        {
+            "state_dim": 5,
+            "act_dim": 2,
+            "hidden_size": 32,
+            "max_ep_len": 20,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        },
         lambda: {
             "states": torch.randn(2, 6, 5),
             "actions": torch.randn(2, 6, 2),
