@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.capture import without_autocast
+from tvmbridge.capture import conversions_without_effect, without_autocast
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
@@ -99,6 +99,7 @@ class Rehearsal:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(_plain_checkpoints())
             stack.enter_context(_as_captured())
+            stack.enter_context(conversions_without_effect())
             stack.enter_context(_tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
             results = pytree.tree_leaves(forward(*args, **kwargs))

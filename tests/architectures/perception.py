@@ -187,12 +187,7 @@ TABLE = {
     "cvt": _vision(
         "CvtModel",
         "CvtConfig",
-        {
-            "embed_dim": [8, 16, 16],
-            "num_heads": [1, 2, 2],
-            "depth": [1, 1, 2],
-            "drop_path_rate": [0.0, 0.0, 0.1],
-        },
+        {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
         pixels(32),
     ),
     "wav2vec2": _speech("Wav2Vec2Model", "Wav2Vec2Config", _WAVE),
