@@ -18,11 +18,17 @@ from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tvmbridge.arguments import register_caches, watched_forward
+from tvmbridge.arguments import watched_forward
 from tvmbridge.decompositions import decomposition_table
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
-from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
+from tvmbridge.refusal import (
+    first_paragraph,
+    foreign_draws_refused,
+    raise_if_forward_refuses,
+    user_line,
+)
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -100,7 +106,11 @@ def _export(
         with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            with watched_forward(module) as watch, conversions_without_effect():
+            with (
+                foreign_draws_refused(),
+                conversions_without_effect(),
+                watched_forward(module) as watch,
+            ):
                 program = torch.export.export(module, args, kwargs, strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)

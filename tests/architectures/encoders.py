@@ -69,6 +69,7 @@ TABLE = {
             "max_position_embeddings": 40,
         },
         lambda: {"input_ids": text()["input_ids"]},
+        refused="complex64",
     ),
     "funnel": Architecture(
         "encoder",
