@@ -181,8 +181,8 @@ def _call_kernel(call: relax.Call, kernel: str, operands: list[Any], into: bool 
         return result
     returned = function(*dense)
     if isinstance(call.ty, relax.TupleType):
-        return [torch.from_dlpack(r).clone() for r in returned]
-    return torch.from_dlpack(returned).clone()
+        return [from_dlpack(r).clone() for r in returned]
+    return from_dlpack(returned).clone()
 
 
 # Operators compiled alone, by what they are; they are few, and small.
@@ -198,8 +198,8 @@ def _by_tvm(call: relax.Call, operands: list[Any]) -> Any:
     dense = [t.clone(memory_format=torch.contiguous_format) for t in tensors_in(operands)]
     returned = _MACHINES[key]["main"](*dense)
     if isinstance(call.ty, relax.TupleType):
-        return [torch.from_dlpack(r).clone() for r in returned]
-    return torch.from_dlpack(returned).clone()
+        return [from_dlpack(r).clone() for r in returned]
+    return from_dlpack(returned).clone()
 
 
 def _alone(call: relax.Call) -> tvm.IRModule:

@@ -98,9 +98,7 @@ class Route:
             raise UnsupportedOperatorError(
                 "the captured graph draws other random numbers than the module"
             )
-        return {
-            n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)
-        }
+        return {n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)}
 
     # What the functions get ------------------------------------------------------------------
 
@@ -244,7 +242,7 @@ class Route:
         forward, backward = self.run_split(functions, Evaluation)
         builder = forward.trace
         numbers = tensors_numbered(forward.result_numbers)
-        for name, number in zip(self.result_names(), numbers):
+        for name, number in zip(self.result_names(), numbers, strict=False):
             builder.results[name] = number
         if backward is not None:
             numbers = tensors_numbered(backward.result_numbers)

@@ -24,8 +24,8 @@ class Sample:
     """A module and what one call of it gets, in one precision.
 
     ``draws`` are the random numbers of a call in program order, ``cotangents`` the gradients that
-    arrive for its outputs by name, ``output_names`` the names of the leaves of what forward returns;
-    the first run of eager PyTorch fills them. The module is a copy that nobody else holds.
+    arrive for its outputs by name, ``output_names`` the names of the leaves of what forward
+    returns; the first run of eager PyTorch fills them. The module is a copy that nobody else holds.
     """
 
     module: nn.Module
@@ -60,10 +60,11 @@ class Sample:
         return args, kwargs, leaves
 
     @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The floating-point dtypes of the arguments and of the module's state."""
+    def dtypes(self) -> list[torch.dtype]:
+        """The floating-point dtypes of the module's state and of the arguments, each once."""
         held = [*self.module.parameters(), *self.module.buffers(), *self.leaves]
-        return {t.dtype for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()}
+        floating = [t for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return list(dict.fromkeys(t.dtype for t in floating))
 
     @contextmanager
     def unchanged_state(self) -> Iterator[None]:
