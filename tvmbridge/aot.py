@@ -80,6 +80,7 @@ def trace_joint(
             num_outputs=len(rehearsal.outputs),
             wanted=facts.wanted,
             gradient_reads=facts.gradient_reads,
+            drawn=tuple(i.name for i in drawn),
         ),
         noise=noise,
         imported=imported,

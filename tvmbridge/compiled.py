@@ -122,7 +122,7 @@ def lower_module(
             derivation = derive(module, args, kwargs, captured, options, records)
             joint = derivation.joint
             joint = replace(joint, mod=run_passes(joint.mod, passes, records))
-            parts = split(joint, color(joint))
+            parts = split(joint, color(joint, options.residual_policy, options.recompute))
         captured, imported = derivation.captured, derivation.imported
         return LoweredModule(
             captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs

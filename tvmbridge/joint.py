@@ -15,7 +15,7 @@ from tvmbridge.facts import GradientFacts, gradient_facts
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.options import CompileOptions
 from tvmbridge.rehearsal import Rehearsal
-from tvmbridge.types import CapturedGraph, PassRecord
+from tvmbridge.types import CapturedGraph, InputKind, PassRecord
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,10 @@ def _by_relax(
         raise UnsupportedOperatorError(
             "PyTorch lets a gradient through outputs in which the captured graph shows none"
         )
-    joint = replace(joint, gradient_reads=facts.gradient_reads)
+    given = sum(d.kind is not InputKind.CONSTANT for d in captured.inputs)
+    joint = replace(
+        joint, gradient_reads=facts.gradient_reads, drawn=joint.primals[given:]
+    )
     return Derivation(joint, captured, imported, "relax", "")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
-    "residual_policy": ("save_all",),
+    "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
 }
 
 
@@ -20,7 +20,13 @@ class CompileOptions:
             TVM's Gradient, ``"aot"`` takes PyTorch's own derivative formulas, ``"auto"`` takes
             ``relax`` when every operator has an admitted gradient rule and ``aot`` otherwise.
         residual_policy: which values forward keeps for backward. ``"save_all"`` keeps every
-            forward value that backward reads.
+            forward value that backward reads, ``"recompute_cheap"`` computes element-wise ones
+            again where their operands are kept anyway, ``"min_cut"`` keeps the fewest bytes from
+            which the rest can be computed again without products, convolutions, long reductions
+            or PyTorch's kernels.
+        recompute: operators that ``min_cut`` may compute again all the same, by their names in
+            Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
+            (``"aten.convolution.default"``).
         max_specializations: how many input signatures one module keeps compiled; further ones
             go to the module's own forward.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
@@ -31,7 +37,8 @@ class CompileOptions:
     """
 
     joint: str = "auto"
-    residual_policy: str = "save_all"
+    residual_policy: str = "min_cut"
+    recompute: tuple[str, ...] = ()
     max_specializations: int = 16
     measure_kernels: bool = True
 
@@ -42,6 +49,7 @@ class CompileOptions:
                 raise ValueError(
                     f"CompileOptions.{name} is {value!r}; choose one of {', '.join(choices)}"
                 )
+        _check_recompute(self.recompute)
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
 
@@ -65,3 +73,12 @@ class CompileOptions:
             known = ", ".join(f.name for f in fields(cls))
             raise TypeError(f"unknown compile options {sorted(unknown)}; known are {known}")
         return cls(**options)
+
+
+def _check_recompute(names: Any) -> None:
+    if isinstance(names, tuple) and all(isinstance(n, str) and "." in n for n in names):
+        return
+    raise ValueError(
+        f"CompileOptions.recompute is {names!r}; give a tuple of operator names such as "
+        "'relax.nn.softmax' or 'aten.convolution.default'"
+    )

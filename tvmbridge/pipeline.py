@@ -18,6 +18,7 @@ from tvm import relax
 
 from tvmbridge.errors import PassError
 from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
 from tvmbridge.passes.relax.lower_layer_norm import LowerLayerNorm
 from tvmbridge.passes.relax.one_zapp import OneZapp
@@ -48,7 +49,17 @@ def lowering_passes() -> list[AnyPass]:
 
 def zapp_passes() -> list[AnyPass]:
     """Training, after the gradient: what the gradient left superfluous goes away."""
-    return [RemoveNoGrad(), ZappLike(), OneZapp(), ZeroZapp(), ZappLike(), *tidy_passes()]
+    return [
+        RemoveNoGrad(),
+        # Opens tuples: the gradient of a split adds to the fields of a tuple of zeros.
+        relax.transform.CanonicalizeBindings(),
+        ZappLike(),
+        OneZapp(),
+        ZeroZapp(),
+        ZappLike(),
+        CollapseViews(),
+        *tidy_passes(),
+    ]
 
 
 def tidy_passes() -> list[AnyPass]:
