@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import register_caches
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
 
 
@@ -38,6 +39,7 @@ class Sample:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sample:
         """A copy of the module and of the arguments, as they are."""
+        register_caches(module)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         return cls(_copied(module), _fresh(leaves, None), structure)
 
