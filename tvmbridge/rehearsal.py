@@ -106,16 +106,19 @@ class Rehearsal:
             stack.enter_context(_tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
             results = pytree.tree_leaves(forward(*args, **kwargs))
-            return self._ordered(results)
+            return self._ordered(results, leaves)
 
-    def _ordered(self, results: list[Any]) -> list[torch.Tensor]:
-        """Written buffers and computed results in the order of the captured outputs."""
+    def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
+        """Written buffers and inputs, computed results, in the order of the captured outputs."""
         users = iter(results)
+        positions = {d.name: d.position or 0 for d in self.inputs}
         ordered: list[torch.Tensor] = []
         for output in self.captured.outputs:
             if output.kind is OutputKind.BUFFER_MUTATION:
                 path, _, name = (output.target or "").rpartition(".")
                 value = self.module.get_submodule(path)._buffers[name]
+            elif output.kind is OutputKind.INPUT_MUTATION:
+                value = leaves[positions[output.target or ""]]
             else:
                 value = next(users, None)
             if output.spec is None or output.alias_of is not None:
