@@ -218,9 +218,7 @@ def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, backwa
     assert "tir_sigmoid" in found.becomes
 
 
-def test_a_wrong_kernel_in_backward_alone(
-    monkeypatch: pytest.MonkeyPatch, x: torch.Tensor
-) -> None:
+def test_a_wrong_kernel_in_backward_alone(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
     # Of all that this module computes only the gradient of gelu has an exponential.
     monkeypatch.setitem(LEGALIZE_MAP, "relax.exp", unary_float("sigmoid"))
     report: ComparisonReport = compare(Block(), x, stages=("passes", "compiled"))
