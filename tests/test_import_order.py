@@ -21,12 +21,12 @@ PACKAGE = ROOT / "tvmbridge"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "errors options types versions admission",
+        "errors libraries options types versions admission structure",
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "arguments capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
-        " differentiate aot joint coloring split"
+        "arguments capture cumulative refusal decompositions recurrent noise rehearsal hoist facts"
+        " frontend differentiate aot joint coloring split"
         " build runtime state cache tuning report",
         "compiled",
         "autograd",
