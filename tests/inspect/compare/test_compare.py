@@ -56,7 +56,7 @@ def test_all_the_stages_of_training() -> None:
     for stage in ("eager", "captured", "imported", "LowerDropout", "Gradient", "split"):
         assert stage in report.stages
     # Before the gradient there are outputs only.
-    with pytest.raises(KeyError, match="no figure of 'gradient of norm.weight' at 'imported'"):
+    with pytest.raises(KeyError, match=r"no figure of 'gradient of norm.weight' at 'imported'"):
         report.figure("gradient of norm.weight", "imported")
     assert report.figure("gradient of norm.weight", "Gradient").error < 1e-6
 
@@ -147,7 +147,7 @@ def test_an_input_that_is_given_back_and_one_that_is_written() -> None:
 def test_stages_are_checked() -> None:
     with pytest.raises(ValueError, match=r"no stage is called relay; choose among eager, captured"):
         compare(Block(), torch.randn(5, 12), stages=["relay", "compiled"])
-    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
         compare("Block", torch.randn(5, 12))  # type: ignore[arg-type]
 
 
