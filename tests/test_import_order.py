@@ -25,8 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
-        " differentiate aot joint coloring split"
+        "packing capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
+        " differentiate aot joint combining coloring split"
         " build runtime state cache tuning report",
         "compiled",
         "autograd",

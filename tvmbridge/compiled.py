@@ -14,11 +14,13 @@ from torch import nn
 from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
+from tvmbridge.combining import Combining, Packs
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
 from tvmbridge.frontend import import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import inference_passes, run_passes
 from tvmbridge.rehearsal import Rehearsal
@@ -33,13 +35,15 @@ class CompiledModule:
 
     ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
     None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
-    user inputs, the parameters and buffers, the draws and the dropout masks, in this order.
+    user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
+    this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     """
 
     captured: CapturedGraph
+    packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
     target: tvm.target.Target
@@ -82,11 +86,13 @@ def compile_module(
     needs_grad: bool,
     target: Any = None,
     options: CompileOptions,
+    packing: Packing | None = None,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
     Args:
         needs_grad: compile forward and backward; otherwise forward alone.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
@@ -101,7 +107,9 @@ def compile_module(
     if needs_grad:
         with stages.measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
-            parts = split(derivation.joint, color(derivation.joint))
+            combining = Combining.of(derivation.captured, packing, options, records)
+            joint, packs = combining.joint(derivation.joint)
+            parts = split(joint, color(joint))
         captured, imported = derivation.captured, derivation.imported
         mod, num_outputs = parts.mod, parts.num_outputs
     else:
@@ -111,6 +119,7 @@ def compile_module(
             imported = import_graph(captured)
         with stages.measure("passes"):
             mod = run_passes(imported.mod, inference_passes(), records)
+            mod, packs = Combining.of(captured, packing, options, records).inference(mod)
             mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
             parts = None
         num_outputs = sum(o.is_computed for o in captured.outputs)
@@ -119,6 +128,7 @@ def compile_module(
         loaded = LoadedModule(built.machine, built.unaligned)
     return CompiledModule(
         captured=captured,
+        packs=packs,
         split=parts,
         loaded=loaded,
         target=resolved,

@@ -8,6 +8,7 @@ from typing import Any
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
     "residual_policy": ("save_all",),
+    "combine_matmuls": ("auto", "always", "never"),
 }
 
 
@@ -25,6 +26,11 @@ class CompileOptions:
             go to the module's own forward.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
+        combine_matmuls: whether products with a common left operand, such as query, key and value,
+            become one product, whose weights are then moved to lie side by side in memory.
+            ``"auto"`` does so in inference, and in training where the combined products were
+            measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
+            are.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
@@ -34,6 +40,7 @@ class CompileOptions:
     residual_policy: str = "save_all"
     max_specializations: int = 16
     measure_kernels: bool = True
+    combine_matmuls: str = "auto"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -58,6 +58,7 @@ class Pack:
         sizes = [m.numel() * m.element_size() for m in members]
         self.pointers = [begin, *(begin + end for end in accumulate(sizes))][:-1]
         self.end = begin + sum(sizes)
+        self._members: list[weakref.ref[torch.Tensor]] = []
 
     def holds(self, members: Sequence[torch.Tensor]) -> bool:
         """Whether the memory of ``members`` is that of the pack, in its order."""
@@ -67,6 +68,11 @@ class Pack:
             if member.data_ptr() != pointer or not member.is_contiguous() or member.is_neg():
                 return False
         return True
+
+    def in_use(self) -> bool:
+        """Whether the parameters that were moved into the pack are all still there."""
+        members = [m for m in (reference() for reference in self._members) if m is not None]
+        return self.holds(members)
 
     def overlaps(self, member: torch.Tensor) -> bool:
         """Whether ``member`` lies in the pack."""
@@ -86,6 +92,7 @@ class Pack:
                 moved.copy_(member)
                 old.append(member.detach())
                 member.data = moved
+        self._members = [weakref.ref(m) for m in members]
         return old
 
 
@@ -171,7 +178,7 @@ def unpackable(members: Sequence[torch.Tensor]) -> str | None:
         if member is not members[-1] and member.nbytes % _ALIGNMENT:
             return "a parameter would begin at an address that is not aligned"
     for pack in list(_live):
-        if any(pack.overlaps(m) for m in members) and not pack.holds(members):
+        if any(pack.overlaps(m) for m in members) and pack.in_use() and not pack.holds(members):
             return "a parameter is packed with others"
     return None
 
@@ -233,6 +240,10 @@ class Packing:
     def claim(self, names: tuple[str, ...]) -> None:
         """Note that compiled code reads the parameters called ``names`` as one tensor."""
         self._groups.add(names)
+
+    def claim_like(self, other: Packing) -> None:
+        """Take over what ``other`` has noted: compiled code of a copy reads the same."""
+        self._groups |= other._groups
 
     def tensor(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values of ``members``, the parameters called ``names`` of now, as one tensor.
