@@ -45,9 +45,7 @@ class Combining:
         records: list[PassRecord],
     ) -> Combining:
         """For the graph of ``captured``."""
-        targets = {
-            d.name: d.target or "" for d in captured.inputs if d.kind is InputKind.PARAMETER
-        }
+        targets = {d.name: d.target or "" for d in captured.inputs if d.kind is InputKind.PARAMETER}
         return cls(targets, packing, options, records)
 
     def inference(self, mod: tvm.IRModule) -> tuple[tvm.IRModule, Packs]:

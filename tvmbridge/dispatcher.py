@@ -47,12 +47,15 @@ class Dispatcher:
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        reason = _context_refuses()
+        if reason is not None:
+            return self._fall_back(reason, args, kwargs)
         with self.packing:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reason = _context_refuses()
-        for specialization in self.specializations if reason is None else ():
+        reason = None
+        for specialization in self.specializations:
             leaves = specialization.signature.flatten(args, kwargs)
             if leaves is None:
                 reason = "the structure of the arguments differs"

@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tvmbridge.report import PackReport
+
 # Compiled loops read whole vectors from such addresses; a slice elsewhere would be copied per call.
 _ALIGNMENT = 64
 _SAME_TYPE = "different shapes or dtypes"
@@ -244,6 +246,17 @@ class Packing:
     def claim_like(self, other: Packing) -> None:
         """Take over what ``other`` has noted: compiled code of a copy reads the same."""
         self._groups |= other._groups
+
+    def reports(self) -> tuple[PackReport, ...]:
+        """What became of each group so far."""
+        return tuple(
+            PackReport(
+                names,
+                self.packed[names],
+                {why: n for (group, why), n in self.concatenated.items() if group == names},
+            )
+            for names in sorted(self._groups)
+        )
 
     def tensor(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values of ``members``, the parameters called ``names`` of now, as one tensor.

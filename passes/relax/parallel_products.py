@@ -154,7 +154,9 @@ def views_of(expr: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> Views:
             step = ("reshape", shape)
         else:
             axes = value.attrs.axes
-            order = range(len(source))[::-1] if axes is None else (int(a) % len(source) for a in axes)
+            order = (
+                range(len(source))[::-1] if axes is None else (int(a) % len(source) for a in axes)
+            )
             step = ("permute", tuple(order))
         expr = value.args[0]
         steps = _before(step, steps)
@@ -175,9 +177,7 @@ def _before(step: _Step, steps: list[_Step]) -> list[_Step]:
     return rest if composed == tuple(range(len(composed))) else [(kind, composed), *rest]
 
 
-def _weight(
-    right: relax.Expr, bound: Mapping[relax.Var, relax.Expr]
-) -> tuple[relax.Expr, bool]:
+def _weight(right: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> tuple[relax.Expr, bool]:
     """The tensor whose matrices, or transposed matrices, ``right`` consists of."""
     root, steps = views_of(right, bound)
     rank = len(shape_of(right) or ())
@@ -232,15 +232,23 @@ def _group(
 ) -> Group | None:
     left, right = (shape_of(operand) or () for operand in products[0].call.args)
     description = ParallelProducts(
-        names=(), left=left, batch=right[:-2], widths=(), transposed=products[0].transposed,
+        names=(),
+        left=left,
+        batch=right[:-2],
+        widths=(),
+        transposed=products[0].transposed,
         dtype=dtype_of(products[0].call),
     )
     group = Group(tuple(products), description)
     different = group.weights()
     names = tuple(p.weight.name if p.weight in parameters else "" for p in different)
     description = ParallelProducts(
-        names, left, right[:-2], tuple(p.width for p in different),
-        products[0].transposed, dtype_of(products[0].call),
+        names,
+        left,
+        right[:-2],
+        tuple(p.width for p in different),
+        products[0].transposed,
+        dtype_of(products[0].call),
     )
     reason: str | None = None
     if len(different) < min_products:
