@@ -308,7 +308,8 @@ def test_both_modes_read_one_pack() -> None:
     assert packed(module) == (1, {})
     for (name, ours), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13, msg=name)
-        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad is not None
+        assert theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-13, msg=name)
 
 
@@ -406,7 +407,8 @@ def test_any_dtype_can_be_packed(dtype: torch.dtype) -> None:
     values = [w.detach().clone() for w in weights]
     pack = Pack(weights)
     pack.take_in(weights)
-    assert pack.holds(weights) and pack.in_use()
+    assert pack.holds(weights)
+    assert pack.in_use()
     assert torch.equal(pack.tensor, torch.cat(values))
     weights[1].data.zero_()
     assert not pack.tensor[4:6].any()

@@ -10,6 +10,7 @@ import tvm
 from tvmbridge.differentiate import JointModule
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
+from tvmbridge.passes.relax.combine_gradient_matmul import CombineGradientMatmul
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights, concatenated_parameters
 from tvmbridge.passes.relax.parallel_products import ParallelProducts
@@ -66,6 +67,10 @@ class Combining:
             weight_refusal=self._weight_refusal, group_refusal=self._group_refusal
         )
         mod = run_passes(joint.mod, [combine, *tidy_passes()], self.records)
+        groups = concatenated_parameters(mod["joint"], set(self.targets))
+        if groups:
+            backward = CombineGradientMatmul(groups)
+            mod = run_passes(mod, [backward, *tidy_passes()], self.records)
         mod, packs = self._lift(mod, "joint", len(joint.primals))
         names = [p.name for p in mod["joint"].params]
         count = len(joint.primals) + len(packs)

@@ -9,10 +9,11 @@ and both are the same memory: a write of any kind is seen, and there is no secon
 Each slice has a storage of its own (``torch.frombuffer``), as large as the parameter: saving,
 copying, pickling and sharing a parameter are what they were, and files do not grow.
 
-At every call the addresses of the parameters are compared with those of the pack. Where they differ
-(``load_state_dict(assign=True)``, ``module.to(...)``, ``parameter.data = ...``) the parameters are
-packed again. A parameter is moved only where nobody can notice, see :func:`unmovable`; where that no
-longer holds at a call, the values are concatenated for that call alone, and it is counted.
+At every call the addresses of the parameters are compared with those of the pack. Where they
+differ (``load_state_dict(assign=True)``, ``module.to(...)``, ``parameter.data = ...``) the
+parameters are packed again. A parameter is moved only where nobody can notice, see
+:func:`unmovable`; where that no longer holds at a call, the values are concatenated for that call
+alone, and it is counted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _ALIGNMENT = 64
 _SAME_TYPE = "different shapes or dtypes"
 
 
-class _Slice(np.ndarray):  # type: ignore[type-arg]
+class _Slice(np.ndarray):
     """The memory of one parameter in a pack; it keeps the pack alive."""
 
     pack: Pack

@@ -16,8 +16,8 @@ After::
 
 The left operand is the same through reshapes and transposes; the right operands are concatenated
 below their transposes, so that the weights of linear layers are joined by whole rows. TVM's
-``CombineParallelMatmul`` does neither, adds broadcast biases wrongly, and cannot be asked about a
-single weight.
+``CombineParallelMatmul`` does neither, fails where a bias is a scalar or has one element, and cannot
+leave a single weight out.
 
 Biases stay behind the slices, where one kernel takes slice, bias and layout together; with
 ``join_biases`` they are concatenated too, and added to the one product.
@@ -126,7 +126,7 @@ class _Plan:
     def span(self, weight: relax.Expr) -> tuple[int, int]:
         """First and last column of the product with ``weight`` in the combined one."""
         start = 0
-        for product in self.group.weights():
+        for product in self.group.different:
             if product.weight.same_as(weight):
                 return start, start + product.width
             start += product.width
@@ -147,7 +147,7 @@ class _CombineMutator(PyExprMutator):
             self._plan(group, additions)
 
     def _plan(self, group: Group, additions: _Additions | None) -> None:
-        distinct = len(group.weights()) == len(group.products)
+        distinct = len(group.different) == len(group.products)
         found = [additions.of(p) for p in group.products] if additions and distinct else []
         sums = [s for s in found if s is not None]
         if found and len(sums) == len(found):
@@ -186,7 +186,7 @@ class _CombineMutator(PyExprMutator):
         return relax.op.reshape(self.builder_.emit(part), shape)
 
     def _combined(self, plan: _Plan) -> relax.Var:
-        products = plan.group.weights()
+        products = plan.group.different
         first = products[0]
         rank = len(shape_of(first.weight) or ())
         axis = rank - 2 if first.transposed else rank - 1

@@ -56,14 +56,13 @@ class Product:
 
 @dataclass(frozen=True)
 class Group:
-    """Products that become one, in the order in which they stand."""
+    """Products that become one, in the order in which they stand.
+
+    ``different`` leaves out those with the right operand of an earlier one.
+    """
 
     products: tuple[Product, ...]
-    description: ParallelProducts
-
-    def weights(self) -> list[Product]:
-        """The products with different right operands: equal ones are concatenated once."""
-        return list({p.weight: p for p in reversed(self.products)}.values())[::-1]
+    different: tuple[Product, ...]
 
 
 def is_call(expr: relax.Expr | None, name: str) -> bool:
@@ -145,24 +144,27 @@ def views_of(expr: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> Views:
         if isinstance(value, relax.Var):
             expr = value
             continue
-        shape, source = shape_of(expr), None
-        if is_call(value, "relax.reshape") or is_call(value, "relax.permute_dims"):
-            source = shape_of(value.args[0])
-        if shape is None or source is None:
+        step = _step(value, shape_of(expr))
+        if step is None or not isinstance(value, relax.Call):
             break
-        if value.op.name == "relax.reshape":
-            step = ("reshape", shape)
-        else:
-            axes = value.attrs.axes
-            order = (
-                range(len(source))[::-1] if axes is None else (int(a) % len(source) for a in axes)
-            )
-            step = ("permute", tuple(order))
         expr = value.args[0]
         steps = _before(step, steps)
     if steps and steps[0] == ("reshape", shape_of(expr)):
         steps = steps[1:]
     return expr, tuple(steps)
+
+
+def _step(value: relax.Expr | None, shape: tuple[int, ...] | None) -> _Step | None:
+    """The view that ``value``, of that ``shape``, makes of its operand; None: it is no view."""
+    if not isinstance(value, relax.Call) or shape is None:
+        return None
+    if is_call(value, "relax.reshape") and shape_of(value.args[0]) is not None:
+        return "reshape", shape
+    if not is_call(value, "relax.permute_dims"):
+        return None
+    rank, axes = len(shape), value.attrs.axes
+    order = range(rank)[::-1] if axes is None else [int(a) % rank for a in axes]
+    return "permute", tuple(order)
 
 
 def _before(step: _Step, steps: list[_Step]) -> list[_Step]:
@@ -230,25 +232,16 @@ def _group(
     parameters: set[relax.Var],
     report: PassReport,
 ) -> Group | None:
-    left, right = (shape_of(operand) or () for operand in products[0].call.args)
+    different = list({p.weight: p for p in reversed(products)}.values())[::-1]
+    first = products[0]
+    left, right = (shape_of(operand) or () for operand in first.call.args)
     description = ParallelProducts(
-        names=(),
+        names=tuple(p.weight.name if p.weight in parameters else "" for p in different),
         left=left,
         batch=right[:-2],
-        widths=(),
-        transposed=products[0].transposed,
-        dtype=dtype_of(products[0].call),
-    )
-    group = Group(tuple(products), description)
-    different = group.weights()
-    names = tuple(p.weight.name if p.weight in parameters else "" for p in different)
-    description = ParallelProducts(
-        names,
-        left,
-        right[:-2],
-        tuple(p.width for p in different),
-        products[0].transposed,
-        dtype_of(products[0].call),
+        widths=tuple(p.width for p in different),
+        transposed=first.transposed,
+        dtype=dtype_of(first.call),
     )
     reason: str | None = None
     if len(different) < min_products:
@@ -256,6 +249,6 @@ def _group(
     elif group_refusal is not None:
         reason = group_refusal(description)
     if reason is None:
-        return Group(tuple(products), description)
+        return Group(tuple(products), tuple(different))
     report.decline(", ".join(p.label for p in different), reason)
     return None

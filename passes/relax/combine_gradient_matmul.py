@@ -1,0 +1,311 @@
+"""The gradients of combined products are combined too: one for the input, one for the weights.
+
+Before, for ``y_i = x @ permute_dims(w_i)`` with the cotangents ``g_i``::
+
+    d_q = R.matmul(g_q, w_q)                        # (rows, depth)
+    d_k = R.matmul(g_k, w_k)
+    dx = R.add(R.add(rest, d_q), d_k)
+    dw_q = R.matmul(R.permute_dims(g_q), x)
+    dw_k = R.matmul(R.permute_dims(g_k), x)
+
+After::
+
+    g = R.concat((g_q, g_k), axis=1)
+    w = R.concat((w_q, w_k), axis=0)
+    dx = R.add(rest, R.matmul(g, w))
+    dw = R.matmul(R.permute_dims(g), x)
+    dw_q, dw_k = R.strided_slice(dw, [0], ...), R.strided_slice(dw, [0], ...)
+
+What waits for the last of the cotangents is moved behind it.
+
+Requires: one dataflow block. Guarantees: the same values up to rounding: what was added up after the
+products is added up within one. Runs after: CombineParallelBatchMatmul on the joint function.
+Runs before: LiftPackedWeights, which takes the concatenated weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.passes.relax.parallel_products import ParallelProducts, is_call, views_of
+
+Refusal = Callable[[ParallelProducts], str | None]
+
+
+@dataclass(frozen=True)
+class CombineGradientMatmul(RelaxPass):
+    """Combine the products by which gradients flow back through combined products.
+
+    Args:
+        groups: names of the function's parameters that are the weights of one combined product.
+        input_refusal: says why the gradient of the input is not worth it; None where it is.
+        weight_refusal: the same of the gradients of the weights.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    input_refusal: Refusal | None = None
+    weight_refusal: Refusal | None = None
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        def rewrite(function: relax.Function) -> relax.Function:
+            plans = self._plans(function, report)
+            return _GradientMutator(plans).visit_expr(function) if plans else function
+
+        return map_functions(mod, rewrite)
+
+    def _plans(self, function: relax.Function, report: PassReport) -> list[_Plan]:
+        graph = _Graph(function)
+        plans = []
+        for names in self.groups:
+            label = f"gradients of {', '.join(names)}"
+            flows = graph.flows(names)
+            if isinstance(flows, str):
+                report.decline(label, flows)
+                continue
+            plan = _Plan(flows)
+            description = _description(names, flows)
+            for kind, refusal, find in (
+                ("input", self.input_refusal, graph.sum_of),
+                ("weight", self.weight_refusal, graph.stack_of),
+            ):
+                found = find(flows)
+                reason = found if isinstance(found, str) else refusal and refusal(description)
+                if reason:
+                    report.decline(f"{kind} {label}", str(reason))
+                else:
+                    setattr(plan, kind, found)
+                    report.rewrote()
+            if plan.input or plan.weight:
+                plans.append(plan)
+        return plans
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """The product ``var`` = ``cotangent`` @ ``weight`` of one weight."""
+
+    var: relax.Var
+    cotangent: relax.Var
+    weight: relax.Var
+
+    @property
+    def width(self) -> int:
+        return (shape_of(self.weight) or ())[0]
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of products' gradients and of ``others``, bound to ``root``."""
+
+    root: relax.Var
+    others: tuple[relax.Expr, ...]
+
+
+@dataclass
+class _Plan:
+    flows: list[_Flow]
+    input: _Sum | None = None
+    weight: dict[relax.Var, relax.Expr] = field(default_factory=dict)
+    cotangent: relax.Var | None = None
+
+
+def _description(names: tuple[str, ...], flows: Sequence[_Flow]) -> ParallelProducts:
+    rows, _ = shape_of(flows[0].cotangent) or (0, 0)
+    _, depth = shape_of(flows[0].weight) or (0, 0)
+    widths = tuple(f.width for f in flows)
+    return ParallelProducts(names, (rows, depth), (), widths, True, dtype_of(flows[0].var))
+
+
+class _Graph:
+    """Who reads what in a function with one dataflow block."""
+
+    def __init__(self, function: relax.Function) -> None:
+        bindings = [b for block in function.body.blocks for b in block.bindings]
+        self.parameters = {p.name: p for p in function.params}
+        self.bound = {b.var: b.value for b in bindings}
+        self.order = {b.var: i for i, b in enumerate(bindings)}
+        self.simple = len(function.body.blocks) == 1 and all(
+            isinstance(b, relax.VarBinding) for b in bindings
+        )
+        self.readers: dict[relax.Var, list[relax.Var | None]] = {}
+        for var, value in self.bound.items():
+            for operand in relax.analysis.free_vars(value):
+                self.readers.setdefault(operand, []).append(var)
+        for operand in relax.analysis.free_vars(function.body.body):
+            self.readers.setdefault(operand, []).append(None)
+        self.products = [v for v, e in self.bound.items() if is_call(e, "relax.matmul")]
+
+    def flows(self, names: tuple[str, ...]) -> list[_Flow] | str:
+        """The products by which the gradient of the common input flows; or why there are none."""
+        if not self.simple:
+            return "not one dataflow block"
+        flows = []
+        for name in names:
+            weight = self.parameters.get(name)
+            found = []
+            for var in self.products:
+                cotangent, right = self.bound[var].args
+                shape = shape_of(cotangent)
+                if weight is None or views_of(right, self.bound) != (weight, ()):
+                    continue
+                if isinstance(cotangent, relax.Var) and shape is not None and len(shape) == 2:
+                    found.append(_Flow(var, cotangent, weight))
+            if len(found) != 1:
+                return f"{len(found)} products with {name} instead of one"
+            flows += found
+        rows = {(shape_of(f.cotangent) or ())[0] for f in flows}
+        return flows if len(rows) == 1 else "they have different numbers of rows"
+
+    def _only_reader(self, var: relax.Var) -> relax.Var | None:
+        readers = self.readers.get(var, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def _is_plain_sum(self, var: relax.Var | None) -> bool:
+        value = self.bound.get(var) if var is not None else None
+        if not is_call(value, "relax.add") or not isinstance(value, relax.Call):
+            return False
+        return all(shape_of(a) is not None and shape_of(a) == shape_of(var) for a in value.args)
+
+    def sum_of(self, flows: Sequence[_Flow]) -> _Sum | str:
+        """The one sum that all the products are terms of; or why there is none."""
+        leaves = []
+        roots = set()
+        for flow in flows:
+            var = flow.var
+            reader = self._only_reader(var)
+            while reader is not None and is_call(self.bound[reader], "relax.reshape"):
+                var, reader = reader, self._only_reader(reader)
+            leaves.append(var)
+            while reader is not None and self._is_plain_sum(reader):
+                var, reader = reader, self._only_reader(reader)
+            roots.add(var)
+        if len(roots) != 1 or roots & set(leaves):
+            return "they are not added up"
+        (root,) = roots
+        terms = self._terms(root, root)
+        if any(terms.count(leaf) != 1 for leaf in leaves):
+            return "they are not added up"
+        return _Sum(root, tuple(t for t in terms if t not in leaves))
+
+    def _terms(self, var: relax.Expr, root: relax.Var) -> list[relax.Expr]:
+        if not isinstance(var, relax.Var) or not self._is_plain_sum(var):
+            return [var]
+        if var is not root and self._only_reader(var) is None:
+            return [var]
+        return [t for operand in self.bound[var].args for t in self._terms(operand, root)]
+
+    def stack_of(self, flows: Sequence[_Flow]) -> dict[relax.Var, relax.Expr] | str:
+        """The weights' gradients, in order, with the input they read; or why there are none."""
+        found: dict[relax.Var, relax.Expr] = {}
+        inputs = []
+        for flow in flows:
+            cotangent = views_of(flow.cotangent, self.bound)
+            for var in self.products:
+                left, right = self.bound[var].args
+                value = self.bound.get(left)
+                if is_call(value, "relax.permute_dims") and len(shape_of(right) or ()) == 2:
+                    if views_of(value.args[0], self.bound) == cotangent:
+                        found[var] = right
+                        inputs.append(views_of(right, self.bound))
+        if len(found) != len(flows) or any(i != inputs[0] for i in inputs):
+            return "not one product each, with a common input"
+        if any(not self._ancestors(var).isdisjoint(found) for var in found):
+            return "one depends on another"
+        return found
+
+    def _ancestors(self, var: relax.Var) -> set[relax.Var]:
+        seen: set[relax.Var] = set()
+        pending = [*relax.analysis.free_vars(self.bound[var])]
+        while pending:
+            one = pending.pop()
+            if one not in seen and one in self.bound:
+                seen.add(one)
+                pending.extend(relax.analysis.free_vars(self.bound[one]))
+        return seen
+
+
+@mutator
+class _GradientMutator(PyExprMutator):
+    def __init__(self, plans: Sequence[_Plan]) -> None:
+        super().__init__()
+        self.sums = {p.input.root: p for p in plans if p.input is not None}
+        self.stacks = {var: p for p in plans for var in p.weight}
+        self.parts: dict[relax.Var, relax.Expr] = {}
+        self.waiting: dict[relax.Var, relax.VarBinding] = {}
+        self.seen: set[relax.Var] = set()
+        self.replacement: relax.Expr | None = None
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        var = binding.var
+        plan = self.stacks.get(var)
+        if plan is not None:
+            self.seen.add(var)
+            self.waiting[var] = binding
+            if self.seen.issuperset(plan.weight):
+                self._emit_parts(plan)
+                self._release()
+        elif any(v in self.waiting for v in relax.analysis.free_vars(binding.value)):
+            self.waiting[var] = binding
+        else:
+            self._bind(binding)
+
+    def _release(self) -> None:
+        """Bind what waits for nothing that is still to come."""
+        waiting, self.waiting = self.waiting, {}
+        for var, binding in waiting.items():
+            read = relax.analysis.free_vars(binding.value)
+            if var in self.parts or not (
+                var in self.stacks or any(v in self.waiting for v in read)
+            ):
+                self._bind(binding)
+            else:
+                self.waiting[var] = binding
+
+    def _bind(self, binding: relax.VarBinding) -> None:
+        plan = self.sums.get(binding.var)
+        if plan is not None:
+            self.replacement = self._sum(plan, binding)
+        else:
+            self.replacement = self.parts.get(binding.var)
+        super().visit_var_binding_(binding)
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        if self.replacement is None:
+            return super().visit_call_(call)
+        replacement, self.replacement = self.replacement, None
+        return replacement
+
+    def _cotangent(self, plan: _Plan) -> relax.Var:
+        if plan.cotangent is None:
+            parts = [self.visit_expr(f.cotangent) for f in plan.flows]
+            plan.cotangent = self.builder_.emit(relax.op.concat(parts, 1))
+        return plan.cotangent
+
+    def _sum(self, plan: _Plan, binding: relax.VarBinding) -> relax.Expr:
+        assert plan.input is not None
+        emit = self.builder_.emit
+        weights = emit(relax.op.concat([f.weight for f in plan.flows], 0))
+        total = emit(relax.op.matmul(self._cotangent(plan), weights))
+        if shape_of(total) != shape_of(binding.var):
+            total = emit(relax.op.reshape(total, shape_of(binding.var)))
+        for other in reversed(plan.input.others):
+            total = emit(relax.op.add(self.visit_expr(other), total))
+        return total
+
+    def _emit_parts(self, plan: _Plan) -> None:
+        emit = self.builder_.emit
+        cotangent = emit(relax.op.permute_dims(self._cotangent(plan), [1, 0]))
+        (common, *_) = plan.weight.values()
+        total = emit(relax.op.matmul(cotangent, self.visit_expr(common)))
+        begin = 0
+        for flow, var in zip(plan.flows, plan.weight, strict=True):
+            self.parts[var] = relax.op.strided_slice(
+                total, axes=[0], begin=[begin], end=[begin + flow.width]
+            )
+            begin += flow.width
