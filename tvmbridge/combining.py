@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import partial
 from dataclasses import dataclass, replace
 
+import torch
 import tvm
 
 from tvmbridge.differentiate import JointModule
+from tvmbridge.kernels.parallel import Layers, faster, worthwhile
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.relax.combine_gradient_matmul import CombineGradientMatmul
@@ -64,12 +68,16 @@ class Combining:
         if self.options.combine_matmuls == "never" or self.packing is None:
             return joint, ()
         combine = CombineParallelBatchMatmul(
-            weight_refusal=self._weight_refusal, group_refusal=self._group_refusal
+            weight_refusal=self._weight_refusal, group_refusal=self._training_refusal
         )
         mod = run_passes(joint.mod, [combine, *tidy_passes()], self.records)
         groups = concatenated_parameters(mod["joint"], set(self.targets))
         if groups:
-            backward = CombineGradientMatmul(groups)
+            backward = CombineGradientMatmul(
+                groups,
+                input_refusal=partial(self._slower, kind="input"),
+                weight_refusal=partial(self._slower, kind="weight"),
+            )
             mod = run_passes(mod, [backward, *tidy_passes()], self.records)
         mod, packs = self._lift(mod, "joint", len(joint.primals))
         names = [p.name for p in mod["joint"].params]
@@ -109,3 +117,29 @@ class Combining:
         if group.batch or not group.transposed:
             return "its weights would be concatenated at each call, since not by whole rows"
         return self._packing().group_refusal(self._targets(group.names))
+
+    def _training_refusal(self, group: ParallelProducts) -> str | None:
+        reason = self._group_refusal(group)
+        if reason is not None or self.options.combine_matmuls == "always":
+            return reason
+        if not self.options.measure_kernels:
+            return "not measured, since measure_kernels is off"
+        layers = _layers(group)
+        if layers is None:
+            return f"not measured for {group.dtype}"
+        return None if worthwhile(layers) else "not measured to be faster"
+
+    def _slower(self, group: ParallelProducts, kind: str) -> str | None:
+        if self.options.combine_matmuls == "always":
+            return None
+        layers = _layers(group)
+        return None if layers and faster(layers, kind) else "not measured to be faster"
+
+
+def _layers(group: ParallelProducts) -> Layers | None:
+    """The group as it is measured; None where its products are not PyTorch's kernels."""
+    if group.dtype not in ("float32", "float64"):
+        return None
+    *leading, depth = group.left
+    dtype = getattr(torch, group.dtype)
+    return Layers(math.prod(leading), depth, group.widths, dtype, torch.get_num_threads())

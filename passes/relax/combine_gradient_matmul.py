@@ -294,8 +294,10 @@ class _GradientMutator(PyExprMutator):
         total = emit(relax.op.matmul(self._cotangent(plan), weights))
         if shape_of(total) != shape_of(binding.var):
             total = emit(relax.op.reshape(total, shape_of(binding.var)))
-        for other in reversed(plan.input.others):
-            total = emit(relax.op.add(self.visit_expr(other), total))
+        for number, other in enumerate(plan.input.others, start=1):
+            total = relax.op.add(self.visit_expr(other), total)
+            if number < len(plan.input.others):
+                total = emit(total)
         return total
 
     def _emit_parts(self, plan: _Plan) -> None:

@@ -100,16 +100,24 @@ class _LiftMutator(PyExprMutator):
         self.lift = lift
         self.report = report
         self.added: dict[tuple[str, ...], relax.Var] = {}
+        self.renamed: dict[relax.Var, relax.Var] = {}
 
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        names = _members(call, self.function)
-        if not names:
-            return super().visit_call_(call)
-        if names not in self.lift.groups:
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        names = _members(binding.value, self.function)
+        if names in self.lift.groups:
+            self.report.rewrote()
+            if names not in self.added:
+                number = self.lift.groups.index(names)
+                self.added[names] = relax.Var(f"{self.lift.prefix}{number}", binding.value.ty)
+            # Not a copy: what reads a weight must be seen to read an input.
+            self.renamed[binding.var] = self.added[names]
+            return
+        if names:
             self.report.decline(", ".join(names), "not among the groups")
-            return super().visit_call_(call)
-        self.report.rewrote()
-        if names not in self.added:
-            number = self.lift.groups.index(names)
-            self.added[names] = relax.Var(f"{self.lift.prefix}{number}", call.ty)
-        return self.added[names]
+        super().visit_var_binding_(binding)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.renamed.get(var, var)
+
+    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
+        return self.renamed.get(var, var)
