@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import tvm

@@ -140,7 +140,7 @@ class Variant:
         in the middle of a training step. State, arguments and random state stay as they are.
         """
         with torch.random.fork_rng(devices=[]):
-            tensors = self.state.tensors()
+            tensors: Sequence[Any] = self.state.tensors()
             primals = [p.detach() for p in self._primals(leaves, tensors)]
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]

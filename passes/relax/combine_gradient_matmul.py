@@ -18,8 +18,8 @@ After::
 
 What waits for the last of the cotangents is moved behind it.
 
-Requires: one dataflow block. Guarantees: the same values up to rounding: what was added up after the
-products is added up within one. Runs after: CombineParallelBatchMatmul on the joint function.
+Requires: one dataflow block. Guarantees: the same values up to rounding: what was added up after
+the products is added up within one. Runs after: CombineParallelBatchMatmul on the joint function.
 Runs before: LiftPackedWeights, which takes the concatenated weights.
 """
 
@@ -33,7 +33,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
-from tvmbridge.passes.relax.parallel_products import ParallelProducts, is_call, views_of
+from tvmbridge.passes.relax.parallel_products import ParallelProducts, Views, is_call, views_of
 
 Refusal = Callable[[ParallelProducts], str | None]
 
@@ -208,16 +208,21 @@ class _Graph:
             cotangent = views_of(flow.cotangent, self.bound)
             for var in self.products:
                 left, right = self.bound[var].args
-                value = self.bound.get(left)
-                if is_call(value, "relax.permute_dims") and len(shape_of(right) or ()) == 2:
-                    if views_of(value.args[0], self.bound) == cotangent:
-                        found[var] = right
-                        inputs.append(views_of(right, self.bound))
+                if self._transposed(left) == cotangent and len(shape_of(right) or ()) == 2:
+                    found[var] = right
+                    inputs.append(views_of(right, self.bound))
         if len(found) != len(flows) or any(i != inputs[0] for i in inputs):
             return "not one product each, with a common input"
         if any(not self._ancestors(var).isdisjoint(found) for var in found):
             return "one depends on another"
         return found
+
+    def _transposed(self, expr: relax.Expr) -> Views | None:
+        """What ``expr`` is the transpose of; None where it is no transpose."""
+        value = self.bound.get(expr) if isinstance(expr, relax.Var) else None
+        if not isinstance(value, relax.Call) or not is_call(value, "relax.permute_dims"):
+            return None
+        return views_of(value.args[0], self.bound)
 
     def _ancestors(self, var: relax.Var) -> set[relax.Var]:
         seen: set[relax.Var] = set()

@@ -16,8 +16,8 @@ After::
 
 The left operand is the same through reshapes and transposes; the right operands are concatenated
 below their transposes, so that the weights of linear layers are joined by whole rows. TVM's
-``CombineParallelMatmul`` does neither, fails where a bias is a scalar or has one element, and cannot
-leave a single weight out.
+``CombineParallelMatmul`` does neither, fails where a bias is a scalar or has one element, and
+cannot leave a single weight out.
 
 Biases stay behind the slices, where one kernel takes slice, bias and layout together; with
 ``join_biases`` they are concatenated too, and added to the one product.

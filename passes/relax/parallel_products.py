@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import tvm
 from tvm import relax
 
 from tvmbridge.passes.base import PassReport, dtype_of, shape_of

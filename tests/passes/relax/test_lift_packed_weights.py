@@ -1,6 +1,6 @@
 """LiftPackedWeights: concatenated parameters become a parameter."""
 
-# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
