@@ -25,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "packing capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
+        "pack packing capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
         " differentiate aot joint combining coloring split"
         " build runtime state cache tuning report",
         "compiled",

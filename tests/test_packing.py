@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
-from tvmbridge.packing import Pack, Packing, unmovable, unpackable
+from tvmbridge.pack import Pack, unmovable, unpackable
+from tvmbridge.packing import Packing
 
 NAMES = ("query.weight", "key.weight", "value.weight")
 

@@ -1,6 +1,6 @@
 """CombineGradientMatmul: the gradients of combined products become one product each."""
 
-# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
