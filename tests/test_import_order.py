@@ -21,12 +21,12 @@ PACKAGE = ROOT / "tvmbridge"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "errors options types versions",
+        "errors options types versions admission",
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "pack packing capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
-        " differentiate aot joint combining coloring split"
+        "arguments pack packing capture cumulative refusal decompositions recurrent noise rehearsal"
+        " hoist facts frontend differentiate aot joint combining coloring split"
         " build runtime state cache tuning report",
         "compiled",
         "autograd",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ class TrainingCall:
 
     Args:
         compiled: a module compiled with gradients.
-        packing: where its packed weights are.
+        packing: where its packed weights are, which backward reads; None: there are none.
     """
 
-    def __init__(self, compiled: CompiledModule, packing: Packing) -> None:
+    def __init__(self, compiled: CompiledModule, packing: Packing | None = None) -> None:
         parts = compiled.split
         assert parts is not None
         position = {name: i for i, name in enumerate(parts.primals)}
         self.compiled = compiled
-        self.packing = packing
+        self.packing = nullcontext() if packing is None else packing
         self.parts = parts
         self.reads = [position[name] for name in parts.reads]
         # Autograd notices writes by the version of a parameter, which its packed values lack.

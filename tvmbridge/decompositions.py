@@ -19,6 +19,7 @@ aten = torch.ops.aten
 _KEPT_WHOLE = (
     aten.linear.default,
     aten.matmul.default,
+    aten.rms_norm.default,
     # PyTorch 2.11 takes them for a clamp, which treats a bound of NaN in another way.
     aten.clamp_min.default,
     aten.clamp_max.default,

@@ -12,8 +12,8 @@ copying, pickling and sharing a parameter are what they were, and files do not g
 At every call the addresses of the parameters are compared with those of the pack. Where they
 differ (``load_state_dict(assign=True)``, ``module.to(...)``, ``parameter.data = ...``) the
 parameters are packed again. A parameter is moved only where nobody can notice, see
-:func:`~tvmbridge.pack.unmovable`; where that no longer holds at a call, the values are concatenated for that call
-alone, and it is counted.
+:func:`~tvmbridge.pack.unmovable`; where that no longer holds at a call, the values are concatenated
+for that call alone, and it is counted.
 """
 
 from __future__ import annotations

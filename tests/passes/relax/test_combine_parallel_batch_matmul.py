@@ -1,6 +1,6 @@
 """CombineParallelBatchMatmul: products with a common left operand become one."""
 
-# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201, ANN202  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
