@@ -34,7 +34,7 @@ aten = torch.ops.aten
 class TracedJoint:
     """A joint function with the noise that it takes, how it was imported, and from what graph.
 
-    The placeholders of ``graph`` stand for the primals, the cotangents and the draws, in this order.
+    The placeholders of ``graph`` stand for primals, cotangents and draws, in this order.
     """
 
     joint: JointModule

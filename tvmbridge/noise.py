@@ -134,6 +134,11 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     if not isinstance(value, torch.Tensor):
         raise UnsupportedOperatorError(f"{op} draws several results at once")
     if op is aten.bernoulli.p:
+        if not value.is_contiguous():
+            raise UnsupportedOperatorError(
+                f"{op} draws in an order that depends on the strides of its input and on whether "
+                "it stands for bernoulli_"
+            )
         return mask_descriptor(node.name, value, float(_argument(node, "p", 1, 0.5)))
     args, kwargs = pytree.tree_map(_spec_of_node, (node.args, node.kwargs))
     drawn = _IN_PLACE.get(op, op)

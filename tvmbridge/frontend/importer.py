@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from tvm import relax
 
 from tvmbridge.admission import note_use
@@ -127,7 +128,16 @@ class Importer:
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
-    """A Relax constant with a copy of ``tensor``'s values."""
+    """A Relax constant with a copy of ``tensor``'s values.
+
+    Raises:
+        UnsupportedOperatorError: it has none, for it is one that only tells shapes.
+    """
+    if isinstance(tensor, FakeTensor):
+        raise UnsupportedOperatorError(
+            f"forward reads a tensor of shape {tuple(tensor.shape)} that it made while it was "
+            "traced and kept; its values are not known"
+        )
     dense = tensor.detach().cpu().contiguous()
     if dense.dtype is torch.bool:
         return relax.const(dense.numpy(), "bool")

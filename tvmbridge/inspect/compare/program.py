@@ -63,7 +63,8 @@ class ProgramRun:
     def value(self, name: str) -> torch.Tensor:
         """The value of the node called ``name``, connected to the inputs."""
         (node,) = (n for n in self.values if n.name == name)
-        return self.values[node]  # type: ignore[no-any-return]
+        value: torch.Tensor = self.values[node]
+        return value
 
     def _given(self, node: fx.Node) -> None:
         if node.name in self.inputs:
