@@ -314,6 +314,19 @@ def test_both_modes_read_one_pack() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-13, msg=name)
 
 
+def test_weights_packed_in_inference_mode_can_be_trained() -> None:
+    module = dispatched()
+    with torch.inference_mode():
+        module(sample())
+    assert packed(module) == (1, {})
+    assert not any(m.is_inference() for m in members(module))
+    module.train()
+    module(sample().requires_grad_()).sum().backward()
+    assert all(m.grad is not None for m in members(module))
+    assert dispatch_report(module).fallbacks == {}
+    assert packed(module) == (1, {})
+
+
 def test_a_write_between_forward_and_backward_is_noticed() -> None:
     module = dispatched(training=True)
     output = module(sample().requires_grad_())

@@ -35,7 +35,9 @@ class Pack:
     def __init__(self, members: Sequence[torch.Tensor]) -> None:
         first = members[0]
         rows = sum(m.shape[0] for m in members)
-        self.tensor = torch.empty((rows, *first.shape[1:]), dtype=first.dtype)
+        # Memory made in inference mode could not be trained on later.
+        with torch.inference_mode(False):
+            self.tensor = torch.empty((rows, *first.shape[1:]), dtype=first.dtype)
         begin = self.tensor.data_ptr()
         sizes = [m.numel() * m.element_size() for m in members]
         self.pointers = [begin, *(begin + end for end in accumulate(sizes))][:-1]
@@ -65,7 +67,7 @@ class Pack:
         memory = self.tensor.view(torch.uint8).reshape(-1).numpy()
         begin = self.pointers[0]
         old = []
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for member, pointer in zip(members, self.pointers, strict=True):
                 size = member.numel() * member.element_size()
                 part = memory[pointer - begin :][:size].view(_Slice)
