@@ -14,11 +14,13 @@ from torch import nn
 from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
+from tvmbridge.combining import Combining, Packs
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.rehearsal import Rehearsal
@@ -33,13 +35,15 @@ class CompiledModule:
 
     ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
     None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
-    user inputs, the parameters and buffers, the draws and the dropout masks, in this order.
+    user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
+    this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     """
 
     captured: CapturedGraph
+    packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
     target: tvm.target.Target
@@ -89,6 +93,7 @@ class LoweredModule:
     split: SplitModule | None
     mod: tvm.IRModule
     num_outputs: int
+    packs: Packs = ()
 
 
 def lower_module(
@@ -102,6 +107,7 @@ def lower_module(
     records: list[PassRecord],
     measure: Callable[[str], AbstractContextManager[None]],
     passes: Sequence[AnyPass] = (),
+    packing: Packing | None = None,
 ) -> LoweredModule:
     """Capture ``module`` and run the graph passes, up to the functions that are built.
 
@@ -109,6 +115,7 @@ def lower_module(
         measure: entered around each stage with its name.
         passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
             before a joint function is split.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
@@ -122,12 +129,13 @@ def lower_module(
     if needs_grad:
         with measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
-            joint = derivation.joint
+            combining = Combining.of(derivation.captured, packing, options, records)
+            joint, packs = combining.joint(derivation.joint)
             joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
             parts = split(joint, color(joint, options.residual_policy, options.recompute))
         captured, imported = derivation.captured, derivation.imported
         return LoweredModule(
-            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs
+            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs, packs
         )
     with measure("import"):
         if captured.training:
@@ -135,10 +143,11 @@ def lower_module(
         imported = import_graph(captured)
     with measure("passes"):
         mod = run_passes(imported.mod, inference_passes(), records)
+        mod, packs = Combining.of(captured, packing, options, records).inference(mod)
         mod = run_extra_passes(mod, passes, records)
         mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
     num_outputs = sum(o.is_computed for o in captured.outputs)
-    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs)
+    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, packs)
 
 
 def compile_module(
@@ -149,11 +158,13 @@ def compile_module(
     needs_grad: bool,
     target: Any = None,
     options: CompileOptions,
+    packing: Packing | None = None,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
     Args:
         needs_grad: compile forward and backward; otherwise forward alone.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
@@ -169,6 +180,7 @@ def compile_module(
         options=options,
         records=records,
         measure=stages.measure,
+        packing=packing,
     )
     return build_lowered(lowered, options, records, stages)
 
@@ -191,6 +203,7 @@ def build_lowered(
         loaded = LoadedModule(built.machine, built.unaligned)
     return CompiledModule(
         captured=lowered.captured,
+        packs=lowered.packs,
         split=parts,
         loaded=loaded,
         target=lowered.target,

@@ -145,4 +145,5 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
         fallbacks=dict(dispatcher.fallbacks),
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
+        packs=dispatcher.packing.reports(),
     )

@@ -8,6 +8,7 @@ from typing import Any
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
     "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
+    "combine_matmuls": ("auto", "always", "never"),
 }
 
 
@@ -31,6 +32,11 @@ class CompileOptions:
             go to the module's own forward.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
+        combine_matmuls: whether products with a common left operand, such as query, key and value,
+            become one product, whose weights are then moved to lie side by side in memory.
+            ``"auto"`` does so in inference, and in training where the combined products were
+            measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
+            are.
         extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
             the pipeline: on the forward function in inference, on the joint function, before it is
             split, in training. They may not change what a function takes and returns.
@@ -45,6 +51,7 @@ class CompileOptions:
     recompute: tuple[str, ...] = ()
     max_specializations: int = 16
     measure_kernels: bool = True
+    combine_matmuls: str = "auto"
     extra_passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
