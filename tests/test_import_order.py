@@ -23,12 +23,14 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "errors options types versions",
         "kernels gradients legalize schedules",
+        "records",
         "passes",
         "pipeline",
         "capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
         " differentiate aot joint coloring split"
-        " build runtime state cache tuning report",
+        " build runtime state cache report",
         "compiled",
+        "tuning",
         "autograd",
         "specialization",
         "dispatcher",

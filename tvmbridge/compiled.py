@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +22,15 @@ from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import inference_passes, run_passes
+from tvmbridge.records import Coverage, Folder, Library, Task
+from tvmbridge.records.library import EMPTY, named_log_dir
+from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
 from tvmbridge.types import CapturedGraph, OutputKind, PassRecord
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class CompiledModule:
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
+    ``coverage`` counts the calls of kernels by where these come from.
     """
 
     captured: CapturedGraph
@@ -50,6 +57,7 @@ class CompiledModule:
     joint_reason: str
     native_calls: Mapping[str, int]
     aten_calls: Mapping[str, int]
+    coverage: Coverage
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
 
@@ -59,7 +67,7 @@ class CompiledModule:
         return 0 if self.split is None else self.split.residual_bytes
 
 
-class _Stages:
+class Stages:
     """Wall-clock seconds by stage."""
 
     def __init__(self) -> None:
@@ -91,13 +99,89 @@ def compile_module(
     Raises:
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
-    stages = _Stages()
+    stages = Stages()
     records: list[PassRecord] = []
+    functions = pure_functions(
+        module,
+        args,
+        kwargs,
+        needs_grad=needs_grad,
+        target=target,
+        options=options,
+        stages=stages,
+        records=records,
+    )
+    mod, resolved = functions.mod, functions.target
+    with stages.measure("build"):
+        library = Library.open(options.tuning_logs, resolved) if options.tuning_records else EMPTY
+        built = build(mod, resolved, records, measure=options.measure_kernels, library=library)
+        loaded = LoadedModule(built.machine, built.unaligned)
+        _note_missing(built.missing, resolved, options, type(module).__name__)
+    derivation = functions.derivation
+    return CompiledModule(
+        captured=functions.captured,
+        split=functions.split,
+        loaded=loaded,
+        target=resolved,
+        num_outputs=functions.num_outputs,
+        copied_outputs=shared_results(mod, "forward", functions.num_outputs),
+        copied_gradients=(
+            frozenset() if functions.split is None else shared_results(mod, "backward")
+        ),
+        joint=None if derivation is None else derivation.source,
+        joint_reason="" if derivation is None else derivation.reason,
+        native_calls=functions.native_calls,
+        aten_calls=functions.aten_calls,
+        coverage=built.coverage,
+        records=tuple(records),
+        seconds=stages.seconds,
+    )
+
+
+def _note_missing(
+    missing: Mapping[Task, int], target: tvm.target.Target, options: CompileOptions, origin: str
+) -> None:
+    """Put tasks without a record on the list of the directory that the user named, if any."""
+    log_dir = named_log_dir(options.tuning_logs)
+    if log_dir is None or not missing or not options.tuning_records:
+        return
+    folder = Folder.below(log_dir, target)
+    noted = note_pending(folder, missing, origin)
+    logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
+
+
+@dataclass(frozen=True)
+class PureFunctions:
+    """``forward`` and, where ``split`` is not None, ``backward``, in Relax's operators."""
+
+    captured: CapturedGraph
+    derivation: Derivation | None
+    split: SplitModule | None
+    mod: tvm.IRModule
+    num_outputs: int
+    target: tvm.target.Target
+    native_calls: Mapping[str, int]
+    aten_calls: Mapping[str, int]
+
+
+def pure_functions(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any,
+    options: CompileOptions,
+    stages: Stages,
+    records: list[PassRecord],
+) -> PureFunctions:
+    """What is to be built for ``module``; arguments and errors as in :func:`compile_module`."""
     with stages.measure("capture"):
         captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
         resolved = resolve_target(target, captured.device.type)
         _refuse_mutation_under_gradient(captured, needs_grad)
     derivation: Derivation | None = None
+    parts: SplitModule | None = None
     if needs_grad:
         with stages.measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
@@ -112,25 +196,16 @@ def compile_module(
         with stages.measure("passes"):
             mod = run_passes(imported.mod, inference_passes(), records)
             mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
-            parts = None
         num_outputs = sum(o.is_computed for o in captured.outputs)
-    with stages.measure("build"):
-        built = build(mod, resolved, records, measure=options.measure_kernels)
-        loaded = LoadedModule(built.machine, built.unaligned)
-    return CompiledModule(
+    return PureFunctions(
         captured=captured,
+        derivation=derivation,
         split=parts,
-        loaded=loaded,
-        target=resolved,
+        mod=mod,
         num_outputs=num_outputs,
-        copied_outputs=shared_results(mod, "forward", num_outputs),
-        copied_gradients=frozenset() if parts is None else shared_results(mod, "backward"),
-        joint=None if derivation is None else derivation.source,
-        joint_reason="" if derivation is None else derivation.reason,
+        target=resolved,
         native_calls=imported.native_calls,
         aten_calls=imported.aten_calls,
-        records=tuple(records),
-        seconds=stages.seconds,
     )
 
 

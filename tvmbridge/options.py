@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,15 +26,23 @@ class CompileOptions:
             go to the module's own forward.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
+        tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
+        tuning_logs: a directory of tuning records, looked into before the others; kernels without
+            a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
+            same; None and no variable: records are only read, from ``tuning_logs`` in the working
+            directory and from those that came with tvmbridge.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
+        TypeError: ``tuning_logs`` is not a path.
     """
 
     joint: str = "auto"
     residual_policy: str = "save_all"
     max_specializations: int = 16
     measure_kernels: bool = True
+    tuning_records: bool = True
+    tuning_logs: str | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -44,6 +53,14 @@ class CompileOptions:
                 )
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
+        if self.tuning_logs is not None:
+            if not isinstance(self.tuning_logs, str | os.PathLike):
+                raise TypeError(
+                    "CompileOptions.tuning_logs must be the path of a directory, not "
+                    f"{type(self.tuning_logs).__name__}; to use no records, set "
+                    "tuning_records=False"
+                )
+            object.__setattr__(self, "tuning_logs", os.fspath(self.tuning_logs))
 
     @classmethod
     def of(cls, options: CompileOptions | dict[str, Any] | None) -> CompileOptions:
