@@ -30,11 +30,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         " differentiate aot joint coloring split"
         " build runtime state cache report",
         "compiled",
-        "tuning",
         "autograd",
         "specialization",
         "dispatcher",
-        "dispatch",
+        "dispatch tuning",
         "tvmbridge",  # the package's own __init__: the public names
         "cli demo doctor doctor_probes __main__",
     )

@@ -13,6 +13,7 @@ __all__ = [
     "DispatchReport",
     "NumericsError",
     "PassError",
+    "TuningReport",
     "UnsupportedOperatorError",
     "VersionError",
     "add_tvm_dispatch",
@@ -20,6 +21,7 @@ __all__ = [
     "dispatch_report",
     "remove_tvm_dispatch",
     "to_relax",
+    "tune",
     "visualize",
 ]
 
@@ -41,4 +43,5 @@ if not versions.running_doctor():
     from tvmbridge.inspect import visualize
     from tvmbridge.options import CompileOptions
     from tvmbridge.report import DispatchReport
+    from tvmbridge.tuning import TuningReport, tune
     from tvmbridge.types import CapturedGraph

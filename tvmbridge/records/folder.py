@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from tvmbridge.records.jsonlines import append_lines, locked, read_lines
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.meta import Meta, read_meta, target_json, target_name, write_meta
 from tvmbridge.records.tasks import Task, parse_workload, workload_key
+
+logger = logging.getLogger(__name__)
 
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
@@ -186,12 +189,21 @@ class Folder:
                 entry = entries.setdefault(named[0], Entry(named[0], set(), []))
                 entry.names.add(named[1])
         wanted = target_json(self.target)
+        skipped = 0
         for value in read_lines(self.path / RECORDS):
             parsed = Record.parse(value, wanted)
-            if parsed is not None and 0 <= parsed[0] < len(by_line):
-                named = by_line[parsed[0]]
-                if named is not None:
-                    entries[named[0]].records.append(parsed[1])
+            named = by_line[parsed[0]] if parsed and 0 <= parsed[0] < len(by_line) else None
+            if parsed is not None and named is not None:
+                entries[named[0]].records.append(parsed[1])
+            elif value is not None:
+                skipped += 1
+        if skipped:
+            logger.warning(
+                "%s: %d lines are no records for this target, or of no known task; they were "
+                "skipped",
+                self.path / RECORDS,
+                skipped,
+            )
         by_name = {name: entry for entry in entries.values() for name in entry.names}
         for value in read_lines(self.path / VERDICTS):
             verdict = Verdict.parse(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tvm.target import Target
 
 from tvmbridge.build import fuse
 from tvmbridge.compiled import Stages, pure_functions
+from tvmbridge.dispatcher import Dispatcher, with_own_forward
 from tvmbridge.options import CompileOptions
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
@@ -32,16 +34,19 @@ def module_tasks(
     """
     needs_grad = module.training and _anything_requires_grad(module, (args, dict(kwargs)))
     records: list[PassRecord] = []
-    functions = pure_functions(
-        module,
-        args,
-        kwargs,
-        needs_grad=needs_grad,
-        target=target,
-        options=options,
-        stages=Stages(),
-        records=records,
-    )
+    installed = module.__dict__.get("forward")
+    original = installed.original if isinstance(installed, Dispatcher) else None
+    with with_own_forward(module, original) if original is not None else nullcontext():
+        functions = pure_functions(
+            module,
+            args,
+            kwargs,
+            needs_grad=needs_grad,
+            target=target,
+            options=options,
+            stages=Stages(),
+            records=records,
+        )
     mod = fuse(functions.mod, functions.target, records, measure=options.measure_kernels)
     return count_tasks(mod), count_calls(mod)[""], functions.target
 

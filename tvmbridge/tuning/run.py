@@ -6,12 +6,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
-from tvm.target import Target
 
 from tvmbridge.records.folder import FAILED_SECONDS, Entry, Folder, Record, Verdict
 from tvmbridge.records.meta import target_json
@@ -132,7 +131,9 @@ class _TaskRun:
             self._set_up()
         except WorkerError as error:
             verdict = replace(
-                verdict, finished=True, reason=f"the rule's kernel cannot be measured: {error}"
+                verdict,
+                finished=not error.late,
+                reason=f"the rule's kernel cannot be measured: {error}",
             )
         else:
             reason = self._search()
@@ -142,7 +143,7 @@ class _TaskRun:
 
     def _set_up(self) -> None:
         worker = self.tuner.measurer
-        if self._set_up_at != worker.starts or worker.starts == 0 or math.isinf(self.rule):
+        if not worker.running or self._set_up_at != worker.starts:
             seconds = worker.call(measure.set_up, self.module, self.target, timeout=_SET_UP_SECONDS)
             self.rule = min(self.rule, *seconds)
             self._set_up_at = worker.starts
@@ -170,19 +171,30 @@ class _TaskRun:
                 if not candidates:
                     self.finished = True
                     break
-                results = [self._measure(*candidate) for candidate in candidates]
+                results = self._measure_batch(candidates)
                 self._write(candidates, results)
+                if len(results) < len(candidates):
+                    break
                 if not self._any_success():
                     self.finished = True
                     return "no candidate ran and was right"
                 searcher.call(search.learn, results, timeout=_SEARCH_SECONDS)
         except WorkerError as error:
-            self.finished = True
+            self.finished = not error.late
             return f"the search ended early: {error}"
         return ""
 
     def _any_success(self) -> bool:
         return any(record.seconds < FAILED_SECONDS for record in self.records)
+
+    def _measure_batch(self, candidates: Sequence[Any]) -> list[list[float]]:
+        """The seconds of each candidate, of the first ones only where the time runs out."""
+        results = []
+        for candidate in candidates:
+            if self.tuner.clock.over:
+                break
+            results.append(self._measure(*candidate))
+        return results
 
     def _measure(self, module: str, trace: Any, arguments: Any) -> list[float]:
         """The seconds of a candidate, none where it failed."""
@@ -207,7 +219,7 @@ class _TaskRun:
         target = target_json(self.tuner.folder.target)
         batch = [
             Record((trace, seconds or [FAILED_SECONDS], target, arguments))
-            for (_, trace, arguments), seconds in zip(candidates, results, strict=True)
+            for (_, trace, arguments), seconds in zip(candidates, results, strict=False)
         ]
         self.tuner.folder.add_records(self.index, batch)
         self.records += batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,7 +30,12 @@ _START_SECONDS = 300.0
 
 
 class WorkerError(Exception):
-    """A call that did not return: the message says whether it raised, crashed or took too long."""
+    """A call that did not return: the message says whether it raised, crashed or took too long.
+
+    ``late`` is set for the last of these, which another time may end better.
+    """
+
+    late = False
 
 
 class Worker:
@@ -44,11 +50,18 @@ class Worker:
             raise BridgeError(
                 f"tuning needs the package {error.name}: pip install 'tvmbridge[tune]'"
             ) from error
-        setup = _SETUP.format(path=[os.path.abspath(p) for p in sys.path], threads=_threads())
+        setup = _SETUP.format(
+            path=[os.path.abspath(p) for p in sys.path], threads=torch.get_num_threads()
+        )
         quiet = subprocess.DEVNULL
         self._worker = PopenWorker(exec, (setup,), stdout=quiet, stderr=quiet)
         self._pid: int | None = None
         self.starts = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process, with what earlier calls left in it."""
+        return self._pid is not None
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         """``function(*args)`` in the process, with ``timeout`` seconds to return.
@@ -72,7 +85,9 @@ class Worker:
         except ChildProcessError as error:
             self._pid = None
             what = f"no answer within {timeout:.0f} s" if late.is_set() else "the process crashed"
-            raise WorkerError(what) from error
+            failure = WorkerError(what)
+            failure.late = late.is_set()
+            raise failure from error
         except Exception as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise WorkerError(lines[-1] if lines else type(error).__name__) from error
@@ -82,16 +97,11 @@ class Worker:
     def _end(self, late: threading.Event) -> None:
         late.set()
         if self._pid is not None:
-            try:
-                os.kill(self._pid, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            # Windows has no SIGKILL; its SIGTERM ends a process all the same.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def close(self) -> None:
         """End the process."""
         self._worker.kill()
         self._pid = None
-
-
-def _threads() -> int:
-    return torch.get_num_threads()

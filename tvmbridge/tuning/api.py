@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.options import CompileOptions
@@ -23,6 +22,24 @@ from tvmbridge.tuning.progress import show_progress
 from tvmbridge.tuning.run import Clock, Outcome, Tuner
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a run ends: candidates for each task, seconds in all; None: no bound of that kind.
+
+    Raises:
+        ValueError: a limit leaves nothing to do.
+    """
+
+    trials: int | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.trials is not None and self.trials < 1:
+            raise ValueError(f"trials must be at least 1, not {self.trials}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, not {self.timeout}")
 
 
 @dataclass(frozen=True)
@@ -104,14 +121,16 @@ def tune(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    check_limits(trials, timeout)
+    limits = Limits(trials, timeout)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    clock = Clock(timeout)
+    clock = Clock(limits.timeout)
     tasks, external, resolved = module_tasks(
         module, args, kwargs, target=target, options=CompileOptions.of(options)
     )
     folder = Folder.below(Path(log_dir), resolved)
-    return TuningReport(folder.path, tuple(tune_tasks(folder, tasks, trials, clock)), external)
+    return TuningReport(
+        folder.path, tuple(tune_tasks(folder, tasks, limits.trials, clock)), external
+    )
 
 
 def tune_pending(
@@ -125,22 +144,14 @@ def tune_pending(
 
     Arguments and errors are those of :func:`tune`.
     """
-    check_limits(trials, timeout)
+    limits = Limits(trials, timeout)
     folder = Folder.below(Path(log_dir), resolve_target(target))
     pending = read_pending(folder)
     tasks = {p.task: p.weight for p in pending}
-    outcomes = tune_tasks(folder, tasks, trials, Clock(timeout)) if tasks else []
+    outcomes = tune_tasks(folder, tasks, limits.trials, Clock(limits.timeout)) if tasks else []
     if tasks:
         remove_pending(folder, (o.task for o in outcomes if o.verdict is not None))
     return TuningReport(folder.path, tuple(outcomes), 0)
-
-
-def check_limits(trials: int | None, timeout: float | None) -> None:
-    """Raise ValueError for a limit that leaves nothing to do."""
-    if trials is not None and trials < 1:
-        raise ValueError(f"trials must be at least 1, not {trials}")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout}")
 
 
 def tune_tasks(
