@@ -91,7 +91,7 @@ def _virtual_machine_passes() -> tvm.transform.Pass:
 class Built:
     """A loaded executable, and which arguments of each function may lie at any address.
 
-    ``coverage`` counts where the kernels come from, ``missing`` are the tasks that nobody has tuned,
+    ``coverage`` counts where the kernels come from, ``missing`` are tasks that nobody has tuned,
     with the number of calls.
     """
 

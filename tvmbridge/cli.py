@@ -100,9 +100,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument(
         "--merge", nargs="+", type=Path, metavar="FOLDER", help="merge folders of one target"
     )
-    tune.add_argument(
-        "--prune", type=Path, metavar="FOLDER", help="keep only the best record of each task"
-    )
+    tune.add_argument("--prune", type=Path, metavar="FOLDER", help="keep the best records only")
     tune.add_argument("--out", type=Path, metavar="FOLDER", help="where --merge writes to")
     tune.add_argument("--log-dir", default="tuning_logs", metavar="FOLDER")
     tune.add_argument("--target", help="a TVM target (default: this machine's CPU)")
@@ -122,7 +120,7 @@ def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
     if known.merge:
         print(f"wrote {command.merge(known.merge, known.out)}")
     elif known.prune:
-        print(f"wrote {command.prune(known.prune)}")
+        print("wrote", *command.prune(known.prune))
     else:
         samples = [resolve_factory(name) for name in known.factories]
         try:

@@ -63,9 +63,17 @@ def merge(sources: Sequence[Path], out: Path | None = None) -> Path:
     return destination
 
 
-def prune(path: Path) -> Path:
-    """Make a folder small: of each task that was tuned to an end, only the best record stays."""
-    return merge([path])
+def prune(path: Path) -> list[Path]:
+    """Make folders small: of each task that was tuned to an end, only the best record stays.
+
+    Args:
+        path: the folder of a target, or a log directory, all of whose folders are meant.
+
+    Returns:
+        The written folders.
+    """
+    below = sorted(p.parent for p in path.glob(f"*/{META}"))
+    return [merge([folder]) for folder in below or [path]]
 
 
 def target_folder(path: Path) -> Path:
