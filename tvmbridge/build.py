@@ -21,6 +21,9 @@ from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
 
+# LLVM finds common expressions itself; TVM's search moves some in front of what they are made of.
+COMPILER_CONFIG = {"tirx.disable_cse_tir": True}
+
 
 def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
     """The target to compile for: what the user named, or the machine's own.
@@ -177,7 +180,8 @@ def build(
         coverage = coverage_of(mod, applied.tuned)
         try:
             mod = _with_some_loops(mod)
-            executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
+            with tvm.transform.PassContext(config=COMPILER_CONFIG):
+                executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     machine = relax.VirtualMachine(executable, tvm.cpu())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -17,11 +17,11 @@ from tvmbridge.capture import capture
 from tvmbridge.coloring import color
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
-from tvmbridge.frontend import import_graph
+from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
-from tvmbridge.pipeline import inference_passes, run_passes
+from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.records import Coverage, Folder, Library, Task
 from tvmbridge.records.library import EMPTY, named_log_dir
 from tvmbridge.records.pending import note_pending
@@ -82,6 +82,74 @@ class Stages:
             self.seconds[stage] = time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class LoweredModule:
+    """A module as graphs, before it is built: what compilation and comparison have in common.
+
+    ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
+    where nothing is differentiated. ``origin`` is the class of the module, for people.
+    """
+
+    captured: CapturedGraph
+    target: tvm.target.Target
+    imported: ImportedModule
+    derivation: Derivation | None
+    split: SplitModule | None
+    mod: tvm.IRModule
+    num_outputs: int
+    origin: str
+
+
+def lower_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any = None,
+    options: CompileOptions,
+    records: list[PassRecord],
+    measure: Callable[[str], AbstractContextManager[None]],
+    passes: Sequence[AnyPass] = (),
+) -> LoweredModule:
+    """Capture ``module`` and run the graph passes, up to the functions that are built.
+
+    Args:
+        measure: entered around each stage with its name.
+        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
+            before a joint function is split.
+
+    Raises:
+        CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
+        BuildError: the target is unknown, or does not fit the tensors' device.
+    """
+    passes, origin = [*options.extra_passes, *passes], type(module).__name__
+    with measure("capture"):
+        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
+        resolved = resolve_target(target, captured.device.type)
+        _refuse_mutation_under_gradient(captured, needs_grad)
+    if needs_grad:
+        with measure("differentiate"):
+            derivation = derive(module, args, kwargs, captured, options, records)
+            joint = derivation.joint
+            joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
+            parts = split(joint, color(joint, options.residual_policy, options.recompute))
+        captured, imported = derivation.captured, derivation.imported
+        return LoweredModule(
+            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs, origin
+        )
+    with measure("import"):
+        if captured.training:
+            refuse_other_draws(Rehearsal(module, args, kwargs, captured))
+        imported = import_graph(captured)
+    with measure("passes"):
+        mod = run_passes(imported.mod, inference_passes(), records)
+        mod = run_extra_passes(mod, passes, records)
+        mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
+    num_outputs = sum(o.is_computed for o in captured.outputs)
+    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, origin)
+
+
 def compile_module(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -101,37 +169,55 @@ def compile_module(
     """
     stages = Stages()
     records: list[PassRecord] = []
-    functions = pure_functions(
+    lowered = lower_module(
         module,
         args,
         kwargs,
         needs_grad=needs_grad,
         target=target,
         options=options,
-        stages=stages,
         records=records,
+        measure=stages.measure,
     )
-    mod, resolved = functions.mod, functions.target
+    return build_lowered(lowered, options, records, stages)
+
+
+def build_lowered(
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    stages: Stages | None = None,
+) -> CompiledModule:
+    """Build what :func:`lower_module` made and load it.
+
+    Raises:
+        BuildError: TVM cannot compile it for the target.
+    """
+    stages = stages or Stages()
+    derivation, parts, imported = lowered.derivation, lowered.split, lowered.imported
     with stages.measure("build"):
-        library = Library.open(options.tuning_logs, resolved) if options.tuning_records else EMPTY
-        built = build(mod, resolved, records, measure=options.measure_kernels, library=library)
+        use_records = options.tuning_records
+        library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
+        built = build(
+            lowered.mod, lowered.target, records, measure=options.measure_kernels, library=library
+        )
         loaded = LoadedModule(built.machine, built.unaligned)
-        _note_missing(built.missing, resolved, options, type(module).__name__)
-    derivation = functions.derivation
+        if use_records:
+            _note_missing(built.missing, lowered, options)
     return CompiledModule(
-        captured=functions.captured,
-        split=functions.split,
+        captured=lowered.captured,
+        split=parts,
         loaded=loaded,
-        target=resolved,
-        num_outputs=functions.num_outputs,
-        copied_outputs=shared_results(mod, "forward", functions.num_outputs),
+        target=lowered.target,
+        num_outputs=lowered.num_outputs,
+        copied_outputs=shared_results(lowered.mod, "forward", lowered.num_outputs),
         copied_gradients=(
-            frozenset() if functions.split is None else shared_results(mod, "backward")
+            frozenset() if parts is None else shared_results(lowered.mod, "backward")
         ),
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
-        native_calls=functions.native_calls,
-        aten_calls=functions.aten_calls,
+        native_calls=imported.native_calls,
+        aten_calls=imported.aten_calls,
         coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
@@ -139,74 +225,15 @@ def compile_module(
 
 
 def _note_missing(
-    missing: Mapping[Task, int], target: tvm.target.Target, options: CompileOptions, origin: str
+    missing: Mapping[Task, int], lowered: LoweredModule, options: CompileOptions
 ) -> None:
     """Put tasks without a record on the list of the directory that the user named, if any."""
     log_dir = named_log_dir(options.tuning_logs)
-    if log_dir is None or not missing or not options.tuning_records:
+    if log_dir is None or not missing:
         return
-    folder = Folder.below(log_dir, target)
-    noted = note_pending(folder, missing, origin)
+    folder = Folder.below(log_dir, lowered.target)
+    noted = note_pending(folder, missing, lowered.origin)
     logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
-
-
-@dataclass(frozen=True)
-class PureFunctions:
-    """``forward`` and, where ``split`` is not None, ``backward``, in Relax's operators."""
-
-    captured: CapturedGraph
-    derivation: Derivation | None
-    split: SplitModule | None
-    mod: tvm.IRModule
-    num_outputs: int
-    target: tvm.target.Target
-    native_calls: Mapping[str, int]
-    aten_calls: Mapping[str, int]
-
-
-def pure_functions(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    needs_grad: bool,
-    target: Any,
-    options: CompileOptions,
-    stages: Stages,
-    records: list[PassRecord],
-) -> PureFunctions:
-    """What is to be built for ``module``; arguments and errors as in :func:`compile_module`."""
-    with stages.measure("capture"):
-        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
-        resolved = resolve_target(target, captured.device.type)
-        _refuse_mutation_under_gradient(captured, needs_grad)
-    derivation: Derivation | None = None
-    parts: SplitModule | None = None
-    if needs_grad:
-        with stages.measure("differentiate"):
-            derivation = derive(module, args, kwargs, captured, options, records)
-            parts = split(derivation.joint, color(derivation.joint))
-        captured, imported = derivation.captured, derivation.imported
-        mod, num_outputs = parts.mod, parts.num_outputs
-    else:
-        with stages.measure("import"):
-            if captured.training:
-                refuse_other_draws(Rehearsal(module, args, kwargs, captured))
-            imported = import_graph(captured)
-        with stages.measure("passes"):
-            mod = run_passes(imported.mod, inference_passes(), records)
-            mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
-        num_outputs = sum(o.is_computed for o in captured.outputs)
-    return PureFunctions(
-        captured=captured,
-        derivation=derivation,
-        split=parts,
-        mod=mod,
-        num_outputs=num_outputs,
-        target=resolved,
-        native_calls=imported.native_calls,
-        aten_calls=imported.aten_calls,
-    )
 
 
 def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from tvm.target import Target
 
 from tvmbridge.build import fuse
-from tvmbridge.compiled import Stages, pure_functions
+from tvmbridge.compiled import Stages, lower_module
 from tvmbridge.dispatcher import Dispatcher, with_own_forward
 from tvmbridge.options import CompileOptions
 from tvmbridge.records import Task, count_tasks
@@ -37,18 +37,18 @@ def module_tasks(
     installed = module.__dict__.get("forward")
     original = installed.original if isinstance(installed, Dispatcher) else None
     with with_own_forward(module, original) if original is not None else nullcontext():
-        functions = pure_functions(
+        lowered = lower_module(
             module,
             args,
             kwargs,
             needs_grad=needs_grad,
             target=target,
             options=options,
-            stages=Stages(),
             records=records,
+            measure=Stages().measure,
         )
-    mod = fuse(functions.mod, functions.target, records, measure=options.measure_kernels)
-    return count_tasks(mod), count_calls(mod)[""], functions.target
+    mod = fuse(lowered.mod, lowered.target, records, measure=options.measure_kernels)
+    return count_tasks(mod), count_calls(mod)[""], lowered.target
 
 
 def _anything_requires_grad(module: nn.Module, sample: Any) -> bool:

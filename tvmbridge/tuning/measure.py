@@ -17,6 +17,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.target import Target
 
+from tvmbridge.build import COMPILER_CONFIG
 from tvmbridge.records.library import apply_trace
 from tvmbridge.schedules import schedule_function
 from tvmbridge.schedules.threads import share_torch_threads
@@ -108,7 +109,8 @@ def _prepared() -> _Bench:
 
 def _compile(function: tirx.PrimFunc, target: Target) -> Callable[..., None]:
     main = function.with_attr("global_symbol", "main")
-    return tvm.tirx.build(tvm.IRModule({"main": main}), target=target)["main"]
+    with tvm.transform.PassContext(config=COMPILER_CONFIG):
+        return tvm.tirx.build(tvm.IRModule({"main": main}), target=target)["main"]
 
 
 def _written(function: tirx.PrimFunc) -> list[int]:
