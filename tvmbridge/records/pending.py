@@ -63,7 +63,7 @@ def note_pending(folder: Folder, tasks: Mapping[Task, int], origin: str) -> int:
             lines = [_line(Pending(task, tasks[task], origin)) for task in new[:room]]
             if lines:
                 append_lines(path, lines)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # whatever is wrong with the list, the compilation is not
         logger.warning("tasks without a record could not be noted: %s", error)
         return 0
     if len(new) > room:

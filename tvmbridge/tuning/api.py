@@ -18,7 +18,7 @@ from tvmbridge.records import Folder, Task
 from tvmbridge.records.library import DEFAULT_LOG_DIR
 from tvmbridge.records.pending import read_pending, remove_pending
 from tvmbridge.tuning.collect import module_tasks
-from tvmbridge.tuning.progress import show_progress
+from tvmbridge.tuning.progress import TuningProgress
 from tvmbridge.tuning.run import Clock, Outcome, Tuner
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def tune_pending(
     tasks = {p.task: p.weight for p in pending}
     outcomes = tune_tasks(folder, tasks, limits.trials, Clock(limits.timeout)) if tasks else []
     if tasks:
-        remove_pending(folder, (o.task for o in outcomes if o.verdict is not None))
+        remove_pending(folder, (o.task for o in outcomes if o.done))
     return TuningReport(folder.path, tuple(outcomes), 0)
 
 
@@ -160,7 +160,7 @@ def tune_tasks(
     """Tune ``tasks`` and write what comes of it to ``folder``."""
     folder.open_for_writing()
     logger.info("%d tasks for %s", len(tasks), folder.path)
-    with show_progress(len(tasks)) as progress:
+    with TuningProgress(len(tasks)) as progress:
         tuner = Tuner(folder, trials, clock, progress)
         try:
             return tuner.run(tasks)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -64,10 +62,3 @@ class TuningProgress:
 
 def _micro(seconds: float) -> str:
     return "-" if math.isinf(seconds) else f"{seconds * 1e6:.1f} µs"
-
-
-@contextmanager
-def show_progress(tasks: int) -> Iterator[TuningProgress]:
-    """A progress display for ``tasks`` tasks."""
-    with TuningProgress(tasks) as progress:
-        yield progress

@@ -15,6 +15,7 @@ import tvm
 from tvmbridge.records.folder import FAILED_SECONDS, Entry, Folder, Record, Verdict
 from tvmbridge.records.meta import target_json
 from tvmbridge.records.tasks import Task
+from tvmbridge.schedules.target import core_count
 from tvmbridge.tuning import measure, search
 from tvmbridge.tuning.progress import TuningProgress
 from tvmbridge.tuning.worker import Worker, WorkerError
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _BATCH = 16
 _FINALISTS = 3
+_MOST_CALLS = 500
 _CLEARLY_FASTER = 0.97  # less than that may be noise
 _MEASURE_SECONDS = 20.0
 _SET_UP_SECONDS = 120.0
@@ -41,7 +43,13 @@ class Outcome:
     task: Task
     weight: int
     verdict: Verdict | None
+    wanted: int
     known: bool = False
+
+    @property
+    def done(self) -> bool:
+        """Whether another run would find nothing to do."""
+        return self.verdict is not None and _is_enough(self.verdict, self.wanted)
 
     def __str__(self) -> str:
         label = f"{self.task.label} (x{self.weight})"
@@ -54,6 +62,10 @@ class Outcome:
         if not verdict.applies or verdict.seconds is None:
             return f"{label}: {rule}, {verdict.reason}; {verdict.trials} trials"
         return f"{label}: {rule}, tuned {verdict.seconds * 1e6:.1f} µs; {verdict.trials} trials"
+
+
+def _is_enough(verdict: Verdict, wanted: int) -> bool:
+    return verdict.finished or verdict.trials >= wanted
 
 
 class Clock:
@@ -81,8 +93,15 @@ class Tuner:
     trials: int | None
     clock: Clock
     progress: TuningProgress
-    searcher: Worker = field(default_factory=Worker)
-    measurer: Worker = field(default_factory=Worker)
+    searcher: Worker = field(init=False)
+    measurer: Worker = field(init=False)
+    measured: int = 0
+    ahead: int = 0
+
+    def __post_init__(self) -> None:
+        cores = core_count(self.folder.target)
+        self.searcher, self.measurer = Worker(cores), Worker(cores)
+        self._started = time.monotonic()
 
     def close(self) -> None:
         """End the processes."""
@@ -92,20 +111,35 @@ class Tuner:
     def run(self, tasks: Mapping[Task, int]) -> list[Outcome]:
         """Tune the tasks, the weightiest first; those tuned enough are passed over."""
         entries = self.folder.load()
+        wanted = {
+            task: default_trials(task) if self.trials is None else self.trials for task in tasks
+        }
+        self.ahead = sum(wanted.values())
         outcomes = []
         for task, weight in sorted(tasks.items(), key=lambda item: -item[1] * item[0].elements):
-            entry = entries.get(task)
-            wanted = default_trials(task) if self.trials is None else self.trials
-            verdict = entry.verdict if entry is not None else None
-            if verdict is not None and (verdict.finished or verdict.trials >= wanted):
-                outcome = Outcome(task, weight, verdict, known=True)
-            elif self.clock.over:
-                outcome = Outcome(task, weight, None)
-            else:
-                outcome = Outcome(task, weight, _TaskRun(self, task, entry, wanted).run())
+            self.ahead -= wanted[task]
+            outcome = self._outcome(task, weight, entries.get(task), wanted[task])
             outcomes.append(outcome)
             self.progress.finish(str(outcome))
         return outcomes
+
+    def _outcome(self, task: Task, weight: int, entry: Entry | None, wanted: int) -> Outcome:
+        verdict = entry.verdict if entry is not None else None
+        if verdict is not None and _is_enough(verdict, wanted):
+            return Outcome(task, weight, verdict, wanted, known=True)
+        if self.clock.over:
+            return Outcome(task, weight, None, wanted)
+        # Compiled code stays in a process, so that it grows.
+        for worker in (self.searcher, self.measurer):
+            if worker.calls > _MOST_CALLS:
+                worker.close()
+        return Outcome(task, weight, _TaskRun(self, task, entry, wanted).run(), wanted)
+
+    def seconds_left(self, trials: int) -> float:
+        """An estimate of the rest of the run, with ``trials`` left for the task at work."""
+        spent = time.monotonic() - self._started
+        rest = (self.ahead + trials) * spent / self.measured if self.measured else math.inf
+        return min(rest, self.clock.left)
 
 
 class _TaskRun:
@@ -208,11 +242,17 @@ class _TaskRun:
             return []
         finally:
             self.trials += 1
+            self.tuner.measured += 1
 
     def _show(self) -> None:
         best = min((r.seconds for r in self.records), default=math.inf)
         self.tuner.progress.update(
-            self.task.label, self.trials, self.wanted, self.rule, best, self.tuner.clock.left
+            self.task.label,
+            self.trials,
+            self.wanted,
+            self.rule,
+            best,
+            self.tuner.seconds_left(self.wanted - self.trials),
         )
 
     def _write(self, candidates: list[Any], results: list[list[float]]) -> None:

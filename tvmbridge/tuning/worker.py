@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tvmbridge.errors import BridgeError
 
 # The worker begins as TVM's own program and does not import the caller's script, so that needs no
@@ -41,7 +39,8 @@ class WorkerError(Exception):
 class Worker:
     """One process that calls functions one after another; after a crash a new one takes over."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
+        """``threads`` is the number of PyTorch's threads in the process."""
         try:
             import cloudpickle  # noqa: F401
             import psutil  # noqa: F401
@@ -50,13 +49,12 @@ class Worker:
             raise BridgeError(
                 f"tuning needs the package {error.name}: pip install 'tvmbridge[tune]'"
             ) from error
-        setup = _SETUP.format(
-            path=[os.path.abspath(p) for p in sys.path], threads=torch.get_num_threads()
-        )
+        setup = _SETUP.format(path=[os.path.abspath(p) for p in sys.path], threads=threads)
         quiet = subprocess.DEVNULL
         self._worker = PopenWorker(exec, (setup,), stdout=quiet, stderr=quiet)
         self._pid: int | None = None
         self.starts = 0
+        self.calls = 0
 
     @property
     def running(self) -> bool:
@@ -72,6 +70,7 @@ class Worker:
         if self._pid is None:
             self._pid = int(self._receive(os.getpid, (), _START_SECONDS))
             self.starts += 1
+        self.calls += 1
         return self._receive(function, args, timeout)
 
     def _receive(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
@@ -102,6 +101,7 @@ class Worker:
                 os.kill(self._pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; another call starts a new one."""
         self._worker.kill()
         self._pid = None
+        self.calls = 0
