@@ -41,10 +41,7 @@ _SMOOTH_PRODUCTS = _names(
 )
 _SMOOTH_ATEN = frozenset(
     f"aten.{name}.default"
-    for name in (
-        "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "
-        "native_group_norm_backward mm bmm addmm"
-    ).split()
+    for name in ["convolution", "convolution_backward", "native_batch_norm_backward", "native_layer_norm_backward", "native_group_norm_backward", "mm", "bmm", "addmm"]
 )
 
 _ELEMENTWISE = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS | _ROUNDED
