@@ -135,6 +135,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             residual_bytes=variant.compiled.residual_bytes,
             native_operators=dict(variant.compiled.native_calls),
             aten_operators=dict(variant.compiled.aten_calls),
+            kernels=variant.compiled.coverage,
             passes=variant.compiled.records,
         )
         for specialization in dispatcher.specializations

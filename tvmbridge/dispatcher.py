@@ -112,7 +112,7 @@ class Dispatcher:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with _own_forward(self.module, self.original):
+        with with_own_forward(self.module, self.original):
             compiled = compile_module(
                 self.module,
                 args,
@@ -181,7 +181,7 @@ def _original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Call
     return own or types.MethodType(type(module).forward, module)
 
 
-class _own_forward:
+class with_own_forward:
     """Within it the module has its own forward, so that capture traces that."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:

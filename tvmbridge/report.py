@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from tvmbridge.records import Coverage
 from tvmbridge.types import PassRecord
 
 
@@ -18,7 +19,8 @@ class SpecializationReport:
 
     ``seconds`` are by stage of compilation; ``residual_bytes`` is what forward keeps for backward
     beyond its inputs and outputs; operators are counted by ATen overload. ``joint`` is the source
-    of the joint function, ``joint_reason`` says why it is not ``relax``.
+    of the joint function, ``joint_reason`` says why it is not ``relax``. ``kernels`` counts the
+    calls in the code by how their kernel came to be: tuned, scheduled by rule, external.
     """
 
     mode: str
@@ -31,6 +33,7 @@ class SpecializationReport:
     residual_bytes: int
     native_operators: Mapping[str, int]
     aten_operators: Mapping[str, int]
+    kernels: Coverage
     passes: tuple[PassRecord, ...]
 
 
@@ -72,6 +75,8 @@ class DispatchReport:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
         for pack in self.packs:
             console.print(str(pack), highlight=False)
+        for s in self.specializations:
+            console.print(f"kernels, {s.mode} {s.signature}: {s.kernels}", highlight=False)
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
