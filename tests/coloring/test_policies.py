@@ -46,7 +46,7 @@ class Chain:
 
 @I.ir_module
 class Narrow:
-    """A float64 value of a float16 one, two items of a tuple, and a bool of a float."""
+    """A float64 value of a float16 one, two halves of it, and a comparison of them."""
 
     @R.function
     def joint(x: R.Tensor((4, 6), "float16"), ct_0: R.Tensor((4, 3), "float64")):
@@ -129,18 +129,49 @@ def test_masks_cost_a_byte_an_element() -> None:
 
 
 def test_a_comparison_decides_what_is_kept() -> None:
-    """``right`` follows from ``total`` (48 bytes), but exp may round anew, and ``large`` jumps."""
+    """exp may round anew, and ``large`` jumps: so ``right`` may not follow from ``total``."""
     joint = joint_of(Narrow)
-    assert kept(color(joint, "save_all")) == {"large", "right"}
-    assert kept(color(joint, "min_cut")) == {"total", "large"}
     graph = JointGraph(joint)
-    assert graph.bytes_kept(POLICIES["min_cut"](graph)) == 4 * 6 * 2 + 4 * 3
+    assert {v.name for v in graph.fragile} == {"left", "right", "halves", "root"}
+    assert kept(color(joint, "save_all")) == {"large", "right"}
+    assert kept(color(joint, "min_cut")) == {"large", "right"}
+    assert graph.bytes_kept(POLICIES["min_cut"](graph)) == 4 * 3 * 8 + 4 * 3
 
 
 def test_dear_operators_run_twice_only_when_asked() -> None:
-    joint = joint_of(Narrow)
-    assert kept(color(joint, "min_cut", ("relax.cumsum",))) == {"large"}
-    assert kept(color(joint, "save_all", ("relax.cumsum",))) == {"large", "right"}
+    joint = joint_of(Powers)
+    assert kept(color(joint, "min_cut", ("relax.cumsum",))) == set()
+    assert kept(color(joint, "save_all", ("relax.cumsum",))) == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("name", ["relax.softmux", "aten.nothing.default", "softmax", "a.b"])
+def test_unknown_operators_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no operator '{name}'"):
+        color(joint_of(Powers), "min_cut", (name,))
+
+
+@I.ir_module
+class Sign:
+    @R.function
+    def joint(x: R.Tensor((2, 3), "float32"), ct_0: R.Tensor((2, 3), "float32")):
+        with R.dataflow():
+            a = R.cumsum(x, axis=1)
+            h = R.nn.relu(a)
+            y = R.cumsum(h, axis=1)
+            positive = R.greater(h, R.const(0.0, "float32"))
+            none = R.zeros(R.shape([2, 3]), dtype="float32")
+            grad = R.where(positive, ct_0, none)
+            gv = (y, grad)
+            R.output(gv)
+        return gv
+
+
+def test_of_an_activation_its_sign_is_kept() -> None:
+    coloring = color(joint_of(Sign), "min_cut")
+    assert kept(coloring) == {"positive"}
+    assert [b.var.name for b in coloring.forward] == ["a", "h", "y", "positive"]
+    assert [b.var.name for b in coloring.backward] == ["none", "grad"]
+    assert kept(color(joint_of(Sign), "save_all")) == {"h"}
 
 
 def test_repeated_bindings_stand_before_their_first_use() -> None:
@@ -191,10 +222,16 @@ class Opaque:
         return gv
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["save_all", "recompute_cheap"])
 def test_a_tuple_that_can_be_neither_kept_nor_repeated_is_refused(policy: str) -> None:
     with pytest.raises(UnsupportedOperatorError, match="both as a whole"):
         color(joint_of(Opaque), policy)
+
+
+def test_min_cut_lets_forward_take_it_apart() -> None:
+    coloring = color(joint_of(Opaque), "min_cut")
+    assert kept(coloring) == {"part"}
+    assert {"joined", "part"} <= {b.var.name for b in coloring.forward}
 
 
 @I.ir_module

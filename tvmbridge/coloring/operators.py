@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import tvm
 from tvm import relax
 
-from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.kernels.aten_call import aten_call_operator, resolve_overload
 from tvmbridge.passes.base import dtype_of, shape_of
 
 
@@ -60,6 +61,21 @@ def operator_name(call: relax.Expr | None) -> str | None:
     if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
         return None
     return aten_call_operator(call) or str(call.op.name)
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raise ValueError for a name that is neither a Relax operator's nor an ATen overload's."""
+    for name in names:
+        try:
+            if name.startswith("relax."):
+                tvm.ir.Op.get(name)
+            else:
+                resolve_overload(name)
+        except (AttributeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"there is no operator {name!r}; give names such as 'relax.nn.softmax' or "
+                "'aten.convolution.default'"
+            ) from error
 
 
 def is_cheap(value: relax.Expr) -> bool:

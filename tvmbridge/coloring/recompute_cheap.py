@@ -14,7 +14,7 @@ from tvmbridge.coloring.save_all import save_all
 
 
 def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
-    """The forward variables that backward computes again rather than keeps."""
+    """The variables that backward computes rather than reads."""
     repeated = set(save_all(graph))
     kept = graph.kept(repeated)
     # What backward has, or repeats from what it has. A value that moves from one to the other
