@@ -1,4 +1,4 @@
-"""Bytes that live from forward to backward: our policies, eager autograd, and AOTAutograd's min cut.
+"""Bytes that live from forward to backward: our policies, eager autograd, AOTAutograd's min cut.
 
 Nothing is run for time, and the figures are the same at each run. Inputs, parameters, buffers and
 outputs are left out everywhere, since they live anyway; dropout masks are counted everywhere. A
@@ -27,10 +27,11 @@ from tvmbridge.options import CompileOptions
 from tvmbridge.split import SplitModule, split
 
 MEGABYTE = 1e6
-_VIEWS = frozenset(
+_VIEW_NAMES = (
     "alias as_strided detach expand permute select slice squeeze t transpose unsqueeze view "
-    "_unsafe_view reshape split split_with_sizes".split()
+    "_unsafe_view reshape split split_with_sizes"
 )
+_VIEWS = frozenset(_VIEW_NAMES.split())
 
 
 def ours(module: nn.Module, x: torch.Tensor) -> dict[str, SplitModule]:

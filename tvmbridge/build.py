@@ -19,7 +19,6 @@ from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
 
-
 # LLVM finds common expressions itself; TVM's search moves some in front of what they are made of.
 _CONFIG = {"tirx.disable_cse_tir": True}
 

@@ -1,6 +1,6 @@
 """The policies on small joint functions whose best coloring is known by hand."""
 
-# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ def _backward(
                 ordered.setdefault(current)
             elif current not in ordered:
                 pending.append((current, True))
-                pending.extend((v, False) for v in graph.operands[current] if v in repeated)
+                read = [v for v in graph.operands[current] if v in repeated]
+                pending.extend((v, False) for v in reversed(read))
 
     for var in graph.bound:
         if var in graph.backward:

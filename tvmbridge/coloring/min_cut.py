@@ -50,9 +50,8 @@ def _network(graph: JointGraph) -> networkx.DiGraph:
         if size is None or _is_mere_view(graph, var, size):
             network.add_edge((var, "in"), (var, "out"))
         else:
-            network.add_edge(
-                (var, "in"), (var, "out"), capacity=size * scale + (var in graph.early)
-            )
+            capacity = size * scale + (var in graph.early)
+            network.add_edge((var, "in"), (var, "out"), capacity=capacity)
         if var not in graph.bound or not graph.may_repeat(var):
             network.add_edge(_SOURCE, (var, "in"))
             continue

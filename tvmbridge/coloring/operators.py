@@ -40,13 +40,11 @@ _SMOOTH_PRODUCTS = _names(
     "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
     "collapse_sum_to"
 )
-_SMOOTH_ATEN = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "
-        "native_group_norm_backward mm bmm addmm"
-    ).split()
+_SMOOTH_ATEN_NAMES = (
+    "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "
+    "native_group_norm_backward mm bmm addmm"
 )
+_SMOOTH_ATEN = frozenset(f"aten.{name}.default" for name in _SMOOTH_ATEN_NAMES.split())
 
 _ELEMENTWISE = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS | _ROUNDED
 _EXACT = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS

@@ -21,10 +21,10 @@ def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
     # stays at hand.
     at_hand = set(kept) | {p for p in graph.primals if not graph.nbytes(p)}
     for var, value in graph.bound.items():
-        of_what_is_there = all(v in at_hand for v in graph.operands[var])
-        if var in repeated and of_what_is_there:
+        if not all(v in at_hand for v in graph.operands[var]):
+            continue
+        if var in repeated:
             at_hand.add(var)
-        elif var in kept and of_what_is_there and graph.nbytes(var) and graph.may_repeat(var):
-            if is_elementwise(value):
-                repeated.add(var)
+        elif var in kept and graph.nbytes(var) and graph.may_repeat(var) and is_elementwise(value):
+            repeated.add(var)
     return frozenset(repeated)

@@ -21,8 +21,8 @@ def draw_layer(layer: nn.Module, hidden_states: torch.Tensor, folder: Path) -> l
 
     ``layer_before_passes`` is the graph as it comes from PyTorch, ``layer_after_passes`` with
     dropout and layer norm spelled out, ``joint_colored`` forward and backward in one function:
-    forward red, what it keeps for backward yellow, backward blue, what both compute dashed. They are SVG files, or their
-    sources for graphviz where its program ``dot`` is not installed.
+    forward red, what it keeps for backward yellow, backward blue, what both compute dashed. They
+    are SVG files, or their sources for graphviz where its program ``dot`` is not installed.
     """
     captured = capture(layer, hidden_states)
     before = to_relax(captured)
