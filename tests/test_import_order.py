@@ -21,11 +21,11 @@ PACKAGE = ROOT / "tvmbridge"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "errors options types versions",
+        "errors options types versions admission",
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
+        "arguments capture refusal decompositions recurrent noise rehearsal hoist facts frontend"
         " differentiate aot joint coloring split"
         " build runtime state cache tuning report",
         "compiled",

@@ -32,11 +32,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TracedJoint:
-    """A joint function with the noise that it takes and how it was imported."""
+    """A joint function with the noise that it takes, how it was imported, and from what graph.
+
+    The placeholders of ``graph`` stand for the primals, the cotangents and the draws, in this order.
+    """
 
     joint: JointModule
     noise: tuple[NoiseDescriptor, ...]
     imported: ImportedModule
+    graph: fx.GraphModule
 
 
 def trace_joint(
@@ -80,6 +84,7 @@ def trace_joint(
         ),
         noise=noise,
         imported=imported,
+        graph=functional,
     )
 
 

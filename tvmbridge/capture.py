@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import register_caches, watched_forward
 from tvmbridge.decompositions import decomposition_table
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.noise import find_noise
@@ -70,7 +71,8 @@ def capture(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
-    program = _export(module, args, kwargs, needs_grad)
+    register_caches(module)
+    program, changed = _export(module, args, kwargs, needs_grad)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     inputs, constant_tensors = _describe_inputs(module, program, leaves)
     return CapturedGraph(
@@ -84,21 +86,25 @@ def capture(
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
+        changed_arguments=changed,
     )
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
         with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            program = torch.export.export(module, args, kwargs, strict=False)
+            with watched_forward(module) as watch:
+                program = torch.export.export(module, args, kwargs, strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
-            return program
+            return program, watch.changed
+    except CaptureError:
+        raise
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
         line = user_line(error) or "an unknown line"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.gradients import install_rules, is_admitted
+from tvmbridge.gradients import dtypes_of, install_rules, is_admitted
 from tvmbridge.kernels.aten_call import aten_call_operator
 from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.append_cotangents import AppendCotangents
@@ -55,6 +56,8 @@ def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
             if not isinstance(call.op, tvm.ir.Op) or not is_admitted(call):
                 name = aten_call_operator(call) or str(getattr(call.op, "name", call.op))
                 missing[name] = None
+            else:
+                note_use("rules", call.op.name, dtypes_of(call))
     return list(missing)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.arguments import register_caches
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
@@ -60,6 +61,7 @@ def add_tvm_dispatch(
         dispatcher = installed
     else:
         dispatcher = Dispatcher(module, module.forward, target, chosen)
+    register_caches(module)
     specialization = _find_or_add(dispatcher, args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
     needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)

@@ -200,7 +200,8 @@ class _FlowWatch(TorchDispatchMode):
         results = _floating(result)
         if not active or not results:
             return result
-        if not has_same_derivative(func._schema.name):
+        dtypes = {str(t.dtype).removeprefix("torch.") for t in results}
+        if not has_same_derivative(func._schema.name, dtypes):
             self.reasons[f"the derivative of {func} is not known to be PyTorch's"] = None
         # Kept alive, so that no other tensor gets the same id.
         self._made_by.update({id(t): (t, str(func)) for t in results})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from tvmbridge.aot import trace_joint
 from tvmbridge.differentiate import JointModule, differentiate
@@ -24,6 +24,8 @@ class Derivation:
 
     ``captured`` is the captured graph with the noise that the joint function takes; ``source`` is
     ``"relax"`` or ``"aot"``, and ``reason`` says why it is ``aot`` (empty for ``relax``).
+    ``traced`` is the graph that was recorded from PyTorch's autograd (None for ``relax``); its
+    placeholders are the inputs and the state, the cotangents, and the draws in program order.
     """
 
     joint: JointModule
@@ -31,6 +33,7 @@ class Derivation:
     imported: ImportedModule
     source: str
     reason: str
+    traced: fx.GraphModule | None = None
 
 
 def derive(
@@ -91,4 +94,4 @@ def _by_autograd(
 ) -> Derivation:
     traced = trace_joint(rehearsal, facts, records)
     captured = replace(rehearsal.captured, noise=traced.noise)
-    return Derivation(traced.joint, captured, traced.imported, "aot", reason)
+    return Derivation(traced.joint, captured, traced.imported, "aot", reason, traced.graph)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +18,7 @@ from tvm import relax
 
 from tvmbridge.errors import PassError
 from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
 from tvmbridge.passes.relax.lower_layer_norm import LowerLayerNorm
 from tvmbridge.passes.relax.one_zapp import OneZapp
@@ -28,6 +31,10 @@ logger = logging.getLogger(__name__)
 
 # A RelaxPass of ours, a pass of TVM, or a function.
 AnyPass: TypeAlias = Callable[[Any], Any]
+
+# Called with the record of a pass, the module before it and the module after it.
+PassObserver: TypeAlias = Callable[[PassRecord, tvm.IRModule, tvm.IRModule], None]
+_observer: ContextVar[PassObserver | None] = ContextVar("observer", default=None)
 
 
 def inference_passes() -> list[AnyPass]:
@@ -42,7 +49,17 @@ def lowering_passes() -> list[AnyPass]:
 
 def zapp_passes() -> list[AnyPass]:
     """Training, after the gradient: what the gradient left superfluous goes away."""
-    return [RemoveNoGrad(), ZappLike(), OneZapp(), ZeroZapp(), ZappLike(), *tidy_passes()]
+    return [
+        RemoveNoGrad(),
+        # Opens tuples: the gradient of a split adds to the fields of a tuple of zeros.
+        relax.transform.CanonicalizeBindings(),
+        ZappLike(),
+        OneZapp(),
+        ZeroZapp(),
+        ZappLike(),
+        CollapseViews(),
+        *tidy_passes(),
+    ]
 
 
 def tidy_passes() -> list[AnyPass]:
@@ -68,6 +85,16 @@ def run_passes(
     for pass_ in passes:
         mod = _run_pass(mod, pass_, records)
     return mod
+
+
+@contextmanager
+def observed_passes(observe: PassObserver) -> Iterator[None]:
+    """Within it ``observe`` is called after each pass that this thread runs."""
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def pass_name(pass_: AnyPass) -> str:
@@ -103,6 +130,9 @@ def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> t
         "%s: %d -> %d bindings", record.name, record.bindings_before, record.bindings_after
     )
     _dump(after, record, len(records))
+    observe = _observer.get()
+    if observe is not None:
+        observe(record, mod, after)
     return after
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.capture import without_autocast
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
@@ -98,7 +99,8 @@ class Rehearsal:
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(_plain_checkpoints())
             stack.enter_context(_tensors_replaced(self.module, held))
-            results = pytree.tree_leaves(self.module.forward(*args, **kwargs))
+            forward = ArgumentWatch(self.module.forward)
+            results = pytree.tree_leaves(forward(*args, **kwargs))
             return self._ordered(results)
 
     def _ordered(self, results: list[Any]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise
@@ -42,7 +44,8 @@ class Signature:
         self.keywords = tuple(kwargs)
         self.num_args = len(args)
         # Arguments that are leaves themselves need no flattening at a call.
-        self.flat = len(leaves) == len(args) + len(kwargs)
+        arguments = [*args, *kwargs.values()]
+        self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
         self.tensors = [
             (i, leaf.shape, leaf.dtype, leaf.device)
             for i, leaf in enumerate(leaves)
@@ -154,7 +157,7 @@ class Variant:
         primals += [noise[i] for i in self._noise_order]
         return primals
 
-    def run(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
         primals = self._primals(leaves, tensors)
         if self._training is not None:
@@ -162,7 +165,7 @@ class Variant:
         else:
             results = self._run_inference(primals)
         self.calls += 1
-        return self._assemble(results, leaves, tensors)
+        return self._assemble(results, leaves, tensors, arguments)
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         loaded = self.compiled.loaded
@@ -172,7 +175,11 @@ class Variant:
         return results
 
     def _assemble(
-        self, results: Sequence[torch.Tensor], leaves: Sequence[Any], tensors: Sequence[Any]
+        self,
+        results: Sequence[torch.Tensor],
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
     ) -> Any:
         captured = self.compiled.captured
         computed = iter(results)
@@ -188,7 +195,7 @@ class Variant:
                 flat.append(value)
             else:
                 self._write_back(output.kind, output.target or "", value, leaves, tensors)
-        return pytree.tree_unflatten(flat, captured.out_spec)
+        return rebuild(flat, captured.out_spec, captured.changed_arguments, arguments)
 
     def _write_back(
         self,

@@ -127,7 +127,8 @@ class CapturedGraph:
 
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
     specialised on them. ``aliases`` gives
-    for dotted names that share a tensor (tied weights) the first name of it.
+    for dotted names that share a tensor (tied weights) the first name of it. The places of container
+    arguments that forward changes are ``changed_arguments``: their content is among the outputs.
     """
 
     program: ExportedProgram
@@ -140,6 +141,7 @@ class CapturedGraph:
     constants: Mapping[int, Any]
     constant_tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    changed_arguments: tuple[int | str, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -13,8 +13,9 @@ import tvm
 from torch import fx
 from tvm import relax
 
+from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.frontend.limits import dtypes_admitted, nbytes_of, refuse_what_cannot_run
+from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
 from tvmbridge.kernels.aten_call import ATEN_CALL, emit_aten_call, packed_call
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
@@ -92,13 +93,14 @@ class Importer:
         if not node.all_input_nodes and nbytes_of(node) <= _MAX_FOLDED_BYTES:
             return self._fold(node)
         converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
-        if converter is not None and dtypes_admitted(node, converter):
+        if converter is not None and may_convert(node, converter):
             try:
                 result = converter.function(self, node, *node.args, **node.kwargs)
             except Declined:
                 pass
             else:
                 self.native_calls[name] = self.native_calls.get(name, 0) + 1
+                note_use("converters", name, map(to_relax_dtype, dtypes_of(node)))
                 return tuple(result) if isinstance(result, tuple) else self._bind(result)
         self.aten_calls[name] = self.aten_calls.get(name, 0) + 1
         return emit_aten_call(self.builder, node, self.values)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.admission import is_proven
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import Converter
-from tvmbridge.kernels.dtypes import is_supported
+from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.types import TensorSpec
 
 _STRIDE_DEPENDENT = frozenset(
@@ -29,10 +30,20 @@ def nbytes_of(node: fx.Node) -> int:
     return sum(TensorSpec.of(v).nbytes for v in tensors_of(node))
 
 
-def dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
-    """Whether ``converter`` may convert a node, by the dtypes of its operands and results."""
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n)]
-    return all(t.dtype in converter.dtypes and t.numel() > 0 for t in tensors)
+def dtypes_of(node: fx.Node) -> frozenset[torch.dtype]:
+    """The dtypes of all that a node reads and makes."""
+    return frozenset(t.dtype for n in (*node.all_input_nodes, node) for t in tensors_of(n))
+
+
+def may_convert(node: fx.Node, converter: Converter) -> bool:
+    """Whether ``converter`` claims to convert a node, and has been proven to."""
+    dtypes = dtypes_of(node)
+    names = [to_relax_dtype(d) for d in dtypes if is_supported(d)]
+    return (
+        dtypes <= converter.dtypes
+        and all(t.numel() for n in (*node.all_input_nodes, node) for t in tensors_of(n))
+        and is_proven("converters", str(node.target), names)
+    )
 
 
 def refuse_what_cannot_run(node: fx.Node) -> None:
