@@ -124,7 +124,7 @@ class JointGraph:
             pending.extend(self.operands[var])
         return found
 
-    def _with_items(self, forward: set[relax.Var]) -> frozenset[relax.Var]:
+    def _with_items(self, forward: Collection[relax.Var]) -> frozenset[relax.Var]:
         """``forward`` and the items of tuples in it: only tensors cross the border."""
         found = set(forward)
         for var, value in self.bound.items():
