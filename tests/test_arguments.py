@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tvmbridge
-from tvmbridge.arguments import register_caches
+from tvmbridge.libraries import register_caches
 
 
 class Fills(nn.Module):

@@ -1,4 +1,4 @@
-"""Arguments that are containers: those that forward changes, and those that PyTorch must know.
+"""Arguments that are containers, and what forward does to them.
 
 A list, a dict or a cache of keys and values that forward fills is changed in place; the captured
 graph would lose that. While forward is traced it is watched: the final content of each argument
@@ -8,8 +8,6 @@ that it has changed becomes one more result, and is put into the caller's own ob
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,28 +17,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.structure import unflatten
 
 # Stands, among the results, for an argument that is returned as the object that it is.
 _MARK = "tvmbridge.argument."
 
 Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-
-
-def register_caches(module: nn.Module) -> None:
-    """Let PyTorch see into the caches of a transformers model: their classes become pytrees.
-
-    Without effect for other modules, and where the library is too old to do it itself.
-    """
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return
-    for model in module.modules():
-        if isinstance(model, library.PreTrainedModel):
-            try:
-                exporter = importlib.import_module("transformers.exporters.exporter_dynamo")
-            except ImportError:
-                return
-            exporter.register_cache_pytrees_for_model(model)
 
 
 class ArgumentWatch:
@@ -83,9 +65,7 @@ def _containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tupl
 
 
 def _differ(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
-    same = before[1] == after[1] and all(
-        a is b for a, b in zip(before[0], after[0], strict=True)
-    )
+    same = before[1] == after[1] and all(a is b for a, b in zip(before[0], after[0], strict=True))
     return not same
 
 
@@ -115,12 +95,12 @@ def rebuild(
 ) -> Any:
     """The results of a call from their leaves; the ``changed`` arguments get their new content."""
     if not changed:
-        return pytree.tree_unflatten(flat, out_spec)
+        return unflatten(flat, out_spec)
     args, kwargs = arguments
     held = {place: args[place] if isinstance(place, int) else kwargs[place] for place in changed}
     marks = {f"{_MARK}{place}": value for place, value in held.items()}
     flat = [marks.get(leaf, leaf) if isinstance(leaf, str) else leaf for leaf in flat]
-    results, contents = pytree.tree_unflatten(flat, out_spec)
+    results, contents = unflatten(flat, out_spec)
     for place, value in held.items():
         _put(contents[place], value)
     return results

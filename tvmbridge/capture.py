@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,12 +16,20 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tvmbridge.arguments import register_caches, watched_forward
-from tvmbridge.decompositions import decomposition_table
+from tvmbridge.arguments import watched_forward
+from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
-from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
+from tvmbridge.refusal import (
+    first_paragraph,
+    foreign_draws_refused,
+    raise_if_forward_refuses,
+    user_line,
+)
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -95,10 +104,20 @@ def _export(
 ) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
+        with (
+            torch.set_grad_enabled(needs_grad),
+            without_autocast(),
+            kept_whole_under_autograd(),
+            warnings.catch_warnings(),
+        ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            with watched_forward(module) as watch:
+            with (
+                cumulative_averages_on_tensors(module),
+                foreign_draws_refused(),
+                conversions_without_effect(),
+                watched_forward(module) as watch,
+            ):
                 program = torch.export.export(module, args, kwargs, strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
@@ -139,6 +158,23 @@ def without_autocast() -> Iterator[None]:
                 yield
         else:
             yield
+
+
+@contextmanager
+def conversions_without_effect() -> Iterator[None]:
+    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
+    convert = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        with _disable_current_modes():
+            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
+            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+            if all(fn(probe) is probe for probe in probes):
+                return module
+        return convert(module, fn, recurse)
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
-from tvmbridge.pipeline import AnyPass, inference_passes, run_passes
+from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
@@ -115,12 +115,14 @@ def lower_module(
 
     Args:
         measure: entered around each stage with its name.
-        passes: run behind the graph passes of the pipeline, before a joint function is split.
+        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
+            before a joint function is split.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
         BuildError: the target is unknown, or does not fit the tensors' device.
     """
+    passes = [*options.extra_passes, *passes]
     with measure("capture"):
         captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
         resolved = resolve_target(target, captured.device.type)
@@ -129,7 +131,7 @@ def lower_module(
         with measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
             joint = derivation.joint
-            joint = replace(joint, mod=run_passes(joint.mod, passes, records))
+            joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
             parts = split(joint, color(joint, options.residual_policy, options.recompute))
         captured, imported = derivation.captured, derivation.imported
         return LoweredModule(
@@ -140,7 +142,8 @@ def lower_module(
             refuse_other_draws(Rehearsal(module, args, kwargs, captured))
         imported = import_graph(captured)
     with measure("passes"):
-        mod = run_passes(imported.mod, [*inference_passes(), *passes], records)
+        mod = run_passes(imported.mod, inference_passes(), records)
+        mod = run_extra_passes(mod, passes, records)
         mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
     num_outputs = sum(o.is_computed for o in captured.outputs)
     return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs)

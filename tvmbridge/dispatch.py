@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from tvmbridge.arguments import register_caches
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.specialization import Mode, Signature, Specialization

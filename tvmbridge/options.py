@@ -31,9 +31,13 @@ class CompileOptions:
             go to the module's own forward.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
+        extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
+            the pipeline: on the forward function in inference, on the joint function, before it is
+            split, in training. They may not change what a function takes and returns.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
+        TypeError: ``extra_passes`` is not a tuple of passes.
     """
 
     joint: str = "auto"
@@ -41,6 +45,7 @@ class CompileOptions:
     recompute: tuple[str, ...] = ()
     max_specializations: int = 16
     measure_kernels: bool = True
+    extra_passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -50,6 +55,7 @@ class CompileOptions:
                     f"CompileOptions.{name} is {value!r}; choose one of {', '.join(choices)}"
                 )
         _check_recompute(self.recompute)
+        _check_extra_passes(self.extra_passes)
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
 
@@ -82,3 +88,17 @@ def _check_recompute(names: Any) -> None:
         f"CompileOptions.recompute is {names!r}; give a tuple of operator names such as "
         "'relax.nn.softmax' or 'aten.convolution.default'"
     )
+
+
+def _check_extra_passes(passes: Any) -> None:
+    if not isinstance(passes, tuple):
+        raise TypeError(
+            f"CompileOptions.extra_passes is {passes!r}; give a tuple of passes such as (MyPass(),)"
+        )
+    for pass_ in passes:
+        # By what it can do: options stand below the passes and do not import them.
+        if isinstance(pass_, type) or not callable(getattr(pass_, "apply", None)):
+            raise TypeError(
+                f"CompileOptions.extra_passes holds {pass_!r}, which is no pass; give instances of "
+                "subclasses of tvmbridge.passes.base.RelaxPass"
+            )

@@ -126,9 +126,9 @@ class CapturedGraph:
     """A module's functional graph with a description of every input and output.
 
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
-    specialised on them. ``aliases`` gives
-    for dotted names that share a tensor (tied weights) the first name of it. The places of container
-    arguments that forward changes are ``changed_arguments``: their content is among the outputs.
+    specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
+    first name of it. ``changed_arguments`` are the places of the container arguments that forward
+    changes: their content is among the outputs.
     """
 
     program: ExportedProgram

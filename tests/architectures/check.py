@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tvmbridge
-from tests.architectures.compare import TOLERANCES, Tolerance, difference
+from tests.architectures.compare import TOLERANCES, difference, leaves
 from tests.architectures.table import Architecture, architectures, ids
-from tvmbridge.errors import BridgeError, BuildError, PassError
+from tvmbridge.errors import BridgeError
 
 MODES = ("eval", "train", "cache")
 
@@ -27,8 +27,9 @@ MODES = ("eval", "train", "cache")
 class Outcome:
     """What came of one architecture in one mode and dtype.
 
-    ``result`` is *whole* (TVM served every call and all agrees), *refused*, *wrong* or *error*; a
-    process that crashed or took too long is *crash* or *timeout*.
+    ``result`` is *whole* (TVM served every call and all agrees), *refused* (for the reason that the
+    table gives), *wrong* or *error* (refused for another reason, too); a process that crashed or
+    took too long is *crash* or *timeout*.
     """
 
     name: str
@@ -56,8 +57,8 @@ def check(name: str, mode: str, dtype: str) -> Outcome:
         model = _model(architecture, mode, dtype)
         found = step(architecture, model, _dispatch)
     except BridgeError as error:
-        refused = not isinstance(error, BuildError | PassError)
-        outcome.result = "refused" if refused else "error"
+        known = bool(architecture.refused) and architecture.refused in str(error)
+        outcome.result = "refused" if known else "error"
         outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return outcome
     _report(model, outcome)
@@ -148,8 +149,6 @@ def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) ->
 
 def tensors(outputs: Any) -> list[torch.Tensor]:
     """The tensors of a result, each once."""
-    from tests.architectures.compare import leaves
-
     found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return list({id(t): t for t in found}.values())
 
@@ -188,6 +187,3 @@ def _watching() -> Iterator[_Watch]:
     watch = _Watch()
     with watch:
         yield watch
-
-
-__all__ = ["MODES", "Outcome", "Tolerance", "check", "tensors"]

@@ -9,7 +9,7 @@ from tests.architectures.table import VOCABULARY, Architecture, labelled, text
 _BERT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "max_position_embeddings": 40,
@@ -35,7 +35,7 @@ TABLE = {
         {
             "vocab_size": VOCABULARY,
             "dim": 32,
-            "n_layers": 2,
+            "n_layers": 1,
             "n_heads": 4,
             "hidden_dim": 64,
             "max_position_embeddings": 40,
@@ -64,11 +64,12 @@ TABLE = {
         {
             "vocab_size": VOCABULARY,
             "hidden_size": 32,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "intermediate_size": 64,
             "max_position_embeddings": 40,
         },
         lambda: {"input_ids": text()["input_ids"]},
+        refused="complex64",
     ),
     "funnel": Architecture(
         "encoder",
@@ -88,6 +89,7 @@ TABLE = {
     "modernbert": _encoder(
         "ModernBert",
         "ForMaskedLM",
+        num_hidden_layers=2,
         global_attn_every_n_layers=2,
         local_attention=4,
         pad_token_id=0,

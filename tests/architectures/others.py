@@ -94,6 +94,8 @@ TABLE = {
             "decoder_layerdrop": 0.0,
         },
         _series,
+        # The distributions of its outputs check their parameters.
+        refused="data-dependent",
     ),
     "patchtst": Architecture(
         "other",
@@ -133,8 +135,15 @@ TABLE = {
         "other",
         "DecisionTransformerModel",
         "DecisionTransformerConfig",
-        {"state_dim": 5, "act_dim": 2, "hidden_size": 32, "max_ep_len": 20, "n_layer": 2,
-         "n_head": 4, "n_positions": 64},
+        {
+            "state_dim": 5,
+            "act_dim": 2,
+            "hidden_size": 32,
+            "max_ep_len": 20,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+        },
         lambda: {
             "states": torch.randn(2, 6, 5),
             "actions": torch.randn(2, 6, 2),

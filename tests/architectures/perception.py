@@ -11,7 +11,7 @@ from tests.architectures.table import VOCABULARY, Architecture, Inputs, ids, pix
 
 _VIT: dict[str, Any] = {
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "image_size": 32,
@@ -22,7 +22,7 @@ _VIT: dict[str, Any] = {
 _WAVE: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "intermediate_size": 64,
     "conv_dim": (16, 16),
@@ -187,7 +187,7 @@ TABLE = {
     "cvt": _vision(
         "CvtModel",
         "CvtConfig",
-        {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 1, 2]},
+        {"embed_dim": [8, 16, 16], "num_heads": [1, 2, 2], "depth": [1, 2, 3]},
         pixels(32),
     ),
     "wav2vec2": _speech("Wav2Vec2Model", "Wav2Vec2Config", _WAVE),

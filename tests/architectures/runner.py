@@ -66,7 +66,9 @@ def run_entries(
         thread.join()
 
 
-def _run(context: multiprocessing.context.ForkServerContext, entry: Entry, timeout: float) -> Outcome:
+def _run(
+    context: multiprocessing.context.ForkServerContext, entry: Entry, timeout: float
+) -> Outcome:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(entry, theirs))
     process.start()

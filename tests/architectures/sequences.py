@@ -31,7 +31,7 @@ _T5: dict[str, Any] = {
     "d_model": 32,
     "d_kv": 8,
     "d_ff": 64,
-    "num_layers": 2,
+    "num_layers": 1,
     "num_heads": 4,
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 16,
@@ -39,12 +39,14 @@ _T5: dict[str, Any] = {
 }
 
 
-def _bart(model: str, config: str, **settings: Any) -> Architecture:
-    return Architecture("encoder-decoder", model, config, {**_BART, **settings}, pair)
+def _bart(model: str, config: str, refused: str = "", **settings: Any) -> Architecture:
+    family = "encoder-decoder"
+    return Architecture(family, model, config, {**_BART, **settings}, pair, refused=refused)
 
 
-def _t5(model: str, config: str, family: str = "encoder-decoder", **settings: Any) -> Architecture:
-    return Architecture(family, model, config, {**_T5, **settings}, pair)
+def _t5(model: str, config: str, refused: str = "", **settings: Any) -> Architecture:
+    family = "experts" if "num_experts" in settings else "encoder-decoder"
+    return Architecture(family, model, config, {**_T5, **settings}, pair, refused=refused)
 
 
 TABLE = {
@@ -54,7 +56,9 @@ TABLE = {
     "switch": _t5(
         "SwitchTransformersForConditionalGeneration",
         "SwitchTransformersConfig",
-        "experts",
+        # It calls those experts that some token has chosen.
+        "data-dependent",
+        num_layers=2,
         num_experts=4,
         num_sparse_encoder_layers=1,
         num_sparse_decoder_layers=1,
@@ -69,6 +73,8 @@ TABLE = {
     "led": _bart(
         "LEDForConditionalGeneration",
         "LEDConfig",
+        # It asks whether any token attends globally.
+        "data-dependent",
         attention_window=4,
         max_encoder_position_embeddings=40,
         max_decoder_position_embeddings=40,

@@ -1,9 +1,9 @@
-"""The table of architectures: what is built, from which small configuration, and on which inputs."""
+"""The table of architectures: what is built, how small, and on which inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Architecture:
         settings: the configuration's fields.
         inputs: makes the keyword arguments of forward; seeded before it is called.
         cached: forward is also called with a cache of earlier keys and values.
-        refused: in which modes it may be refused, with a part of the reason.
+        refused: a part of the reason why it is refused; empty where it must run.
     """
 
     family: str
@@ -34,7 +34,7 @@ class Architecture:
     settings: Mapping[str, Any]
     inputs: Callable[[], Inputs]
     cached: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: str = ""
 
     def build(self) -> nn.Module:
         """The model in eval mode, with weights drawn from a fixed seed."""

@@ -149,13 +149,17 @@ class Comparison:
         )
 
     def _dtype(self) -> str:
-        held = [t.dtype for t in self.own.reference.trace.steps[0:] for t in [t.value]]
-        floating = [d for d in held if d.is_floating_point]
-        return str(floating[0] if floating else torch.float32).removeprefix("torch.")
+        dtypes = self.sample.dtypes or [torch.get_default_dtype()]
+        return str(dtypes[0]).removeprefix("torch.")
+
+    @property
+    def _is_wide(self) -> bool:
+        """Whether the module's own precision is float64."""
+        return not set(self.sample.dtypes) - {torch.float64}
 
     def _widen(self) -> None:
         """Eager PyTorch in float64, unless that is the module's own dtype."""
-        if not self.sample.dtypes - {torch.float64}:
+        if self._is_wide:
             return
         try:
             self.wide = Precision.of(self.sample.in_float64(), self.backward)
@@ -195,6 +199,8 @@ class Comparison:
             return
         self.evaluated.append("eager")
         for name in self._expected(self.own.reference.trace):
+            if name in self.own.reference.unwritten:
+                continue
             value = self.own.reference.trace.result(name)
             exact = self.wide.reference.trace.result(name)
             measure = self.own.measures[name]
@@ -208,9 +214,11 @@ class Comparison:
     def _compare_stages(self) -> None:
         if self.own.route is None:
             return
-        wide = {} if self.wide is None or self.wide.route is None else {
-            s.name: s for s in self.wide.route.stages
-        }
+        wide = (
+            {}
+            if self.wide is None or self.wide.route is None
+            else {s.name: s for s in self.wide.route.stages}
+        )
         for stage in self.own.route.stages:
             other = wide.get(stage.name)
             changed = stage.changed or (other is not None and other.changed)
@@ -265,7 +273,7 @@ class Comparison:
         error64 = bound64 = None
         if wide is not None and wide.now is not None:
             error64, bound64 = wide.departure(name), wide.bound(name)
-        elif self.wide is None and not self.sample.dtypes - {torch.float64}:
+        elif self._is_wide:
             error64, bound64 = error, bound
         kind = verdict(error, bound, error64 or 0.0, bound64 or 0.0)
         self.figures.append(Figure(name, stage, error, bound, error64, bound64, kind))
@@ -282,16 +290,12 @@ class Comparison:
 
     def _is_new(self, name: str) -> bool:
         """Whether the departure comes in with this stage, not with one before."""
-        return any(
-            p.now is not None and p.step(name) > p.bound(name) for p in self._precisions
-        )
+        return any(p.now is not None and p.step(name) > p.bound(name) for p in self._precisions)
 
-    def _depart(
-        self, wrong: Precision, stage: str, name: str, kind: str, tolerance: float
-    ) -> None:
+    def _depart(self, wrong: Precision, stage: str, name: str, kind: str, tolerance: float) -> None:
         figure = self.figures[-1]
         if stage == "compiled":
-            operator, source, becomes = self._in_compiled(wrong, name, tolerance)
+            operator, source, becomes = self._in_compiled(wrong, name, kind, tolerance)
         else:
             finding = wrong.locate(name, tolerance)
             operator, becomes = finding.operator, finding.becomes
@@ -310,11 +314,14 @@ class Comparison:
         )
 
     def _in_compiled(
-        self, wrong: Precision, name: str, tolerance: float
+        self, wrong: Precision, name: str, kind: str, tolerance: float
     ) -> tuple[str, str, str]:
         assert wrong.code is not None
+        kernels = wrong.code.kernels(name)
+        if kind == ROUNDING:
+            return "compiled code", "", kernels
         try:
-            step, kernels = wrong.code.departing(name, tolerance)
+            step = wrong.code.departing(name, tolerance)
         except Exception as error:
             self.notes.append(f"compiled code of {name} could not be taken apart: {_first(error)}")
             return "compiled code", "", ""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.capture import without_autocast
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample
@@ -107,8 +108,11 @@ def _run(
 
 
 def run_forward(sample: Sample, args: Any, kwargs: Any) -> Any:
-    """The module's own forward. (The recorder looks for this frame to find the user's line.)"""
-    return sample.module.forward(*args, **kwargs)
+    """The module's own forward, with the arguments that it changes among the results.
+
+    The recorder looks for this frame to find the user's line.
+    """
+    return ArgumentWatch(sample.module.forward)(*args, **kwargs)
 
 
 def state_name(name: str) -> str:

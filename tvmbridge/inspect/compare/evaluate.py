@@ -17,7 +17,7 @@ from tvm import relax
 
 from tvmbridge.build import build
 from tvmbridge.inspect.compare.operators import OPERATORS
-from tvmbridge.inspect.compare.trace import TraceBuilder, tensors_in
+from tvmbridge.inspect.compare.trace import Step, TraceBuilder, tensors_in
 from tvmbridge.kernels import register_kernels
 from tvmbridge.kernels.aten_call import aten_call_operator
 from tvmbridge.kernels.dtypes import from_relax_dtype
@@ -45,6 +45,7 @@ class Evaluation:
         numbers: Mapping[int, int] | None = None,
     ) -> None:
         register_kernels()
+        self.arguments = list(arguments)
         self.trace = trace or TraceBuilder()
         self._masks: Iterator[torch.Tensor] = iter(masks)
         self._values: dict[relax.Var, Any] = {}
@@ -76,6 +77,10 @@ class Evaluation:
             return self.trace.computed(var.name, name, "", operands, item)
 
         self._numbers[var] = [add(v) for v in value] if isinstance(value, list) else add(value)
+
+    def step(self, var: relax.Var) -> Step:
+        """The step of a variable that holds one tensor."""
+        return self.trace.steps[self._numbers[var]]
 
     def _number(self, expr: relax.Expr) -> Any:
         """The step of an expression, or a list of steps for a tuple."""
@@ -181,8 +186,8 @@ def _call_kernel(call: relax.Call, kernel: str, operands: list[Any], into: bool 
         return result
     returned = function(*dense)
     if isinstance(call.ty, relax.TupleType):
-        return [torch.from_dlpack(r).clone() for r in returned]
-    return torch.from_dlpack(returned).clone()
+        return [from_dlpack(r).clone() for r in returned]
+    return from_dlpack(returned).clone()
 
 
 # Operators compiled alone, by what they are; they are few, and small.
@@ -198,8 +203,8 @@ def _by_tvm(call: relax.Call, operands: list[Any]) -> Any:
     dense = [t.clone(memory_format=torch.contiguous_format) for t in tensors_in(operands)]
     returned = _MACHINES[key]["main"](*dense)
     if isinstance(call.ty, relax.TupleType):
-        return [torch.from_dlpack(r).clone() for r in returned]
-    return torch.from_dlpack(returned).clone()
+        return [from_dlpack(r).clone() for r in returned]
+    return from_dlpack(returned).clone()
 
 
 def _alone(call: relax.Call) -> tvm.IRModule:

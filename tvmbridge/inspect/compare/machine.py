@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from tvm import relax
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.build import build
 from tvmbridge.compiled import build_lowered
-from tvmbridge.inspect.compare.evaluate import Evaluation, operator_of
+from tvmbridge.inspect.compare.evaluate import operator_of
 from tvmbridge.inspect.compare.route import Route
 from tvmbridge.inspect.compare.trace import Step, Trace, TraceBuilder
 from tvmbridge.options import CompileOptions
@@ -37,7 +37,8 @@ class CompiledCode:
         self._fused: tvm.IRModule | None = None
         with observed_passes(self._keep):
             self.compiled = build_lowered(route.lowered, options, route.records)
-        self._departing: dict[str, Step | None] | None = None
+        # For each function the steps of the interpretation and what compiled code makes there.
+        self._values: dict[str, list[tuple[relax.Var, Step, torch.Tensor]]] = {}
 
     def _keep(self, record: PassRecord, before: tvm.IRModule, after: tvm.IRModule) -> None:
         if record.name == "FuseTIR":
@@ -74,8 +75,8 @@ class CompiledCode:
             )
         return outputs, gradients
 
-    def departing(self, name: str, tolerance: float) -> tuple[Step | None, str]:
-        """The operator whose compiled code departs, and the kernels that lead to result ``name``.
+    def departing(self, name: str, tolerance: float) -> Step | None:
+        """The operator whose compiled code departs for result ``name``.
 
         The functions are compiled once more so that they return every value; the operands of
         backward are those of the interpreted program. None: it is right operator by operator, so
@@ -83,10 +84,17 @@ class CompiledCode:
         """
         function, position = self._function_of(name)
         mod = self.route.lowered.mod
-        steps = _in_order(_departing_steps(self.route, mod, function, tolerance))
+        if function not in self._values:
+            self._values[function] = _compiled_values(self.route, mod, function)
         needed = _ancestors(mod[function], position)
-        step = next((s for s in steps if s.name in needed), None)
-        return step, ", ".join(self._kernels(function, position)) or "compiled code"
+        for var, step, value in self._values[function]:
+            if var in needed and not _close(value, step.value, tolerance):
+                return step
+        return None
+
+    def kernels(self, name: str) -> str:
+        """The kernels that lead to result ``name``, in order."""
+        return ", ".join(self._kernels(*self._function_of(name)))
 
     def _function_of(self, name: str) -> tuple[str, int]:
         outputs = self.route.result_names()
@@ -103,13 +111,9 @@ class CompiledCode:
         found: dict[str, None] = {}
         for block in mod[function].body.blocks:
             for binding in block.bindings:
-                if binding.var.name in needed and isinstance(binding.value, relax.Call):
+                if binding.var in needed and isinstance(binding.value, relax.Call):
                     found[_kernel_of(binding.value)] = None
         return list(found)
-
-
-def _in_order(steps: Mapping[str, Step]) -> list[Step]:
-    return list(steps.values())
 
 
 def _kernel_of(call: relax.Call) -> str:
@@ -118,8 +122,8 @@ def _kernel_of(call: relax.Call) -> str:
     return operator_of(call)
 
 
-def _ancestors(function: relax.Function, position: int) -> set[str]:
-    """Names of the variables that a result depends on."""
+def _ancestors(function: relax.Function, position: int) -> set[relax.Var]:
+    """The variables that a result depends on."""
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     pending = [v for v in [flat_results(function)[position]] if isinstance(v, relax.Var)]
     found = set(pending)
@@ -131,25 +135,16 @@ def _ancestors(function: relax.Function, position: int) -> set[str]:
             if var not in found:
                 found.add(var)
                 pending.append(var)
-    return {v.name for v in found}
+    return found
 
 
-def _departing_steps(
-    route: Route, mod: tvm.IRModule, name: str, tolerance: float
-) -> dict[str, Step]:
-    """Steps of ``name`` whose compiled value is not that of the interpretation, by variable."""
+def _compiled_values(
+    route: Route, mod: tvm.IRModule, name: str
+) -> list[tuple[relax.Var, Step, torch.Tensor]]:
+    """Each value of function ``name`` as interpreted, and as code that returns them all has it."""
     functions = {g.name_hint: f for g, f in mod.functions_items()}
-    arguments: dict[str, list[torch.Tensor]] = {}
-    steps: dict[str, list[Step]] = {}
-
-    def evaluate(function: relax.Function, values: list[torch.Tensor], **rest: Any) -> Evaluation:
-        label = "backward" if "forward" in arguments else "forward"
-        arguments[label] = values
-        run = Evaluation(function, values, **rest)
-        steps[label] = run.trace.steps
-        return run
-
-    route.run_split(functions, evaluate)
+    forward, backward = route.run_split(functions)
+    run = forward if name == "forward" or backward is None else backward
     spelled, variables = _spelled_out(functions[name])
     built = build(
         tvm.IRModule({"forward": spelled.with_attr("global_symbol", "forward")}),
@@ -157,27 +152,21 @@ def _departing_steps(
         [],
     )
     loaded = LoadedModule(built.machine, built.unaligned)
-    values = loaded.call("forward", loaded.prepare("forward", arguments[name]))
-    by_name = {s.name: s for s in steps[name] if not s.is_input}
-    departing = {}
-    for variable, value in zip(variables, values, strict=True):
-        step = by_name.get(variable)
-        if step is not None and not _close(value, step.value, tolerance):
-            departing[variable] = step
-    return departing
+    values = loaded.call("forward", loaded.prepare("forward", run.arguments))
+    return [
+        (var, run.step(var), value.clone()) for var, value in zip(variables, values, strict=True)
+    ]
 
 
 def _close(value: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
     if not expected.numel():
         return True
     bound = tolerance * float(expected.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return torch.allclose(
-        value.double(), expected.double(), rtol=0.0, atol=bound, equal_nan=True
-    )
+    return torch.allclose(value.double(), expected.double(), rtol=0.0, atol=bound, equal_nan=True)
 
 
-def _spelled_out(function: relax.Function) -> tuple[relax.Function, list[str]]:
-    """The same function with every tensor that it computes as a result, and their names."""
+def _spelled_out(function: relax.Function) -> tuple[relax.Function, list[relax.Var]]:
+    """The same function with every tensor that it computes as a result, and their variables."""
     bindings = [b for block in function.body.blocks for b in block.bindings]
     computed = [
         b.var
@@ -191,4 +180,4 @@ def _spelled_out(function: relax.Function) -> tuple[relax.Function, list[str]]:
                 builder.emit_normalized(binding)
             output = builder.emit_output(relax.Tuple(computed))
         builder.emit_func_output(output)
-    return builder.get()["forward"], [v.name for v in computed]
+    return builder.get()["forward"], computed

@@ -159,17 +159,17 @@ def _extreme(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return lambda x, axes, keepdim: function(x, dim=axes, keepdim=keepdim)
 
 
+# Operators of the same name and meaning in PyTorch, without attributes.
+_SAME_NAME = """
+add subtract multiply divide negative abs exp log sqrt rsqrt sin cos tan tanh sigmoid erf
+floor ceil trunc round sign square log2 log10 isnan isinf isfinite maximum minimum less less_equal
+greater greater_equal not_equal logical_and logical_or logical_not logical_xor bitwise_and
+bitwise_or bitwise_not bitwise_xor where zeros_like ones_like asin acos atan sinh cosh asinh acosh
+atanh
+"""
+
 OPERATORS: dict[str, Meaning] = {
-    **{
-        f"relax.{name}": _plain(getattr(torch, name))
-        for name in (
-            "add subtract multiply divide negative abs exp log sqrt rsqrt sin cos tan tanh sigmoid"
-            " erf floor ceil trunc round sign square log2 log10 isnan isinf isfinite maximum"
-            " minimum less less_equal greater greater_equal not_equal logical_and logical_or"
-            " logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor where"
-            " zeros_like ones_like asin acos atan sinh cosh asinh acosh atanh"
-        ).split()
-    },
+    **{f"relax.{name}": _plain(getattr(torch, name)) for name in _SAME_NAME.split()},
     "relax.equal": _plain(torch.eq),
     "relax.power": _plain(torch.pow),
     "relax.nn.relu": _plain(torch.relu),

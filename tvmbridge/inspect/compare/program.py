@@ -63,7 +63,8 @@ class ProgramRun:
     def value(self, name: str) -> torch.Tensor:
         """The value of the node called ``name``, connected to the inputs."""
         (node,) = (n for n in self.values if n.name == name)
-        return self.values[node]  # type: ignore[no-any-return]
+        value: torch.Tensor = self.values[node]
+        return value
 
     def _given(self, node: fx.Node) -> None:
         if node.name in self.inputs:
@@ -212,8 +213,7 @@ class _Adjoints:
         arrived = [
             trace.results[name]
             for name in (f"adjoint of {n.name}" for n in [node, *node.users])
-            if name in trace.results
-            and (name == f"adjoint of {node.name}" or _is_item(node, name))
+            if name in trace.results and (name == f"adjoint of {node.name}" or _is_item(node, name))
         ]
         read = [n for i in node.all_input_nodes for n in self.run.numbers.get(i, [])]
         source = user_source(node.meta.get("stack_trace"))
@@ -229,6 +229,4 @@ class _Adjoints:
 
 
 def _is_item(node: fx.Node, name: str) -> bool:
-    return any(
-        u.target is operator.getitem and name == f"adjoint of {u.name}" for u in node.users
-    )
+    return any(u.target is operator.getitem and name == f"adjoint of {u.name}" for u in node.users)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,9 +98,7 @@ class Route:
             raise UnsupportedOperatorError(
                 "the captured graph draws other random numbers than the module"
             )
-        return {
-            n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)
-        }
+        return {n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)}
 
     # What the functions get ------------------------------------------------------------------
 
@@ -241,10 +239,10 @@ class Route:
         return run.trace.build()
 
     def _split(self, functions: Mapping[str, relax.Function]) -> Trace:
-        forward, backward = self.run_split(functions, Evaluation)
+        forward, backward = self.run_split(functions)
         builder = forward.trace
         numbers = tensors_numbered(forward.result_numbers)
-        for name, number in zip(self.result_names(), numbers):
+        for name, number in zip(self.result_names(), numbers, strict=False):
             builder.results[name] = number
         if backward is not None:
             numbers = tensors_numbered(backward.result_numbers)
@@ -253,13 +251,11 @@ class Route:
         return builder.build()
 
     def run_split(
-        self,
-        functions: Mapping[str, relax.Function],
-        evaluate: Callable[..., Evaluation],
+        self, functions: Mapping[str, relax.Function]
     ) -> tuple[Evaluation, Evaluation | None]:
         """Evaluate forward, then backward on what forward keeps."""
         primals = self.primals()
-        forward = evaluate(functions["forward"], primals)
+        forward = Evaluation(functions["forward"], primals)
         parts = self.lowered.split
         if parts is None:
             return forward, None
@@ -272,7 +268,7 @@ class Route:
         count = parts.num_outputs
         arguments = [*(primals[i] for i in reads), *shaped, *values[count:], *self.cotangents()]
         sources = [*reads, *(numbers[n] for n in kept), *numbers[count:]]
-        backward = evaluate(
+        backward = Evaluation(
             functions["backward"],
             arguments,
             trace=forward.trace,

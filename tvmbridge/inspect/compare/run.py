@@ -30,7 +30,7 @@ def compare(
 
     The module runs in eager PyTorch, as captured program, as Relax as it is imported and after
     each pass that changes it, and as compiled code: each in its own dtype and in float64, with the
-    same numbers. How departures are measured and judged says :mod:`tvmbridge.inspect.compare.verdict`.
+    same numbers. :mod:`tvmbridge.inspect.compare.verdict` says how departures are judged.
     The random numbers are those that the module would draw now; the module, its buffers, its
     gradients and the state of the generator are left as they are.
 
@@ -40,8 +40,8 @@ def compare(
             be compared require one.
         sample_kwargs: keyword arguments of forward.
         backward: compare gradients too, of every parameter and input that requires one.
-        stages: which of ``"eager"``, ``"captured"``, ``"imported"``, ``"passes"`` and ``"compiled"``
-            are evaluated; all by default. Eager PyTorch, the reference, always is.
+        stages: which of ``"eager"``, ``"captured"``, ``"imported"``, ``"passes"`` and
+            ``"compiled"`` are evaluated; all by default. Eager PyTorch, the reference, always is.
         options: how the module is compiled.
         passes: passes of your own (:class:`tvmbridge.passes.base.RelaxPass`, or any function of an
             IRModule), run behind the pipeline's; each is a stage by its name.

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.libraries import register_caches
 
 
 @dataclass
@@ -24,8 +25,8 @@ class Sample:
     """A module and what one call of it gets, in one precision.
 
     ``draws`` are the random numbers of a call in program order, ``cotangents`` the gradients that
-    arrive for its outputs by name, ``output_names`` the names of the leaves of what forward returns;
-    the first run of eager PyTorch fills them. The module is a copy that nobody else holds.
+    arrive for its outputs by name, ``output_names`` the names of the leaves of what forward
+    returns; the first run of eager PyTorch fills them. The module is a copy that nobody else holds.
     """
 
     module: nn.Module
@@ -38,6 +39,7 @@ class Sample:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sample:
         """A copy of the module and of the arguments, as they are."""
+        register_caches(module)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         return cls(_copied(module), _fresh(leaves, None), structure)
 
@@ -60,10 +62,11 @@ class Sample:
         return args, kwargs, leaves
 
     @property
-    def dtypes(self) -> set[torch.dtype]:
-        """The floating-point dtypes of the arguments and of the module's state."""
+    def dtypes(self) -> list[torch.dtype]:
+        """The floating-point dtypes of the module's state and of the arguments, each once."""
         held = [*self.module.parameters(), *self.module.buffers(), *self.leaves]
-        return {t.dtype for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()}
+        floating = [t for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        return list(dict.fromkeys(t.dtype for t in floating))
 
     @contextmanager
     def unchanged_state(self) -> Iterator[None]:
