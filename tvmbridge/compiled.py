@@ -30,7 +30,7 @@ from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
-from tvmbridge.types import CapturedGraph, OutputKind, PassRecord
+from tvmbridge.types import CapturedGraph, OutputKind, PassRecord, ValueDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,16 @@ class CompiledModule:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that forward keeps for backward, inputs not counted."""
-        return 0 if self.split is None else self.split.residual_bytes
+        """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
+        return sum(r.spec.nbytes for r in self.residuals)
+
+    @property
+    def residuals(self) -> tuple[ValueDescriptor, ...]:
+        """What :attr:`residual_bytes` is made of, the largest first."""
+        if self.split is None:
+            return ()
+        values = (*self.split.residuals, *self.split.drawn)
+        return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
 
 
 class Stages:
