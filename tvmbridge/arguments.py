@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.structure import unflatten
 
 # Stands, among the results, for an argument that is returned as the object that it is.
 _MARK = "tvmbridge.argument."
@@ -94,12 +95,12 @@ def rebuild(
 ) -> Any:
     """The results of a call from their leaves; the ``changed`` arguments get their new content."""
     if not changed:
-        return pytree.tree_unflatten(flat, out_spec)
+        return unflatten(flat, out_spec)
     args, kwargs = arguments
     held = {place: args[place] if isinstance(place, int) else kwargs[place] for place in changed}
     marks = {f"{_MARK}{place}": value for place, value in held.items()}
     flat = [marks.get(leaf, leaf) if isinstance(leaf, str) else leaf for leaf in flat]
-    results, contents = pytree.tree_unflatten(flat, out_spec)
+    results, contents = unflatten(flat, out_spec)
     for place, value in held.items():
         _put(contents[place], value)
     return results

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.arguments import watched_forward
-from tvmbridge.decompositions import decomposition_table
+from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
@@ -103,10 +104,16 @@ def _export(
 ) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
+        with (
+            torch.set_grad_enabled(needs_grad),
+            without_autocast(),
+            kept_whole_under_autograd(),
+            warnings.catch_warnings(),
+        ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             with (
+                cumulative_averages_on_tensors(module),
                 foreign_draws_refused(),
                 conversions_without_effect(),
                 watched_forward(module) as watch,

@@ -21,7 +21,9 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.capture import conversions_without_effect, without_autocast
+from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
 
@@ -91,28 +93,32 @@ class Rehearsal:
             else:
                 writable = descriptor.kind is InputKind.BUFFER
                 held[id(original)] = primal.clone() if writable else primal
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        args, kwargs = unflatten(leaves, self.structure)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(_plain_checkpoints())
+            stack.enter_context(cumulative_averages_on_tensors(self.module))
             stack.enter_context(_as_captured())
             stack.enter_context(conversions_without_effect())
             stack.enter_context(_tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
             results = pytree.tree_leaves(forward(*args, **kwargs))
-            return self._ordered(results)
+            return self._ordered(results, leaves)
 
-    def _ordered(self, results: list[Any]) -> list[torch.Tensor]:
-        """Written buffers and computed results in the order of the captured outputs."""
+    def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
+        """Written buffers and inputs, computed results, in the order of the captured outputs."""
         users = iter(results)
+        positions = {d.name: d.position or 0 for d in self.inputs}
         ordered: list[torch.Tensor] = []
         for output in self.captured.outputs:
             if output.kind is OutputKind.BUFFER_MUTATION:
                 path, _, name = (output.target or "").rpartition(".")
                 value = self.module.get_submodule(path)._buffers[name]
+            elif output.kind is OutputKind.INPUT_MUTATION:
+                value = leaves[positions[output.target or ""]]
             else:
                 value = next(users, None)
             if output.spec is None or output.alias_of is not None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.noise import draw_noise
+from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.state import ModuleState
 from tvmbridge.types import InputKind, OutputKind
 
@@ -117,6 +117,10 @@ class Variant:
         noise = captured.noise
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        # Random numbers stand in the order of memory, which follows that of the inputs.
+        held = [d for d in captured.inputs if d.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
+        self._held_orders = [memory_order(d.spec) for d in held] if noise else []
         self._training = TrainingCall(compiled) if compiled.split is not None else None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
@@ -128,7 +132,18 @@ class Variant:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
-        return reason
+        return reason or self._other_order(leaves, tensors)
+
+    def _other_order(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> str | None:
+        for position, order in self._orders:
+            if memory_order(leaves[position]) != order:
+                return "an input is laid out otherwise, so that random numbers would differ"
+        for tensor, order in zip(tensors, self._held_orders, strict=False):
+            if tensor is not None and memory_order(tensor) != order:
+                return "a parameter is laid out otherwise, so that random numbers would differ"
+        return None
 
     def try_out(self, leaves: Sequence[Any]) -> None:
         """Run forward and backward once and throw the results away.

@@ -173,7 +173,12 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class ValueDescriptor:
-    """A named tensor that crosses the border between forward and backward."""
+    """A named tensor that crosses the border between forward and backward.
+
+    ``made_by`` is the operator that computes it: its name in Relax, or the overload of an ATen
+    call; ``draw`` for a random draw.
+    """
 
     name: str
     spec: TensorSpec
+    made_by: str
