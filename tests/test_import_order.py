@@ -25,8 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "arguments capture cumulative refusal decompositions recurrent noise rehearsal hoist facts"
-        " frontend differentiate aot joint coloring split"
+        "arguments capture conversions cumulative refusal decompositions recurrent noise rehearsal"
+        " hoist facts frontend differentiate aot joint coloring split"
         " build runtime state cache tuning report",
         "compiled",
         "autograd",
