@@ -26,8 +26,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "records",
         "passes",
         "pipeline",
-        "arguments pack packing capture cumulative refusal decompositions recurrent noise rehearsal"
-        " hoist facts frontend differentiate aot joint combining coloring split"
+        "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
+        " noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
         " build runtime state cache report",
         "compiled",
         "autograd",
