@@ -64,12 +64,14 @@ def case_of(label: str, sample: Any) -> Case:
     return Case(label, tuple(detached), spec, tuple(t.requires_grad for t in tensors))
 
 
-def variants(case: Case, *, finite: bool) -> Iterator[Case]:
+def variants(case: Case, special: str | None) -> Iterator[Case]:
     """Cases of the same operator with special values, strides, shapes and dtypes.
 
-    Not every operator takes every one of them; eager PyTorch decides.
+    Not every operator takes every one of them; eager PyTorch decides. ``special`` says which
+    special values there are: ``all``, ``finite`` ones (and NaN), or None.
     """
-    yield from _changed(case, "special", _special_values(finite))
+    if special is not None:
+        yield from _changed(case, "special", _special_values(special == "finite"))
     yield from _changed(case, "expanded", _expanded)
     yield from _changed(case, "empty", lambda t, _: t[:0] if t.dim() else None)
     yield from _changed(case, "scalar", lambda t, _: t.reshape(-1)[0] if t.numel() else None)
