@@ -146,5 +146,6 @@ def test_the_orders_of_passes() -> None:
     assert [pass_name(p) for p in inference_passes()] == ["LowerDropout", "RemoveNoGrad", *tidy]
     # Equal dropouts are two draws: masks must be apart before equal expressions are merged.
     assert [pass_name(p) for p in lowering_passes()] == ["LowerDropout", "LowerLayerNorm", *tidy]
-    zapp = ["RemoveNoGrad", "ZappLike", "OneZapp", "ZeroZapp", "ZappLike"]
+    zapp = ["RemoveNoGrad", "CanonicalizeBindings", "ZappLike", "OneZapp", "ZeroZapp"]
+    zapp += ["ZappLike", "CollapseViews"]
     assert [pass_name(p) for p in zapp_passes()] == [*zapp, *tidy]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -15,11 +16,20 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.arguments import watched_forward
+from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
-from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
+from tvmbridge.refusal import (
+    first_paragraph,
+    foreign_draws_refused,
+    raise_if_forward_refuses,
+    user_line,
+)
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -70,7 +80,8 @@ def capture(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
-    program = _export(module, args, kwargs, needs_grad)
+    register_caches(module)
+    program, changed = _export(module, args, kwargs, needs_grad)
     leaves, in_spec = pytree.tree_flatten((args, kwargs))
     inputs, constant_tensors = _describe_inputs(module, program, leaves)
     return CapturedGraph(
@@ -84,12 +95,13 @@ def capture(
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
+        changed_arguments=changed,
     )
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
         with (
@@ -100,10 +112,18 @@ def _export(
         ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            program = torch.export.export(module, args, kwargs, strict=False)
+            with (
+                cumulative_averages_on_tensors(module),
+                foreign_draws_refused(),
+                conversions_without_effect(),
+                watched_forward(module) as watch,
+            ):
+                program = torch.export.export(module, args, kwargs, strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
-            return program
+            return program, watch.changed
+    except CaptureError:
+        raise
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
         line = user_line(error) or "an unknown line"
@@ -138,6 +158,23 @@ def without_autocast() -> Iterator[None]:
                 yield
         else:
             yield
+
+
+@contextmanager
+def conversions_without_effect() -> Iterator[None]:
+    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
+    convert = nn.Module._apply
+
+    def apply(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        with _disable_current_modes():
+            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
+            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+            if all(fn(probe) is probe for probe in probes):
+                return module
+        return convert(module, fn, recurse)
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -16,11 +16,11 @@ from tvmbridge.capture import capture
 from tvmbridge.coloring import color
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
-from tvmbridge.frontend import import_graph
+from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
-from tvmbridge.pipeline import inference_passes, run_passes
+from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
@@ -74,6 +74,73 @@ class _Stages:
             self.seconds[stage] = time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class LoweredModule:
+    """A module as graphs, before it is built: what compilation and comparison have in common.
+
+    ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
+    where nothing is differentiated.
+    """
+
+    captured: CapturedGraph
+    target: tvm.target.Target
+    imported: ImportedModule
+    derivation: Derivation | None
+    split: SplitModule | None
+    mod: tvm.IRModule
+    num_outputs: int
+
+
+def lower_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any = None,
+    options: CompileOptions,
+    records: list[PassRecord],
+    measure: Callable[[str], AbstractContextManager[None]],
+    passes: Sequence[AnyPass] = (),
+) -> LoweredModule:
+    """Capture ``module`` and run the graph passes, up to the functions that are built.
+
+    Args:
+        measure: entered around each stage with its name.
+        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
+            before a joint function is split.
+
+    Raises:
+        CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
+        BuildError: the target is unknown, or does not fit the tensors' device.
+    """
+    passes = [*options.extra_passes, *passes]
+    with measure("capture"):
+        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
+        resolved = resolve_target(target, captured.device.type)
+        _refuse_mutation_under_gradient(captured, needs_grad)
+    if needs_grad:
+        with measure("differentiate"):
+            derivation = derive(module, args, kwargs, captured, options, records)
+            joint = derivation.joint
+            joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
+            parts = split(joint, color(joint, options.residual_policy, options.recompute))
+        captured, imported = derivation.captured, derivation.imported
+        return LoweredModule(
+            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs
+        )
+    with measure("import"):
+        if captured.training:
+            refuse_other_draws(Rehearsal(module, args, kwargs, captured))
+        imported = import_graph(captured)
+    with measure("passes"):
+        mod = run_passes(imported.mod, inference_passes(), records)
+        mod = run_extra_passes(mod, passes, records)
+        mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
+    num_outputs = sum(o.is_computed for o in captured.outputs)
+    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs)
+
+
 def compile_module(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -93,38 +160,45 @@ def compile_module(
     """
     stages = _Stages()
     records: list[PassRecord] = []
-    with stages.measure("capture"):
-        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
-        resolved = resolve_target(target, captured.device.type)
-        _refuse_mutation_under_gradient(captured, needs_grad)
-    derivation: Derivation | None = None
-    if needs_grad:
-        with stages.measure("differentiate"):
-            derivation = derive(module, args, kwargs, captured, options, records)
-            parts = split(derivation.joint, color(derivation.joint))
-        captured, imported = derivation.captured, derivation.imported
-        mod, num_outputs = parts.mod, parts.num_outputs
-    else:
-        with stages.measure("import"):
-            if captured.training:
-                refuse_other_draws(Rehearsal(module, args, kwargs, captured))
-            imported = import_graph(captured)
-        with stages.measure("passes"):
-            mod = run_passes(imported.mod, inference_passes(), records)
-            mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
-            parts = None
-        num_outputs = sum(o.is_computed for o in captured.outputs)
+    lowered = lower_module(
+        module,
+        args,
+        kwargs,
+        needs_grad=needs_grad,
+        target=target,
+        options=options,
+        records=records,
+        measure=stages.measure,
+    )
+    return build_lowered(lowered, options, records, stages)
+
+
+def build_lowered(
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    stages: _Stages | None = None,
+) -> CompiledModule:
+    """Build what :func:`lower_module` made and load it.
+
+    Raises:
+        BuildError: TVM cannot compile it for the target.
+    """
+    stages = stages or _Stages()
+    derivation, parts, imported = lowered.derivation, lowered.split, lowered.imported
     with stages.measure("build"):
-        built = build(mod, resolved, records, measure=options.measure_kernels)
+        built = build(lowered.mod, lowered.target, records, measure=options.measure_kernels)
         loaded = LoadedModule(built.machine, built.unaligned)
     return CompiledModule(
-        captured=captured,
+        captured=lowered.captured,
         split=parts,
         loaded=loaded,
-        target=resolved,
-        num_outputs=num_outputs,
-        copied_outputs=shared_results(mod, "forward", num_outputs),
-        copied_gradients=frozenset() if parts is None else shared_results(mod, "backward"),
+        target=lowered.target,
+        num_outputs=lowered.num_outputs,
+        copied_outputs=shared_results(lowered.mod, "forward", lowered.num_outputs),
+        copied_gradients=(
+            frozenset() if parts is None else shared_results(lowered.mod, "backward")
+        ),
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -12,6 +12,7 @@ import torch
 from torch._C import DispatchKey
 from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.recurrent import recurrent_decompositions
 
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 _KEPT_WHOLE = (
     aten.linear.default,
     aten.matmul.default,
+    aten.rms_norm.default,
     # PyTorch 2.11 takes them for a clamp, which treats a bound of NaN in another way.
     aten.clamp_min.default,
     aten.clamp_max.default,
@@ -152,12 +154,38 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     """
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
-    return table | {aten.copy.default: _copy, aten._safe_softmax.default: _safe_softmax}
+    return table | {
+        aten.copy.default: _copy,
+        aten.view.default: _view,
+        aten._safe_softmax.default: _safe_softmax,
+    }
+
+
+def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
+    """A view also where another decomposition has made ``x`` with strides that allow none."""
+    with _disable_current_modes():
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        try:
+            meta.view(shape)
+        except RuntimeError:
+            pass
+        else:
+            return NotImplemented
+    return x.clone(memory_format=torch.contiguous_format).view(shape)
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device."""
-    return source.to(x.device, x.dtype).expand(x.shape)
+    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device.
+
+    The order of ``x``'s strides is kept: where ``x`` is a view of a tensor that is written, that
+    tensor is a view of the result.
+    """
+    result = source.to(x.device, x.dtype).expand(x.shape)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    if order == list(range(x.dim())) or result.stride() == x.stride():
+        return result
+    back = [order.index(d) for d in range(x.dim())]
+    return result.permute(order).contiguous().permute(back)
 
 
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

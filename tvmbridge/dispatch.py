@@ -11,6 +11,7 @@ from torch import nn
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.specialization import Mode, Signature, Specialization
@@ -60,6 +61,7 @@ def add_tvm_dispatch(
         dispatcher = installed
     else:
         dispatcher = Dispatcher(module, module.forward, target, chosen)
+    register_caches(module)
     specialization = _find_or_add(dispatcher, args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
     needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)

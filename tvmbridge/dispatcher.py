@@ -61,7 +61,7 @@ class Dispatcher:
             tensors = variant.state.tensors()
             reason = variant.mismatch(leaves, tensors)
             if reason is None:
-                return variant.run(leaves, tensors)
+                return variant.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or "nothing is compiled", args, kwargs)
 
     def _variant(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -38,6 +42,32 @@ def raise_if_forward_refuses(
             for name, buffer in module.named_buffers():
                 if name in buffers and buffer.shape == buffers[name].shape:
                     buffer.copy_(buffers[name])
+
+
+@contextmanager
+def foreign_draws_refused() -> Iterator[None]:
+    """Refuse to capture a forward that draws from ``random`` or ``numpy.random``.
+
+    What it draws while it is traced would stand in the compiled code for good. Both generators are
+    left as they were.
+
+    Raises:
+        CaptureError: one of them was used.
+    """
+    before = random.getstate(), numpy.random.get_state()
+    pickled = [pickle.dumps(state) for state in before]
+    try:
+        yield
+        after = random.getstate(), numpy.random.get_state()
+        for name, old, state in zip(("random", "numpy.random"), pickled, after, strict=True):
+            if pickle.dumps(state) != old:
+                raise CaptureError(
+                    f"forward draws numbers from {name}, which compiled code would not draw "
+                    "again; draw them with PyTorch, or outside of forward"
+                )
+    finally:
+        random.setstate(before[0])
+        numpy.random.set_state(before[1])
 
 
 def _clone_tensor(value: Any) -> Any:

@@ -19,7 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tvmbridge.capture import without_autocast
+from tvmbridge.arguments import ArgumentWatch
+from tvmbridge.capture import conversions_without_effect, without_autocast
+from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
@@ -98,18 +100,25 @@ class Rehearsal:
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(_plain_checkpoints())
+            stack.enter_context(cumulative_averages_on_tensors(self.module))
+            stack.enter_context(_as_captured())
+            stack.enter_context(conversions_without_effect())
             stack.enter_context(_tensors_replaced(self.module, held))
-            results = pytree.tree_leaves(self.module.forward(*args, **kwargs))
-            return self._ordered(results)
+            forward = ArgumentWatch(self.module.forward)
+            results = pytree.tree_leaves(forward(*args, **kwargs))
+            return self._ordered(results, leaves)
 
-    def _ordered(self, results: list[Any]) -> list[torch.Tensor]:
-        """Written buffers and computed results in the order of the captured outputs."""
+    def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
+        """Written buffers and inputs, computed results, in the order of the captured outputs."""
         users = iter(results)
+        positions = {d.name: d.position or 0 for d in self.inputs}
         ordered: list[torch.Tensor] = []
         for output in self.captured.outputs:
             if output.kind is OutputKind.BUFFER_MUTATION:
                 path, _, name = (output.target or "").rpartition(".")
                 value = self.module.get_submodule(path)._buffers[name]
+            elif output.kind is OutputKind.INPUT_MUTATION:
+                value = leaves[positions[output.target or ""]]
             else:
                 value = next(users, None)
             if output.spec is None or output.alias_of is not None:
@@ -157,6 +166,21 @@ def _with_replaced(value: Any, held: Mapping[int, torch.Tensor]) -> Any:
     if type(value) in (list, tuple) and any(id(v) in held for v in value):
         return type(value)(held.get(id(v), v) for v in value)
     return value
+
+
+@contextmanager
+def _as_captured() -> Iterator[None]:
+    """Within it modules are told that they are traced, as they were when they were captured.
+
+    They must take the same way through their code; and what they keep for later calls (in caches
+    of functions) must not be made of fake tensors.
+    """
+    place = torch.compiler
+    with (
+        mock.patch.object(place, "_is_compiling_flag", True),
+        mock.patch.object(place, "_is_exporting_flag", True),
+    ):
+        yield
 
 
 @contextmanager

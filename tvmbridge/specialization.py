@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.noise import draw_noise
+from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.state import ModuleState
-from tvmbridge.structure import unflatten
 from tvmbridge.types import InputKind, OutputKind
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -43,7 +44,8 @@ class Signature:
         self.keywords = tuple(kwargs)
         self.num_args = len(args)
         # Arguments that are leaves themselves need no flattening at a call.
-        self.flat = len(leaves) == len(args) + len(kwargs)
+        arguments = [*args, *kwargs.values()]
+        self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
         self.tensors = [
             (i, leaf.shape, leaf.dtype, leaf.device)
             for i, leaf in enumerate(leaves)
@@ -115,6 +117,10 @@ class Variant:
         noise = captured.noise
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        # Random numbers stand in the order of memory, which follows that of the inputs.
+        held = [d for d in captured.inputs if d.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
+        self._held_orders = [memory_order(d.spec) for d in held] if noise else []
         self._training = TrainingCall(compiled) if compiled.split is not None else None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
@@ -126,7 +132,18 @@ class Variant:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
-        return reason
+        return reason or self._other_order(leaves, tensors)
+
+    def _other_order(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> str | None:
+        for position, order in self._orders:
+            if memory_order(leaves[position]) != order:
+                return "an input is laid out otherwise, so that random numbers would differ"
+        for tensor, order in zip(tensors, self._held_orders, strict=False):
+            if tensor is not None and memory_order(tensor) != order:
+                return "a parameter is laid out otherwise, so that random numbers would differ"
+        return None
 
     def try_out(self, leaves: Sequence[Any]) -> None:
         """Run forward and backward once and throw the results away.
@@ -155,7 +172,7 @@ class Variant:
         primals += [noise[i] for i in self._noise_order]
         return primals
 
-    def run(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
         primals = self._primals(leaves, tensors)
         if self._training is not None:
@@ -163,7 +180,7 @@ class Variant:
         else:
             results = self._run_inference(primals)
         self.calls += 1
-        return self._assemble(results, leaves, tensors)
+        return self._assemble(results, leaves, tensors, arguments)
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         loaded = self.compiled.loaded
@@ -173,7 +190,11 @@ class Variant:
         return results
 
     def _assemble(
-        self, results: Sequence[torch.Tensor], leaves: Sequence[Any], tensors: Sequence[Any]
+        self,
+        results: Sequence[torch.Tensor],
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
     ) -> Any:
         captured = self.compiled.captured
         computed = iter(results)
@@ -189,7 +210,7 @@ class Variant:
                 flat.append(value)
             else:
                 self._write_back(output.kind, output.target or "", value, leaves, tensors)
-        return unflatten(flat, captured.out_spec)
+        return rebuild(flat, captured.out_spec, captured.changed_arguments, arguments)
 
     def _write_back(
         self,

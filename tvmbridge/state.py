@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.libraries import acts
 from tvmbridge.types import InputDescriptor, InputKind
 
 _HOOKS = (
@@ -88,7 +89,7 @@ class ModuleState:
             if child.training is not training:
                 return "the training flag of a submodule changed"
         for hooks in self._hooks:
-            if hooks:
+            if hooks and acts(hooks.values()):
                 return "a submodule has hooks"
         return None
 

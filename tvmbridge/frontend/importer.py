@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from tvm import relax
 
 from tvmbridge.admission import note_use
@@ -127,7 +128,16 @@ class Importer:
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
-    """A Relax constant with a copy of ``tensor``'s values."""
+    """A Relax constant with a copy of ``tensor``'s values.
+
+    Raises:
+        UnsupportedOperatorError: it has none, for it is one that only tells shapes.
+    """
+    if isinstance(tensor, FakeTensor):
+        raise UnsupportedOperatorError(
+            f"forward reads a tensor of shape {tuple(tensor.shape)} that it made while it was "
+            "traced and kept; its values are not known"
+        )
     dense = tensor.detach().cpu().contiguous()
     if dense.dtype is torch.bool:
         return relax.const(dense.numpy(), "bool")
@@ -147,7 +157,10 @@ class ImportedModule:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A parameter of the Relax function, and the fx node whose value it is."""
+    """A parameter of the Relax function, and the fx node whose value it is.
+
+    A mask of one byte an element may stand for a node of another dtype: it is converted.
+    """
 
     name: str
     spec: TensorSpec
@@ -222,9 +235,11 @@ def _import(
     builder = relax.BlockBuilder()
     importer = Importer(builder)
     parameters = [_parameter(i.name, i.spec) for i in inputs]
-    importer.values.update(zip((i.node for i in inputs), parameters, strict=True))
     with builder.function(name, parameters):
         with builder.dataflow():
+            for given, parameter in zip(inputs, parameters, strict=True):
+                dtype = given.node.meta["val"].dtype
+                importer.values[given.node] = importer.cast(parameter, given.spec.dtype, dtype)
             for node, tensor in constants.items():
                 importer.values[node] = importer.constant(tensor)
             for node in graph.nodes:

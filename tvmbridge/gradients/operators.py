@@ -28,7 +28,7 @@ _ELEMENTWISE = (
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
 _REDUCTIONS = (
     "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
-    "mean mse_loss native_layer_norm sum trace"
+    "mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
 )
 
 # What is claimed; it counts where it is admitted (``tvmbridge/admission.py``).
