@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.arguments import register_caches
+from tvmbridge.libraries import register_caches
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
 
 
