@@ -8,12 +8,13 @@ import logging
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from tvmbridge.arguments import Arguments
 from tvmbridge.compiled import compile_module
 from tvmbridge.errors import BridgeError, BuildError
 from tvmbridge.options import CompileOptions
@@ -23,6 +24,25 @@ from tvmbridge.specialization import Mode, Specialization, Variant
 from tvmbridge.state import ModuleState
 
 logger = logging.getLogger(__name__)
+
+
+class Checks(Protocol):
+    """Serves calls in place of :meth:`Variant.run`, and checks some of them."""
+
+    unchecked: Counter[str]
+
+    def run(
+        self,
+        module: nn.Module,
+        variant: Variant,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
+    ) -> Any:
+        """What the call returns."""
+
+    def renewed(self) -> Checks:
+        """The same for a copy of the module."""
 
 
 class Dispatcher:
@@ -43,6 +63,7 @@ class Dispatcher:
         self.specializations: list[Specialization] = []
         self.fallbacks: Counter[str] = Counter()
         self.packing = Packing(module)
+        self.checker: Checks | None = None
         self._compiling = threading.RLock()
         functools.update_wrapper(self, original)
 
@@ -70,6 +91,8 @@ class Dispatcher:
             tensors = variant.state.tensors()
             reason = variant.mismatch(leaves, tensors)
             if reason is None:
+                if self.checker is not None:
+                    return self.checker.run(self.module, variant, leaves, tensors, (args, kwargs))
                 return variant.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or "nothing is compiled", args, kwargs)
 
@@ -153,6 +176,7 @@ class Dispatcher:
             s.rebound(memo, duplicate.packing) for s in self.specializations
         ]
         duplicate.packing.claim_like(self.packing)
+        duplicate.checker = None if self.checker is None else self.checker.renewed()
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:

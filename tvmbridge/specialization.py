@@ -112,6 +112,8 @@ class Variant:
         self.state = state
         self.compiled = compiled
         self.calls = 0
+        self.checked = 0
+        self.checked_gradients = 0
         self._process = os.getpid()
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
@@ -183,6 +185,10 @@ class Variant:
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
+
+    def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Draw the noise and run the code: the computed outputs, in order."""
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
@@ -191,7 +197,7 @@ class Variant:
         else:
             results = self._run_inference(primals)
         self.calls += 1
-        return self._assemble(results, leaves, tensors, arguments)
+        return results
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         loaded = self.compiled.loaded
@@ -200,13 +206,14 @@ class Variant:
             results[i] = results[i].clone()
         return results
 
-    def _assemble(
+    def assemble(
         self,
         results: Sequence[torch.Tensor],
         leaves: Sequence[Any],
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
+        """Write mutations back, and rebuild what forward returns from the computed outputs."""
         captured = self.compiled.captured
         computed = iter(results)
         flat: list[Any] = []
