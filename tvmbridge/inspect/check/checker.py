@@ -124,7 +124,10 @@ class _Check:
         after = generator_states(self._variant.compiled.captured.device)
         for (_, ours), (_, theirs) in zip(after, twin.states_after, strict=True):
             if not torch.equal(ours, theirs):
-                self._raise(judge, "generator after the call", "is in another state than PyTorch's")
+                raise NumericsError(
+                    f"{self._where()}: generator after the call is in another state than after "
+                    "the module's own forward; other random numbers were drawn"
+                )
         self._variant.checked += 1
         self._await_backward(results[0])
         return outcome.returned

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import Arguments, ArgumentWatch
 from tvmbridge.capture import without_autocast
+from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.inspect.compare.eager import output_names, state_name
 from tvmbridge.inspect.compare.sample import Sample
 
@@ -92,11 +94,14 @@ class Twin:
         device: the one that the module computes on.
 
     Raises:
-        Exception: whatever copying the module raises.
+        Exception: the module cannot be copied, or its copy would not stand for itself.
     """
 
     def __init__(self, module: nn.Module, arguments: Arguments, device: torch.device) -> None:
         args, kwargs = arguments
+        closure = _closure_over(module)
+        if closure is not None:
+            raise ValueError(f"{closure} is a closure over it, which a copy would share")
         self.sample = Sample.of(module, tuple(args), kwargs)
         self.states = generator_states(device)
         self.error: Exception | None = None
@@ -137,3 +142,28 @@ class Twin:
         path, _, attribute = name.rpartition(".")
         held: torch.Tensor = getattr(self._module.get_submodule(path), attribute)
         return held
+
+
+def _closure_over(module: nn.Module) -> str | None:
+    """The name of a function among the attributes that reads the module past ``self``."""
+    own = {id(t) for t in (*module.modules(), *module.parameters(), *module.buffers())}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Dispatcher):
+                value = value.original
+            if isinstance(value, types.FunctionType) and _reads(value, own):
+                return f"{path}.{name}".lstrip(".")
+    return None
+
+
+def _reads(function: types.FunctionType, own: Collection[int]) -> bool:
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+        if id(held) in own or id(getattr(held, "__self__", None)) in own:
+            return True
+        if isinstance(held, types.FunctionType) and held is not function and _reads(held, own):
+            return True
+    return False
