@@ -25,6 +25,7 @@ from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
 from tvmbridge.noise import memory_order
+from tvmbridge.refusal import first_paragraph
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, OutputKind
 
@@ -119,13 +120,18 @@ def _reached(
     wanted = rehearsal.wanted
     reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
     for number, output in enumerate(outputs):
-        gradients = torch.autograd.grad(
-            output,
-            [leaves[position] for position in wanted],
-            torch.ones_like(output),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        try:
+            gradients = torch.autograd.grad(
+                output,
+                [leaves[position] for position in wanted],
+                torch.ones_like(output),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        except Exception as error:
+            raise UnsupportedOperatorError(
+                f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
+            ) from error
         for position, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
                 reached[position] |= {number}
@@ -229,18 +235,23 @@ def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
     order = memory_order(value)
     name = op._schema.name.removesuffix("_functional").rstrip("_")
     if op is torch.ops.aten.native_dropout.default:
-        return f"mask {tuple(value.shape)} {order} {1.0 - args[1]}"
+        return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
     if op is torch.ops.aten.bernoulli_.float:
         keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return f"mask {tuple(value.shape)} {order} {keep}"
+        return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
     return f"{name} {tuple(value.shape)} {order} {value.dtype}"
+
+
+def _nesting(order: tuple[int, ...]) -> list[int]:
+    """Dimensions from the outermost to the innermost: all that a mask's numbers depend on."""
+    return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 
 def _captured_draw(noise: NoiseDescriptor) -> str:
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
     order = memory_order(filled)
     if noise.op is torch.ops.aten.bernoulli_.float:
-        return f"mask {noise.spec.shape} {order} {noise.args[1]}"
+        return f"mask {noise.spec.shape} {_nesting(order)} {noise.args[1]}"
     name = noise.op._schema.name.removesuffix("_functional").rstrip("_")
     return f"{name} {noise.spec.shape} {order} {noise.spec.dtype}"
 

@@ -60,18 +60,10 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "convnextv2": {"image_size": 64},
 }
 
-_TEXT = """
-    albert bert bert-generation bloom codegen deberta deberta-v2 distilbert electra ernie esm
-    falcon fnet gemma gemma2 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite llama
-    megatron-bert mistral mixtral mobilebert mpnet mpt nystromformer olmo opt phi phi3 qwen2
-    qwen2_moe qwen3 roberta roformer squeezebert stablelm xlm-roberta xlnet
-""".split()
-_PAIRS = "bart blenderbot m2m_100 marian mbart mt5 pegasus t5".split()
-_VISION = """
-    beit convnext convnextv2 cvt deit dinov2 dpt efficientnet mobilenet_v1 mobilenet_v2 mobilevit
-    poolformer regnet resnet segformer swin swinv2 vit vit_mae
-""".split()
-_SPEECH = "hubert wav2vec2 wavlm data2vec-audio".split()
+_TEXT = ["albert", "bert", "bert-generation", "bloom", "codegen", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "esm", "falcon", "fnet", "gemma", "gemma2", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "llama", "megatron-bert", "mistral", "mixtral", "mobilebert", "mpnet", "mpt", "nystromformer", "olmo", "opt", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "roberta", "roformer", "squeezebert", "stablelm", "xlm-roberta", "xlnet"]
+_PAIRS = ["bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"]
+_VISION = ["beit", "convnext", "convnextv2", "cvt", "deit", "dinov2", "dpt", "efficientnet", "mobilenet_v1", "mobilenet_v2", "mobilevit", "poolformer", "regnet", "resnet", "segformer", "swin", "swinv2", "vit", "vit_mae"]
+_SPEECH = ["hubert", "wav2vec2", "wavlm", "data2vec-audio"]
 
 
 def _shrunk(kind: str) -> Any:
