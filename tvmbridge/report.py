@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tvmbridge.records import Coverage
-from tvmbridge.types import PassRecord
 from tvmbridge.types import PassRecord, ValueDescriptor
 
 

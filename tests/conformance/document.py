@@ -75,7 +75,7 @@ def document(results: Results) -> str:
         _summary(results),
         _usage(),
         _table("Forward", forward, results),
-        _table("Gradients, `joint=\"auto\"`", gradients, results),
+        _table('Gradients, `joint="auto"`', gradients, results),
         _admitted(),
     ]
     return "\n".join(parts)
