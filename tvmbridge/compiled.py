@@ -12,12 +12,13 @@ import tvm
 from torch import nn
 
 from tvmbridge.build import build, resolve_target
-from tvmbridge.capture import capture
+from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
 from tvmbridge.frontend import import_graph
 from tvmbridge.joint import Derivation, derive
+from tvmbridge.observation import staged
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import inference_passes, run_passes
@@ -82,19 +83,24 @@ def compile_module(
     needs_grad: bool,
     target: Any = None,
     options: CompileOptions,
+    apart: bool = True,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
     Args:
         needs_grad: compile forward and backward; otherwise forward alone.
+        apart: trace a stand-in, so that other threads may run the module meanwhile.
 
     Raises:
+        NotApartError: forward reaches the module itself, so that no stand-in can be traced.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
     stages = _Stages()
     records: list[PassRecord] = []
     with stages.measure("capture"):
-        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
+        stage = staged(module, args, kwargs, needs_grad, apart=apart)
+        captured = capture_staged(stage, args, kwargs, needs_grad)
+        module = stage.module
         resolved = resolve_target(target, captured.device.type)
         _refuse_mutation_under_gradient(captured, needs_grad)
     derivation: Derivation | None = None

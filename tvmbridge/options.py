@@ -21,8 +21,8 @@ class CompileOptions:
             ``relax`` when every operator has an admitted gradient rule and ``aot`` otherwise.
         residual_policy: which values forward keeps for backward. ``"save_all"`` keeps every
             forward value that backward reads.
-        max_specializations: how many input signatures one module keeps compiled; further ones
-            go to the module's own forward.
+        max_specializations: how many input signatures one module keeps compiled; when there are
+            more, the one that was not used for longest is dropped.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
 
