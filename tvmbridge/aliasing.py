@@ -140,4 +140,6 @@ def made_again(alias: OutputAlias, base: torch.Tensor) -> torch.Tensor:
     if alias.shape is None:
         return base
     source = base.detach() if alias.detached else base
+    if (alias.shape, alias.stride, alias.offset) == (base.shape, base.stride(), 0):
+        return source if alias.detached else base.view_as(base)
     return source.as_strided(alias.shape, alias.stride, base.storage_offset() + alias.offset)

@@ -52,7 +52,7 @@ class Signature:
             leaf = leaves[i]
             if type(leaf) not in _PLAIN:
                 return "an argument is not a plain tensor"
-            if leaf.layout is not torch.strided:
+            if leaf.layout is not torch.strided or leaf._is_zerotensor():
                 return "the layout of an input differs"
             if leaf.shape != shape:
                 return "the shape of an input differs"
