@@ -51,7 +51,11 @@ class Dispatcher:
     """
 
     def __init__(
-        self, module: nn.Module, own: Callable[..., Any] | None, target: Any, options: CompileOptions
+        self,
+        module: nn.Module,
+        own: Callable[..., Any] | None,
+        target: Any,
+        options: CompileOptions,
     ) -> None:
         self.module = module
         self.own = own
@@ -68,7 +72,9 @@ class Dispatcher:
     @property
     def original(self) -> Callable[..., Any]:
         """The module's own forward: of the instance, or the one that its class has now."""
-        return types.MethodType(type(self.module).forward, self.module) if not self.own else self.own
+        return (
+            types.MethodType(type(self.module).forward, self.module) if not self.own else self.own
+        )
 
     def __getattr__(self, name: str) -> Any:
         # What looks at functions (their code, defaults, globals) sees the module's own forward.
@@ -121,7 +127,9 @@ class Dispatcher:
                     self.compile(specialization, mode, args, kwargs)
                 except Exception as error:
                     # Whatever it is, the module's own forward may do better.
-                    unexpected = "" if isinstance(error, BridgeError) else type(error).__name__ + " "
+                    unexpected = (
+                        "" if isinstance(error, BridgeError) else type(error).__name__ + " "
+                    )
                     specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,6 +142,7 @@ def observe(
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
+        writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
         fake_args, fake_kwargs = pytree.tree_unflatten(given, structure)
         results, returned = pytree.tree_flatten(module.forward(*fake_args, **fake_kwargs))
@@ -149,12 +150,10 @@ def observe(
         writes = _written(before, _snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
         aliases = aliases_of(results, inputs, after)
-        if _wrote(_strangers(module, mode, given), versions):
+        if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
-    return Observation(
-        values_read(module, read), writes, returned, aliases, rebound, tuple(impure)
-    )
+    return Observation(values_read(module, read), writes, returned, aliases, rebound, tuple(impure))
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -167,18 +166,10 @@ def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _strangers(
-    module: nn.Module, mode: FakeTensorMode, given: Sequence[Any]
-) -> Iterator[torch.Tensor]:
-    """The fakes of tensors that stood ready, and that only an impure function writes into."""
-    writable = {id(t) for t in (*given, *module.parameters(), *module.buffers())}
-    memo = mode.fake_tensor_converter.tensor_memo
-    fakes = [*memo.values(), *_all_tensors(module)]
-    return (t for t in fakes if isinstance(t, torch.Tensor) and id(t) not in writable)
-
-
-def _wrote(tensors: Iterable[torch.Tensor], versions: Mapping[int, int]) -> bool:
-    return any(t._version != versions.get(id(t), 0) for t in tensors)
+def _wrote(
+    tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]
+) -> bool:
+    return any(t._version != versions.get(id(t), 0) for t in tensors if id(t) not in writable)
 
 
 def _split(name: str) -> tuple[str, str]:

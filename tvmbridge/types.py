@@ -89,8 +89,8 @@ class NoiseDescriptor:
 class InputDescriptor:
     """One input of the captured graph.
 
-    ``target`` is the dotted name of the parameter, buffer or attribute; ``position`` the index of a user
-    input among the flattened leaves of ``(args, kwargs)``.
+    ``target`` is the dotted name of the parameter, buffer or attribute; ``position`` the index of
+    a user input among the flattened leaves of ``(args, kwargs)``.
     """
 
     name: str
