@@ -189,7 +189,8 @@ def test_changed_structure_is_noticed(layers: nn.Module, kind: str) -> None:
     module = copy.deepcopy(layers)
     with torch.no_grad():
         change(module)
-        torch.testing.assert_close(module(_x()), eager(module)(_x()))
+        own = module.forward.original  # type: ignore[union-attr]
+        torch.testing.assert_close(module(_x()), own(_x()))
     assert dispatch_report(module).fallbacks == {reason: 1}
 
 
@@ -281,16 +282,16 @@ def test_a_cache_is_made_by_the_first_call_and_then_served() -> None:
         if not hasattr(m, "made"):
             m.made = torch.full((6,), 2.0)
             m.rows = x.shape[0]
-        return x * m.made * m.rows
+        return x * m.made * m.rows * m.weight
 
     module = add_tvm_dispatch(Applied(cached).eval(), _x())
     assert not hasattr(module, "made")
     for _ in range(3):
-        torch.testing.assert_close(module(_x()), _x() * 6)
+        torch.testing.assert_close(module(_x()).detach(), _x() * 6)
     assert dispatch_report(module).tvm_calls == 2
     assert module.rows == 3
     module.made = torch.ones(6)
-    torch.testing.assert_close(module(_x()), _x() * 3)
+    torch.testing.assert_close(module(_x()).detach(), _x() * 3)
     assert dispatch_report(module).tvm_calls == 3
 
 

@@ -6,6 +6,7 @@ reads are recorded while forward is traced, and the values compared at each call
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import math
@@ -176,8 +177,12 @@ class AttributeGuard:
 
     def rebound(self, memo: Mapping[int, Any]) -> AttributeGuard:
         """The same expectations of a deep copy of the module, found through the copy's memo."""
+        # Tensors that the expected values hold have been copied with the module.
         return AttributeGuard(
-            [_Watched(memo[id(w.owner)], w.name, w.label, w.expected) for w in self._watched]
+            [
+                _Watched(memo[id(w.owner)], w.name, w.label, copy.deepcopy(w.expected, dict(memo)))
+                for w in self._watched
+            ]
         )
 
     def _refresh(self) -> None:

@@ -151,5 +151,5 @@ class _Refused(torch.autograd.Function):
 
 
 def _refuse_batched(cotangents: Sequence[torch.Tensor | None]) -> None:
-    if any(c is not None and _C._functorch.is_batchedtensor(c) for c in cotangents):
+    if any(c is not None and not _C._has_storage(c) for c in cotangents):
         raise BridgeError(_NO_BATCHES)

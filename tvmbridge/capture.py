@@ -165,7 +165,8 @@ def _describe_inputs(
     described: list[InputDescriptor] = []
     constants: dict[str, torch.Tensor] = {}
     position = -1
-    owned = {id(t) for t in (*module.parameters(), *module.buffers())}
+    state = (*module.named_parameters(), *module.named_buffers())
+    owned = {t.data_ptr(): name for name, t in state if type(t) in (torch.Tensor, nn.Parameter)}
     named = {id(t): name for name, t in reversed(tensors_of(module).items())}
     for spec in program.graph_signature.input_specs:
         kind = _INPUT_KINDS.get(spec.kind)
@@ -181,8 +182,8 @@ def _describe_inputs(
         target = spec.target
         if kind is InputKind.CONSTANT:
             tensor = program.constants[spec.target or ""]
-            if id(tensor) in owned:
-                raise NotApartError(f"forward reaches {named[id(tensor)]} past its stand-in")
+            if tensor.numel() and tensor.data_ptr() in owned:
+                raise NotApartError(f"forward reaches {owned[tensor.data_ptr()]} past the module")
             target = named.get(id(tensor))
             if target is None:
                 constants[spec.arg.name] = tensor

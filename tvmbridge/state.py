@@ -121,6 +121,9 @@ class ModuleState:
             replace(e, owner=memo[id(e.owner)], expected=memo.get(id(e.expected), e.expected))
             for e in self._structure
         ]
+        # A copy of what was written before is not what was captured either.
+        fresh = [(memo.get(id(t), t), t._version == version) for t, version in self._constants]
+        other._constants = [(t, t._version if same else -1) for t, same in fresh]
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
