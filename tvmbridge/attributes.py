@@ -83,7 +83,7 @@ def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
-        return a == b and math.copysign(1, a) == math.copysign(1, b) or (a != a and b != b)
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
     if isinstance(a, bool | int | complex | str | bytes | torch.dtype | torch.device | range):
         return repr(a) == repr(b)
     if isinstance(a, torch.Tensor | type | types.FunctionType | types.BuiltinFunctionType):

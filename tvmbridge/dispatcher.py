@@ -83,6 +83,8 @@ class Dispatcher:
         raise AttributeError(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.original(*args, **kwargs)
         reason = refused_now()
         for specialization in self.specializations if reason is None else ():
             leaves = specialization.signature.flatten(args, kwargs)
