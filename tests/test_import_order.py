@@ -25,7 +25,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "kernels gradients legalize schedules",
         "passes",
         "pipeline",
-        "capture refusal standins patches attributes aliasing observation signature surroundings decompositions recurrent noise rehearsal hoist facts frontend"
+        "capture refusal standins patches attributes aliasing observation signature surroundings"
+        " decompositions recurrent noise rehearsal hoist facts frontend"
         " differentiate aot joint coloring split"
         " build runtime state cache tuning report",
         "compiled",

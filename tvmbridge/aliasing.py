@@ -8,6 +8,7 @@ share memory with, by their strides and offset.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
     if len(tensors) < 2:
         return False
     spans = sorted((t.storage_offset(), t.storage_offset() + _extent(t)) for t in tensors)
-    if all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)):
+    if all(end <= start for (_, end), (start, _) in pairwise(spans)):
         return False
     size = max(end for _, end in spans)
     if size > _LARGEST_COMPARED or len({t.dtype for t in tensors}) > 1:
