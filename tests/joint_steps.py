@@ -49,22 +49,23 @@ def step(module: nn.Module, args: tuple[torch.Tensor, ...], use: slice = slice(N
     return Step(outputs, gradients, buffers, torch.rand(2))
 
 
-def assert_same(ours: Step, eager: Step) -> None:
+def assert_same(ours: Step, eager: Step, *, rtol: float = 1e-9, atol: float = 1e-11) -> None:
     """Equal to rounding in float64; gradients are None in the same places."""
+    close = {"rtol": rtol, "atol": atol}
     for mine, theirs in zip(ours.outputs, eager.outputs, strict=True):
         if not isinstance(theirs, torch.Tensor):
             assert mine == theirs
             continue
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, equal_nan=True)
+        torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
         assert mine.requires_grad is theirs.requires_grad
     assert ours.gradients.keys() == eager.gradients.keys()
     for name, theirs in eager.gradients.items():
         mine = ours.gradients[name]
         assert (mine is None) == (theirs is None), name
         if theirs is not None:
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, equal_nan=True)
+            torch.testing.assert_close(mine, theirs, **close, equal_nan=True)
     for name, theirs in eager.buffers.items():
-        torch.testing.assert_close(ours.buffers[name], theirs, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(ours.buffers[name], theirs, **close)
     torch.testing.assert_close(ours.next_draw, eager.next_draw, rtol=0, atol=0)
 
 

@@ -9,7 +9,9 @@ __all__ = [
     "BuildError",
     "CaptureError",
     "CapturedGraph",
+    "ComparisonReport",
     "CompileOptions",
+    "Departure",
     "DispatchReport",
     "NumericsError",
     "PassError",
@@ -17,6 +19,7 @@ __all__ = [
     "VersionError",
     "add_tvm_dispatch",
     "capture",
+    "compare",
     "dispatch_report",
     "remove_tvm_dispatch",
     "to_relax",
@@ -38,7 +41,7 @@ if not versions.running_doctor():
         VersionError,
     )
     from tvmbridge.frontend import to_relax
-    from tvmbridge.inspect import visualize
+    from tvmbridge.inspect import ComparisonReport, Departure, compare, visualize
     from tvmbridge.options import CompileOptions
     from tvmbridge.report import DispatchReport
     from tvmbridge.types import CapturedGraph

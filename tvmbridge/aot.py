@@ -23,7 +23,7 @@ from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.facts import GradientFacts
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
 from tvmbridge.hoist import hoist_draws
-from tvmbridge.pipeline import run_passes, zapp_passes
+from tvmbridge.pipeline import recorded_passes, run_passes, zapp_passes
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, PassRecord, TensorSpec
 
@@ -32,11 +32,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TracedJoint:
-    """A joint function with the noise that it takes and how it was imported."""
+    """A joint function with the noise that it takes, how it was imported, and from what graph.
+
+    The placeholders of ``graph`` stand for primals, cotangents and draws, in this order.
+    """
 
     joint: JointModule
     noise: tuple[NoiseDescriptor, ...]
     imported: ImportedModule
+    graph: fx.GraphModule
 
 
 def trace_joint(
@@ -69,16 +73,18 @@ def trace_joint(
     imported = import_fx_graph(functional, [*given, *drawn, *arriving], "joint")
     return TracedJoint(
         joint=JointModule(
-            mod=run_passes(imported.mod, zapp_passes(), records),
+            mod=run_passes(imported.mod, [*recorded_passes(), *zapp_passes()], records),
             primals=tuple(i.name for i in [*given, *drawn]),
             cotangents=cotangents,
             cotangent_of=facts.cotangent_of,
             num_outputs=len(rehearsal.outputs),
             wanted=facts.wanted,
             gradient_reads=facts.gradient_reads,
+            drawn=tuple(i.name for i in drawn),
         ),
         noise=noise,
         imported=imported,
+        graph=functional,
     )
 
 

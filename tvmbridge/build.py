@@ -19,6 +19,9 @@ from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
 
+# LLVM finds common expressions itself; TVM's search moves some in front of what they are made of.
+_CONFIG = {"tirx.disable_cse_tir": True}
+
 
 def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
     """The target to compile for: what the user named, or the machine's own.
@@ -152,7 +155,8 @@ def build(
         mod = schedule_for_cpu(mod, target)
         try:
             mod = _with_some_loops(mod)
-            executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
+            with tvm.transform.PassContext(config=_CONFIG):
+                executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     return Built(relax.VirtualMachine(executable, tvm.cpu()), unaligned)

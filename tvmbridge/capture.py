@@ -16,12 +16,20 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.decompositions import decomposition_table
+from tvmbridge.arguments import watched_forward
+from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
-from tvmbridge.refusal import first_paragraph, raise_if_forward_refuses, user_line
-from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.refusal import (
+    first_paragraph,
+    foreign_draws_refused,
+    raise_if_forward_refuses,
+    user_line,
+)
+from tvmbridge.standins import conversions_without_effect, tensors_of, without_autocast
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -72,6 +80,7 @@ def capture(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
+    register_caches(module)
     try:
         stage = staged(module, args, kwargs, needs_grad)
         return capture_staged(stage, args, kwargs, needs_grad)
@@ -85,7 +94,7 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program = _export(module, args, kwargs, needs_grad)
+    program, changed = _export(module, args, kwargs, needs_grad)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -105,21 +114,35 @@ def capture_staged(
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
         values=seen.values,
+        changed_arguments=changed,
     )
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
-) -> ExportedProgram:
+) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with torch.set_grad_enabled(needs_grad), without_autocast(), warnings.catch_warnings():
+        with (
+            torch.set_grad_enabled(needs_grad),
+            without_autocast(),
+            kept_whole_under_autograd(),
+            warnings.catch_warnings(),
+        ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            program = torch.export.export(module, args, dict(kwargs), strict=False)
+            with (
+                cumulative_averages_on_tensors(module),
+                foreign_draws_refused(),
+                conversions_without_effect(),
+                watched_forward(module) as watch,
+            ):
+                program = torch.export.export(module, args, dict(kwargs), strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
-            return program
+            return program, watch.changed
+    except CaptureError:
+        raise
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
         line = user_line(error) or "an unknown line"

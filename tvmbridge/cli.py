@@ -1,4 +1,4 @@
-"""The command line: ``python -m tvmbridge doctor | demo | visualize``."""
+"""The command line: ``python -m tvmbridge doctor | demo | visualize | compare``."""
 
 from __future__ import annotations
 
@@ -65,11 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="a trained BERT serves and learns", add_help=False)
     demo.set_defaults(run=_demo)
     visualize = commands.add_parser("visualize", help="draw a module's graph")
-    visualize.add_argument(
-        "factory",
-        metavar="package.module:factory",
-        help="a function without arguments that returns (module, sample_input)",
-    )
+    _add_factory(visualize)
     visualize.add_argument("--out", type=Path, default=Path("graph.svg"), metavar="FILE")
     visualize.add_argument(
         "--stage", choices=sorted(STAGES), default="captured", help="which graph to draw"
@@ -78,7 +74,25 @@ def _parser() -> argparse.ArgumentParser:
         "--all-nodes", action="store_true", help="draw small values as nodes of their own"
     )
     visualize.set_defaults(run=_visualize)
+    compare = commands.add_parser(
+        "compare", help="say which stage departs from eager PyTorch, and at which operator"
+    )
+    _add_factory(compare)
+    compare.add_argument("--no-backward", action="store_true", help="compare the outputs alone")
+    compare.add_argument(
+        "--stages", metavar="NAME,...", help="which stages to evaluate (default: all)"
+    )
+    compare.add_argument("--out", type=Path, metavar="FILE.json", help="write the report as JSON")
+    compare.set_defaults(run=_compare)
     return parser
+
+
+def _add_factory(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "factory",
+        metavar="package.module:factory",
+        help="a function without arguments that returns (module, sample_input)",
+    )
 
 
 def _doctor(_known: argparse.Namespace, _rest: list[str]) -> int:
@@ -124,3 +138,26 @@ def _visualize(known: argparse.Namespace, _rest: list[str]) -> int:
     known.out.write_bytes(drawn)
     print(f"wrote {known.out}")
     return 0
+
+
+def _compare(known: argparse.Namespace, _rest: list[str]) -> int:
+    """0: no mistake; 1: one, or nothing could be compared."""
+    if known.out is not None and known.out.suffix != ".json":
+        raise UsageError(f"--out must end in .json, not {known.out.name!r}")
+    from tvmbridge import compare
+    from tvmbridge.inspect.compare import STAGES as COMPARED
+
+    stages = None if known.stages is None else known.stages.split(",")
+    unknown = sorted(set(stages or ()) - set(COMPARED))
+    if unknown:
+        raise UsageError(
+            f"--stages: no stage is called {', '.join(unknown)}; choose among {', '.join(COMPARED)}"
+        )
+    module, sample_input = resolve_factory(known.factory)
+    report = compare(module, sample_input, backward=not known.no_backward, stages=stages)
+    print(report, end="")
+    if known.out is not None:
+        known.out.parent.mkdir(parents=True, exist_ok=True)
+        known.out.write_text(report.to_json(), encoding="utf-8")
+        print(f"wrote {known.out}")
+    return 0 if report.ok else 1

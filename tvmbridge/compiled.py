@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
@@ -14,14 +14,16 @@ from torch import nn
 from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
+from tvmbridge.combining import Combining, Packs
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
-from tvmbridge.frontend import import_graph
+from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.observation import staged
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.passes.base import storage_roots
-from tvmbridge.pipeline import inference_passes, run_passes
+from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
@@ -34,13 +36,15 @@ class CompiledModule:
 
     ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
     None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
-    user inputs, the parameters and buffers, the draws and the dropout masks, in this order.
+    user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
+    this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     """
 
     captured: CapturedGraph
+    packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
     target: tvm.target.Target
@@ -75,6 +79,82 @@ class _Stages:
             self.seconds[stage] = time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class LoweredModule:
+    """A module as graphs, before it is built: what compilation and comparison have in common.
+
+    ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
+    where nothing is differentiated.
+    """
+
+    captured: CapturedGraph
+    target: tvm.target.Target
+    imported: ImportedModule
+    derivation: Derivation | None
+    split: SplitModule | None
+    mod: tvm.IRModule
+    num_outputs: int
+    packs: Packs = ()
+
+
+def lower_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any = None,
+    options: CompileOptions,
+    records: list[PassRecord],
+    measure: Callable[[str], AbstractContextManager[None]],
+    passes: Sequence[AnyPass] = (),
+    packing: Packing | None = None,
+    apart: bool = True,
+) -> LoweredModule:
+    """Capture ``module`` and run the graph passes, up to the functions that are built.
+
+    Args:
+        measure: entered around each stage with its name.
+        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
+            before a joint function is split.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
+        apart: trace a stand-in, so that other threads may run the module meanwhile.
+
+    Raises:
+        CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
+        BuildError: the target is unknown, or does not fit the tensors' device.
+    """
+    passes = [*options.extra_passes, *passes]
+    with measure("capture"):
+        stage = staged(module, args, kwargs, needs_grad, apart=apart)
+        captured = capture_staged(stage, args, kwargs, needs_grad)
+        module = stage.module
+        resolved = resolve_target(target, captured.device.type)
+        _refuse_mutation_under_gradient(captured, needs_grad)
+    if needs_grad:
+        with measure("differentiate"):
+            derivation = derive(module, args, kwargs, captured, options, records)
+            combining = Combining.of(derivation.captured, packing, options, records)
+            joint, packs = combining.joint(derivation.joint)
+            joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
+            parts = split(joint, color(joint, options.residual_policy, options.recompute))
+        captured, imported = derivation.captured, derivation.imported
+        return LoweredModule(
+            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs, packs
+        )
+    with measure("import"):
+        if captured.training:
+            refuse_other_draws(Rehearsal(module, args, kwargs, captured))
+        imported = import_graph(captured)
+    with measure("passes"):
+        mod = run_passes(imported.mod, inference_passes(), records)
+        mod, packs = Combining.of(captured, packing, options, records).inference(mod)
+        mod = run_extra_passes(mod, passes, records)
+        mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
+    num_outputs = sum(o.is_computed for o in captured.outputs)
+    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, packs)
+
+
 def compile_module(
     module: nn.Module,
     args: tuple[Any, ...],
@@ -84,12 +164,14 @@ def compile_module(
     target: Any = None,
     options: CompileOptions,
     apart: bool = True,
+    packing: Packing | None = None,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
     Args:
         needs_grad: compile forward and backward; otherwise forward alone.
         apart: trace a stand-in, so that other threads may run the module meanwhile.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
         NotApartError: forward reaches the module itself, so that no stand-in can be traced.
@@ -97,40 +179,48 @@ def compile_module(
     """
     stages = _Stages()
     records: list[PassRecord] = []
-    with stages.measure("capture"):
-        stage = staged(module, args, kwargs, needs_grad, apart=apart)
-        captured = capture_staged(stage, args, kwargs, needs_grad)
-        module = stage.module
-        resolved = resolve_target(target, captured.device.type)
-        _refuse_mutation_under_gradient(captured, needs_grad)
-    derivation: Derivation | None = None
-    if needs_grad:
-        with stages.measure("differentiate"):
-            derivation = derive(module, args, kwargs, captured, options, records)
-            parts = split(derivation.joint, color(derivation.joint))
-        captured, imported = derivation.captured, derivation.imported
-        mod, num_outputs = parts.mod, parts.num_outputs
-    else:
-        with stages.measure("import"):
-            if captured.training:
-                refuse_other_draws(Rehearsal(module, args, kwargs, captured))
-            imported = import_graph(captured)
-        with stages.measure("passes"):
-            mod = run_passes(imported.mod, inference_passes(), records)
-            mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
-            parts = None
-        num_outputs = sum(o.is_computed for o in captured.outputs)
+    lowered = lower_module(
+        module,
+        args,
+        kwargs,
+        needs_grad=needs_grad,
+        target=target,
+        options=options,
+        records=records,
+        measure=stages.measure,
+        packing=packing,
+        apart=apart,
+    )
+    return build_lowered(lowered, options, records, stages)
+
+
+def build_lowered(
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    stages: _Stages | None = None,
+) -> CompiledModule:
+    """Build what :func:`lower_module` made and load it.
+
+    Raises:
+        BuildError: TVM cannot compile it for the target.
+    """
+    stages = stages or _Stages()
+    derivation, parts, imported = lowered.derivation, lowered.split, lowered.imported
     with stages.measure("build"):
-        built = build(mod, resolved, records, measure=options.measure_kernels)
+        built = build(lowered.mod, lowered.target, records, measure=options.measure_kernels)
         loaded = LoadedModule(built.machine, built.unaligned)
     return CompiledModule(
-        captured=captured,
+        captured=lowered.captured,
+        packs=lowered.packs,
         split=parts,
         loaded=loaded,
-        target=resolved,
-        num_outputs=num_outputs,
-        copied_outputs=shared_results(mod, "forward", num_outputs),
-        copied_gradients=frozenset() if parts is None else shared_results(mod, "backward"),
+        target=lowered.target,
+        num_outputs=lowered.num_outputs,
+        copied_outputs=shared_results(lowered.mod, "forward", lowered.num_outputs),
+        copied_gradients=(
+            frozenset() if parts is None else shared_results(lowered.mod, "backward")
+        ),
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,

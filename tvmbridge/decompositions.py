@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from torch._C import DispatchKey
 from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.recurrent import recurrent_decompositions
 
@@ -19,6 +23,7 @@ aten = torch.ops.aten
 _KEPT_WHOLE = (
     aten.linear.default,
     aten.matmul.default,
+    aten.rms_norm.default,
     # PyTorch 2.11 takes them for a clamp, which treats a bound of NaN in another way.
     aten.clamp_min.default,
     aten.clamp_max.default,
@@ -31,6 +36,11 @@ _KEPT_WHOLE = (
     # Their parts answer infinities otherwise: they multiply by weights of 0.
     aten.upsample_linear1d.vec,
     aten.upsample_trilinear3d.vec,
+    # Their parts let NaN through, which the kernels pass over.
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    # Its parts read a 0-d index as a number.
+    aten.take.default,
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
@@ -85,8 +95,56 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
     if differentiated:
         table[sdpa] = _attention
     else:
-        table.pop(sdpa, None)
-    return table
+        table[sdpa] = _attention_with_dropout
+    return table | _draws_apart()
+
+
+def _draws_apart() -> dict[Any, Callable[..., Any]]:
+    """Draws whose parameters are tensors, from draws that depend on no values."""
+    return {
+        aten.normal.Tensor_float: _normal,
+        aten.normal.float_Tensor: _normal,
+        aten.normal.Tensor_Tensor: _normal,
+        aten.bernoulli.default: _bernoulli,
+    }
+
+
+def _normal(mean: Any, std: Any = 1.0, *, generator: None = None) -> torch.Tensor:
+    """Standard normal numbers, scaled and shifted, as PyTorch's kernel does."""
+    shapes = [x.shape for x in (mean, std) if isinstance(x, torch.Tensor)]
+    like = mean if isinstance(mean, torch.Tensor) else std
+    shape = torch.broadcast_shapes(*shapes)
+    drawn = torch.randn(shape, dtype=like.dtype, device=like.device)
+    return drawn * std + mean
+
+
+def _bernoulli(p: torch.Tensor, *, generator: None = None) -> torch.Tensor:
+    """One where a uniform number is below ``p``; halves are compared in float32."""
+    wide = torch.float64 if p.dtype is torch.float64 else torch.float32
+    drawn = torch.rand(p.shape, dtype=wide, device=p.device)
+    return (drawn < p.to(wide)).to(p.dtype)
+
+
+def _attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
+    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
+    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return _attention(*args, **kwargs) if dropout_p else NotImplemented
+
+
+# PyTorch takes them apart before a table is asked.
+_WHOLE_UNDER_AUTOGRAD = (aten.multi_margin_loss.default,)
+
+
+@contextmanager
+def kept_whole_under_autograd() -> Iterator[None]:
+    """Within it tracing leaves operators whole for which PyTorch has a decomposition of its own."""
+    with ExitStack() as stack:
+        for op in _WHOLE_UNDER_AUTOGRAD:
+            stack.enter_context(mock.patch.dict(op.py_kernels))
+            op.py_kernels.pop(DispatchKey.Autograd, None)
+            op._dispatch_cache.clear()
+            stack.callback(op._dispatch_cache.clear)
+        yield
 
 
 def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
@@ -96,12 +154,38 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     """
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
-    return table | {aten.copy.default: _copy, aten._safe_softmax.default: _safe_softmax}
+    return table | {
+        aten.copy.default: _copy,
+        aten.view.default: _view,
+        aten._safe_softmax.default: _safe_softmax,
+    }
+
+
+def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
+    """A view also where another decomposition has made ``x`` with strides that allow none."""
+    with _disable_current_modes():
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        try:
+            meta.view(shape)
+        except RuntimeError:
+            pass
+        else:
+            return NotImplemented
+    return x.clone(memory_format=torch.contiguous_format).view(shape)
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device."""
-    return source.to(x.device, x.dtype).expand(x.shape)
+    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device.
+
+    The order of ``x``'s strides is kept: where ``x`` is a view of a tensor that is written, that
+    tensor is a view of the result.
+    """
+    result = source.to(x.device, x.dtype).expand(x.shape)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    if order == list(range(x.dim())) or result.stride() == x.stride():
+        return result
+    back = [order.index(d) for d in range(x.dim())]
+    return result.permute(order).contiguous().permute(back)
 
 
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
+from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.gradients import install_rules, is_admitted
+from tvmbridge.gradients import dtypes_of, install_rules, is_admitted
 from tvmbridge.kernels.aten_call import aten_call_operator
-from tvmbridge.passes.base import flat_results
+from tvmbridge.passes.base import dtype_of, flat_results
 from tvmbridge.passes.relax.append_cotangents import AppendCotangents
 from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
 from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
@@ -29,7 +30,7 @@ class JointModule:
     outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
     cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
     which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
-    those that it is computed from.
+    those that it is computed from. ``drawn`` are the primals that are random draws.
     """
 
     mod: tvm.IRModule
@@ -39,6 +40,7 @@ class JointModule:
     num_outputs: int
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...] | None = None
+    drawn: tuple[str, ...] = ()
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
@@ -54,6 +56,8 @@ def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
             if not isinstance(call.op, tvm.ir.Op) or not is_admitted(call):
                 name = aten_call_operator(call) or str(getattr(call.op, "name", call.op))
                 missing[name] = None
+            else:
+                note_use("rules", call.op.name, dtypes_of(call))
     return list(missing)
 
 
@@ -83,6 +87,12 @@ def differentiate(
             "PyTorch's own derivatives"
         )
     function = mod["main"]
+    for parameter in function.params:
+        if parameter.name in wanted and dtype_of(parameter) == "bfloat16":
+            raise UnsupportedOperatorError(
+                f"TVM's Gradient takes no bfloat16, and {parameter.name} wants a gradient; take "
+                "joint='aot' (or 'auto'), which uses PyTorch's own derivatives"
+            )
     results = flat_results(function)
     active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
     differentiable = tuple(i for i in outputs if is_floating(results[i]) and results[i] in active)

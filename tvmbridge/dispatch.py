@@ -10,6 +10,7 @@ from torch import nn
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.signature import Signature
@@ -59,6 +60,7 @@ def add_tvm_dispatch(
         dispatcher.renew_after_fork()
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
+    register_caches(module)
     specialization = _find_or_add(dispatcher, args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
     needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)
@@ -134,4 +136,5 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
         dropped=dispatcher.dropped,
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
+        packs=dispatcher.packing.reports(),
     )

@@ -21,6 +21,7 @@ from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError
 from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Mode, Specialization, Variant
 from tvmbridge.standins import STAND_IN, tensors_of
@@ -63,6 +64,7 @@ class Dispatcher:
         self.options = options
         self.specializations: tuple[Specialization, ...] = ()
         self.fallbacks: Counter[str] = Counter()
+        self.packing = Packing(module)
         self.dropped = 0
         self._process = os.getpid()
         self._uses = itertools.count(1)
@@ -86,7 +88,14 @@ class Dispatcher:
         if torch.compiler.is_dynamo_compiling():
             return self.original(*args, **kwargs)
         reason = refused_now()
-        for specialization in self.specializations if reason is None else ():
+        if reason is not None:
+            return self._fall_back(reason, args, kwargs)
+        with self.packing:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = None
+        for specialization in self.specializations:
             leaves = specialization.signature.flatten(args, kwargs)
             if leaves is None:
                 reason = "the structure of the arguments differs"
@@ -102,7 +111,7 @@ class Dispatcher:
             reason = variant.mismatch(leaves, tensors)
             if reason is None:
                 specialization.last_use = next(self._uses)
-                return variant.run(leaves, tensors)
+                return variant.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or "nothing is compiled", args, kwargs)
 
     def _variant(
@@ -160,12 +169,15 @@ class Dispatcher:
             except NotApartError:
                 with _own_forward(self.module, self.own):
                     compiled = self._compile(mode, args, kwargs, apart=False)
-            variant = Variant(ModuleState(self.module, compiled.captured), compiled)
+            state = ModuleState(self.module, compiled.captured)
+            variant = Variant(state, compiled, self.packing)
             try:
                 variant.try_out(specialization.signature.flatten(args, kwargs) or [])
             except Exception as error:
                 raise_if_forward_refuses(self.module, args, kwargs)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
+        for names in compiled.packs:
+            self.packing.claim(names)
         specialization.variants[mode] = variant
 
     def _compile(
@@ -178,6 +190,7 @@ class Dispatcher:
             needs_grad=mode.needs_grad,
             target=self.target,
             options=self.options,
+            packing=self.packing,
             apart=apart,
         )
 
@@ -217,7 +230,10 @@ class Dispatcher:
         if STAND_IN in memo:
             return own or types.MethodType(type(module).forward, module)
         duplicate = Dispatcher(module, own, self.target, self.options)
-        duplicate.specializations = tuple(s.rebound(memo) for s in self.specializations)
+        duplicate.specializations = tuple(
+            s.rebound(memo, duplicate.packing) for s in self.specializations
+        )
+        duplicate.packing.claim_like(self.packing)
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:

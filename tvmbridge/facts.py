@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
+from tvmbridge.noise import memory_order
 from tvmbridge.patches import patched_here
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, OutputKind
@@ -200,7 +201,8 @@ class _FlowWatch(TorchDispatchMode):
         results = _floating(result)
         if not active or not results:
             return result
-        if not has_same_derivative(func._schema.name):
+        dtypes = {str(t.dtype).removeprefix("torch.") for t in results}
+        if not has_same_derivative(func._schema.name, dtypes):
             self.reasons[f"the derivative of {func} is not known to be PyTorch's"] = None
         # Kept alive, so that no other tensor gets the same id.
         self._made_by.update({id(t): (t, str(func)) for t in results})
@@ -222,21 +224,30 @@ class _FlowWatch(TorchDispatchMode):
 
 
 def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
-    """A draw in words that are the same for its variants: of which operator, of what shape."""
+    """A draw in words that are the same for its variants: operator, shape, order in memory."""
     value = pytree.tree_leaves(result)[0]
+    order = memory_order(value)
     name = op._schema.name.removesuffix("_functional").rstrip("_")
     if op is torch.ops.aten.native_dropout.default:
-        return f"mask {tuple(value.shape)} {1.0 - args[1]}"
+        return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
     if op is torch.ops.aten.bernoulli_.float:
-        return f"mask {tuple(value.shape)} {args[1] if len(args) > 1 else kwargs.get('p', 0.5)}"
-    return f"{name} {tuple(value.shape)} {value.dtype}"
+        keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
+    return f"{name} {tuple(value.shape)} {order} {value.dtype}"
+
+
+def _nesting(order: tuple[int, ...]) -> list[int]:
+    """Dimensions from the outermost to the innermost: all that a mask's numbers depend on."""
+    return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 
 def _captured_draw(noise: NoiseDescriptor) -> str:
-    if noise.drop_probability is not None:
-        return f"mask {noise.spec.shape} {noise.args[1]}"
+    filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
+    order = memory_order(filled)
+    if noise.op is torch.ops.aten.bernoulli_.float:
+        return f"mask {noise.spec.shape} {_nesting(order)} {noise.args[1]}"
     name = noise.op._schema.name.removesuffix("_functional").rstrip("_")
-    return f"{name} {noise.spec.shape} {noise.spec.dtype}"
+    return f"{name} {noise.spec.shape} {order} {noise.spec.dtype}"
 
 
 def _floating(value: Any) -> list[torch.Tensor]:

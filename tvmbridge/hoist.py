@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.noise import METADATA_ONLY_OVERLOADS, READS_METADATA_ONLY
+from tvmbridge.noise import METADATA_ONLY_OVERLOADS, READS_METADATA_ONLY, mask_descriptor
 from tvmbridge.types import NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
@@ -87,11 +87,7 @@ def _describe(node: fx.Node, name: str) -> NoiseDescriptor:
 
 
 def _mask(name: str, like: torch.Tensor, keep: Any) -> NoiseDescriptor:
-    """A draw of zeros and ones, held in one byte each."""
-    spec = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
-    return NoiseDescriptor(
-        name, spec, aten.bernoulli_.float, (spec, keep), {}, drop_probability=1.0 - keep
-    )
+    return mask_descriptor(name, like, keep, drop_probability=1.0 - keep)
 
 
 def _spec_of_node(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from tvmbridge.aot import trace_joint
 from tvmbridge.differentiate import JointModule, differentiate
@@ -15,7 +15,7 @@ from tvmbridge.facts import GradientFacts, gradient_facts
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.options import CompileOptions
 from tvmbridge.rehearsal import Rehearsal
-from tvmbridge.types import CapturedGraph, PassRecord
+from tvmbridge.types import CapturedGraph, InputKind, PassRecord
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Derivation:
 
     ``captured`` is the captured graph with the noise that the joint function takes; ``source`` is
     ``"relax"`` or ``"aot"``, and ``reason`` says why it is ``aot`` (empty for ``relax``).
+    ``traced`` is the graph that was recorded from PyTorch's autograd (None for ``relax``); its
+    placeholders are the inputs and the state, the cotangents, and the draws in program order.
     """
 
     joint: JointModule
@@ -31,6 +33,7 @@ class Derivation:
     imported: ImportedModule
     source: str
     reason: str
+    traced: fx.GraphModule | None = None
 
 
 def derive(
@@ -81,7 +84,8 @@ def _by_relax(
         raise UnsupportedOperatorError(
             "PyTorch lets a gradient through outputs in which the captured graph shows none"
         )
-    joint = replace(joint, gradient_reads=facts.gradient_reads)
+    given = sum(d.kind is not InputKind.CONSTANT for d in captured.inputs)
+    joint = replace(joint, gradient_reads=facts.gradient_reads, drawn=joint.primals[given:])
     return Derivation(joint, captured, imported, "relax", "")
 
 
@@ -90,4 +94,4 @@ def _by_autograd(
 ) -> Derivation:
     traced = trace_joint(rehearsal, facts, records)
     captured = replace(rehearsal.captured, noise=traced.noise)
-    return Derivation(traced.joint, captured, traced.imported, "aot", reason)
+    return Derivation(traced.joint, captured, traced.imported, "aot", reason, traced.graph)

@@ -46,6 +46,20 @@ READS_METADATA_ONLY = frozenset(
 )
 METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
 
+# What PyTorch makes of draws in place. They are drawn in place again: the order of the numbers
+# follows the memory of the tensor that is filled, and a copy would be laid out otherwise.
+_IN_PLACE: dict[Any, Any] = {
+    aten.uniform.default: aten.uniform_.default,
+    aten.normal_functional.default: aten.normal_.default,
+    aten.exponential.default: aten.exponential_.default,
+    aten.geometric.default: aten.geometric_.default,
+    aten.log_normal.default: aten.log_normal_.default,
+    aten.cauchy.default: aten.cauchy_.default,
+    aten.random.default: aten.random_.default,
+    getattr(aten.random, "from"): getattr(aten.random_, "from"),
+    aten.random.to: aten.random_.to,
+}
+
 
 def find_noise(graph: fx.Graph) -> tuple[NoiseDescriptor, ...]:
     """Every random draw of ``graph`` in program order.
@@ -98,20 +112,19 @@ def _argument(node: fx.Node, name: str, position: int, default: Any) -> Any:
 
 def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
     x, p, _ = dropout_arguments(node)
-    spec = TensorSpec.of(torch.empty_like(x.meta["val"], dtype=torch.bool))
-    return NoiseDescriptor(
-        name=node.name,
-        spec=spec,
-        op=aten.bernoulli_.float,
-        args=(spec, 1.0 - p),
-        kwargs={},
-        drop_probability=p,
-    )
+    return mask_descriptor(node.name, x.meta["val"], 1.0 - p, drop_probability=p)
+
+
+def mask_descriptor(
+    name: str, like: torch.Tensor, keep: float, *, drop_probability: float | None = None
+) -> NoiseDescriptor:
+    """A draw of zeros and ones, laid out as ``like`` and held in one byte each."""
+    spec = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
+    return NoiseDescriptor(name, spec, aten.bernoulli_.float, (spec, keep), {}, drop_probability)
 
 
 def _describe_draw(node: fx.Node) -> NoiseDescriptor:
-    op = node.target
-    assert isinstance(op, torch._ops.OpOverload)
+    op: Any = node.target
     if op._schema.name not in READS_METADATA_ONLY and op not in METADATA_ONLY_OVERLOADS:
         raise UnsupportedOperatorError(
             f"{op} draws random numbers from values that the graph computes, so the draw cannot "
@@ -120,8 +133,22 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         raise UnsupportedOperatorError(f"{op} draws several results at once")
+    if op is aten.bernoulli.p:
+        if not value.is_contiguous():
+            raise UnsupportedOperatorError(
+                f"{op} draws in an order that depends on the strides of its input and on whether "
+                "it stands for bernoulli_"
+            )
+        return mask_descriptor(node.name, value, float(_argument(node, "p", 1, 0.5)))
     args, kwargs = pytree.tree_map(_spec_of_node, (node.args, node.kwargs))
-    return NoiseDescriptor(node.name, TensorSpec.of(value), op, tuple(args), kwargs)
+    drawn = _IN_PLACE.get(op, op)
+    return NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+
+
+def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
+    """What the order of random numbers in a tensor depends on: strides that mean something."""
+    stride = tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride()
+    return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
 
 
 def _spec_of_node(value: Any) -> Any:

@@ -21,10 +21,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from tvmbridge.aliasing import aliases_of
+from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import contents, recorded_reads, same_value, values_read
+from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.standins import (
+    as_captured,
+    conversions_without_effect,
     plain_checkpoints,
     run_apart,
     stand_in,
@@ -32,6 +36,7 @@ from tvmbridge.standins import (
     tensors_replaced,
     without_autocast,
 )
+from tvmbridge.structure import unflatten
 from tvmbridge.types import OutputAlias
 
 logger = logging.getLogger(__name__)
@@ -138,14 +143,21 @@ def observe(
         reads = stack.enter_context(recorded_reads(module))
         for context in (mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
-        stack.enter_context(plain_checkpoints())
+        for context in (
+            plain_checkpoints(),
+            cumulative_averages_on_tensors(module),
+            as_captured(),
+            conversions_without_effect(),
+        ):
+            stack.enter_context(context)
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
-        fake_args, fake_kwargs = pytree.tree_unflatten(given, structure)
-        results, returned = pytree.tree_flatten(module.forward(*fake_args, **fake_kwargs))
+        fake_args, fake_kwargs = unflatten(given, structure)
+        forward = ArgumentWatch(module.forward)
+        results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
         writes = _written(before, _snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}

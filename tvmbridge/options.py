@@ -7,7 +7,8 @@ from typing import Any
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
-    "residual_policy": ("save_all",),
+    "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
+    "combine_matmuls": ("auto", "always", "never"),
 }
 
 
@@ -20,20 +21,38 @@ class CompileOptions:
             TVM's Gradient, ``"aot"`` takes PyTorch's own derivative formulas, ``"auto"`` takes
             ``relax`` when every operator has an admitted gradient rule and ``aot`` otherwise.
         residual_policy: which values forward keeps for backward. ``"save_all"`` keeps every
-            forward value that backward reads.
+            forward value that backward reads, ``"recompute_cheap"`` computes element-wise ones
+            again where their operands are kept anyway, ``"min_cut"`` keeps the fewest bytes from
+            which the rest can be computed again without products, convolutions, long reductions
+            or PyTorch's kernels.
+        recompute: operators that ``min_cut`` may compute again all the same, by their names in
+            Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
+            (``"aten.convolution.default"``).
         max_specializations: how many input signatures one module keeps compiled; when there are
             more, the one that was not used for longest is dropped.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
+        combine_matmuls: whether products with a common left operand, such as query, key and value,
+            become one product, whose weights are then moved to lie side by side in memory.
+            ``"auto"`` does so in inference, and in training where the combined products were
+            measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
+            are.
+        extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
+            the pipeline: on the forward function in inference, on the joint function, before it is
+            split, in training. They may not change what a function takes and returns.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
+        TypeError: ``extra_passes`` is not a tuple of passes.
     """
 
     joint: str = "auto"
-    residual_policy: str = "save_all"
+    residual_policy: str = "min_cut"
+    recompute: tuple[str, ...] = ()
     max_specializations: int = 16
     measure_kernels: bool = True
+    combine_matmuls: str = "auto"
+    extra_passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -42,6 +61,8 @@ class CompileOptions:
                 raise ValueError(
                     f"CompileOptions.{name} is {value!r}; choose one of {', '.join(choices)}"
                 )
+        _check_recompute(self.recompute)
+        _check_extra_passes(self.extra_passes)
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
 
@@ -65,3 +86,26 @@ class CompileOptions:
             known = ", ".join(f.name for f in fields(cls))
             raise TypeError(f"unknown compile options {sorted(unknown)}; known are {known}")
         return cls(**options)
+
+
+def _check_recompute(names: Any) -> None:
+    if isinstance(names, tuple) and all(isinstance(n, str) and "." in n for n in names):
+        return
+    raise ValueError(
+        f"CompileOptions.recompute is {names!r}; give a tuple of operator names such as "
+        "'relax.nn.softmax' or 'aten.convolution.default'"
+    )
+
+
+def _check_extra_passes(passes: Any) -> None:
+    if not isinstance(passes, tuple):
+        raise TypeError(
+            f"CompileOptions.extra_passes is {passes!r}; give a tuple of passes such as (MyPass(),)"
+        )
+    for pass_ in passes:
+        # By what it can do: options stand below the passes and do not import them.
+        if isinstance(pass_, type) or not callable(getattr(pass_, "apply", None)):
+            raise TypeError(
+                f"CompileOptions.extra_passes holds {pass_!r}, which is no pass; give instances of "
+                "subclasses of tvmbridge.passes.base.RelaxPass"
+            )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,8 +18,13 @@ from tvm import relax
 
 from tvmbridge.errors import PassError
 from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.relax.collapse_views import CollapseViews
+from tvmbridge.passes.relax.lower_batch_norm import LowerBatchNorm
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
+from tvmbridge.passes.relax.lower_group_norm import LowerGroupNorm
+from tvmbridge.passes.relax.lower_instance_norm import LowerInstanceNorm
 from tvmbridge.passes.relax.lower_layer_norm import LowerLayerNorm
+from tvmbridge.passes.relax.lower_rms_norm import LowerRMSNorm
 from tvmbridge.passes.relax.one_zapp import OneZapp
 from tvmbridge.passes.relax.stop_gradients import RemoveNoGrad
 from tvmbridge.passes.relax.zapp_like import ZappLike
@@ -29,20 +36,50 @@ logger = logging.getLogger(__name__)
 # A RelaxPass of ours, a pass of TVM, or a function.
 AnyPass: TypeAlias = Callable[[Any], Any]
 
+# Called with the record of a pass, the module before it and the module after it.
+PassObserver: TypeAlias = Callable[[PassRecord, tvm.IRModule, tvm.IRModule], None]
+_observer: ContextVar[PassObserver | None] = ContextVar("observer", default=None)
+
 
 def inference_passes() -> list[AnyPass]:
     """Graph passes where nothing is differentiated."""
-    return [LowerDropout(), RemoveNoGrad(), *tidy_passes()]
+    return [LowerDropout(), *_unscheduled_norms(fold=True), RemoveNoGrad(), *tidy_passes()]
 
 
 def lowering_passes() -> list[AnyPass]:
     """Training, before the gradient: what has no gradient rule is spelled out."""
-    return [LowerDropout(), LowerLayerNorm(), *tidy_passes()]
+    return [
+        LowerDropout(),
+        LowerLayerNorm(),
+        LowerRMSNorm(),
+        *_unscheduled_norms(fold=False),
+        *tidy_passes(),
+    ]
+
+
+def recorded_passes() -> list[AnyPass]:
+    """Training with PyTorch's own derivatives: what comes before :func:`zapp_passes`."""
+    return _unscheduled_norms(fold=False)
+
+
+def _unscheduled_norms(*, fold: bool) -> list[AnyPass]:
+    """The norms that are spelled out everywhere: they are not legalised as a whole."""
+    return [LowerBatchNorm(fold=fold), LowerGroupNorm(), LowerInstanceNorm()]
 
 
 def zapp_passes() -> list[AnyPass]:
     """Training, after the gradient: what the gradient left superfluous goes away."""
-    return [RemoveNoGrad(), ZappLike(), OneZapp(), ZeroZapp(), ZappLike(), *tidy_passes()]
+    return [
+        RemoveNoGrad(),
+        # Opens tuples: the gradient of a split adds to the fields of a tuple of zeros.
+        relax.transform.CanonicalizeBindings(),
+        ZappLike(),
+        OneZapp(),
+        ZeroZapp(),
+        ZappLike(),
+        CollapseViews(),
+        *tidy_passes(),
+    ]
 
 
 def tidy_passes() -> list[AnyPass]:
@@ -68,6 +105,44 @@ def run_passes(
     for pass_ in passes:
         mod = _run_pass(mod, pass_, records)
     return mod
+
+
+@contextmanager
+def observed_passes(observe: PassObserver) -> Iterator[None]:
+    """Within it ``observe`` is called after each pass that this thread runs."""
+    token = _observer.set(observe)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def run_extra_passes(
+    mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
+) -> tvm.IRModule:
+    """:func:`run_passes` with passes that the user gave: the calling convention must stay.
+
+    Raises:
+        PassError: a pass failed, left an ill-formed module, or changed what a function takes or
+            returns; it names the pass.
+    """
+    for pass_ in passes:
+        before = _conventions(mod)
+        mod = _run_pass(mod, pass_, records)
+        if _conventions(mod) != before:
+            raise PassError(
+                f"pass {pass_name(pass_)} changed the parameters or results of a function; an "
+                "extra pass may change its body alone"
+            )
+    return mod
+
+
+def _conventions(mod: tvm.IRModule) -> dict[str, tuple[list[tuple[str, str]], str]]:
+    return {
+        name.name_hint: ([(p.name, str(p.ty)) for p in function.params], str(function.ret_ty))
+        for name, function in mod.functions_items()
+        if isinstance(function, relax.Function)
+    }
 
 
 def pass_name(pass_: AnyPass) -> str:
@@ -103,6 +178,9 @@ def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> t
         "%s: %d -> %d bindings", record.name, record.bindings_before, record.bindings_after
     )
     _dump(after, record, len(records))
+    observe = _observer.get()
+    if observe is not None:
+        observe(record, mod, after)
     return after
 
 

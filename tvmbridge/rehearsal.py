@@ -17,8 +17,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from tvmbridge.arguments import ArgumentWatch
+from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.standins import plain_checkpoints, tensors_replaced, without_autocast
+from tvmbridge.standins import (
+    as_captured,
+    conversions_without_effect,
+    plain_checkpoints,
+    tensors_replaced,
+    without_autocast,
+)
+from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
 
@@ -88,25 +97,32 @@ class Rehearsal:
             else:
                 writable = descriptor.kind is InputKind.BUFFER
                 held[id(original)] = primal.clone() if writable else primal
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        args, kwargs = unflatten(leaves, self.structure)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
             stack.enter_context(plain_checkpoints())
+            stack.enter_context(cumulative_averages_on_tensors(self.module))
+            stack.enter_context(as_captured())
+            stack.enter_context(conversions_without_effect())
             stack.enter_context(tensors_replaced(self.module, held))
-            results = pytree.tree_leaves(self.module.forward(*args, **kwargs))
-            return self._ordered(results)
+            forward = ArgumentWatch(self.module.forward)
+            results = pytree.tree_leaves(forward(*args, **kwargs))
+            return self._ordered(results, leaves)
 
-    def _ordered(self, results: list[Any]) -> list[torch.Tensor]:
-        """Written buffers and computed results in the order of the captured outputs."""
+    def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
+        """Written buffers and inputs, computed results, in the order of the captured outputs."""
         users = iter(results)
+        positions = {d.name: d.position or 0 for d in self.inputs}
         ordered: list[torch.Tensor] = []
         for output in self.captured.outputs:
             if output.kind is OutputKind.BUFFER_MUTATION:
                 path, _, name = (output.target or "").rpartition(".")
                 value = self.module.get_submodule(path)._buffers[name]
+            elif output.kind is OutputKind.INPUT_MUTATION:
+                value = leaves[positions[output.target or ""]]
             else:
                 value = next(users, None)
             if output.spec is None or output.alias is not None:

@@ -35,8 +35,27 @@ class SpecializationReport:
 
 
 @dataclass(frozen=True)
+class PackReport:
+    """Parameters that compiled code reads as one tensor.
+
+    ``packed`` says how often they were moved to lie side by side, ``concatenated`` how many calls
+    had to concatenate their values instead, by reason.
+    """
+
+    names: tuple[str, ...]
+    packed: int
+    concatenated: Mapping[str, int]
+
+    def __str__(self) -> str:
+        line = f"packed {self.packed} times: {', '.join(self.names)}"
+        for reason, calls in self.concatenated.items():
+            line += f"; concatenated in {calls} calls, because {reason}"
+        return line
+
+
+@dataclass(frozen=True)
 class DispatchReport:
-    """Calls served by TVM, fallbacks by reason, and each specialisation.
+    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
 
     ``dropped`` counts the specialisations that gave way to newer ones.
     """
@@ -46,6 +65,7 @@ class DispatchReport:
     aten_calls: list[str]
     specializations: list[SpecializationReport]
     dropped: int = 0
+    packs: tuple[PackReport, ...] = ()
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=110)
@@ -56,6 +76,8 @@ class DispatchReport:
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
+        for pack in self.packs:
+            console.print(str(pack), highlight=False)
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ class Signature:
         self.keywords = tuple(kwargs)
         self.num_args = len(args)
         # Arguments that are leaves themselves need no flattening at a call.
-        self.flat = len(leaves) == len(args) + len(kwargs)
+        arguments = [*args, *kwargs.values()]
+        self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
         self.tensors = [
             (i, leaf.shape, leaf.dtype, leaf.device)
             for i, leaf in enumerate(leaves)

@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tvmbridge.aliasing import made_again
+from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.noise import draw_noise
+from tvmbridge.noise import draw_noise, memory_order
+from tvmbridge.packing import Packing
 from tvmbridge.signature import Signature
 from tvmbridge.state import ModuleState
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
+
+_OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
 
 
 class Mode(NamedTuple):
@@ -51,9 +54,10 @@ class Variant:
     Args:
         state: the dispatched module's state, which is read at each call.
         compiled: the code.
+        packing: the module's packed weights.
     """
 
-    def __init__(self, state: ModuleState, compiled: CompiledModule) -> None:
+    def __init__(self, state: ModuleState, compiled: CompiledModule, packing: Packing) -> None:
         captured = compiled.captured
         self.state = state
         self.compiled = compiled
@@ -65,7 +69,6 @@ class Variant:
         noise = captured.noise
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
-        self._training = TrainingCall(compiled) if compiled.split is not None else None
         outputs = captured.outputs
         self._user_of = {d.name: d.position or 0 for d in users}
         self._state_of = {name: i for i, name in enumerate(state.names)}
@@ -76,6 +79,15 @@ class Variant:
         views = [alias for _, alias in self._aliases if alias.shape is not None]
         self._views = [alias for alias in views if alias.kind is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
+        # Random numbers stand in the order of memory, which follows that of the inputs.
+        held = [d for d in captured.inputs if d.kind in _OF_MODULE]
+        self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
+        self._held_orders = [memory_order(d.spec) for d in held] if noise else []
+        self._packing = packing
+        self._packs = [
+            (names, [state.names.index(name) for name in names]) for names in compiled.packs
+        ]
+        self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
@@ -90,7 +102,18 @@ class Variant:
             base = self._base(alias, leaves)
             if base is None or base.stride() != alias.base_stride:
                 return "a tensor of which a view is returned has other strides"
-        return reason
+        return reason or self._other_order(leaves, tensors)
+
+    def _other_order(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> str | None:
+        for position, order in self._orders:
+            if memory_order(leaves[position]) != order:
+                return "an input is laid out otherwise, so that random numbers would differ"
+        for tensor, order in zip(tensors, self._held_orders, strict=False):
+            if tensor is not None and memory_order(tensor) != order:
+                return "a parameter is laid out otherwise, so that random numbers would differ"
+        return None
 
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Whether a tensor that is written shares memory with another that the code reads."""
@@ -122,7 +145,10 @@ class Variant:
         in the middle of a training step. State, arguments and random state stay as they are.
         """
         with torch.random.fork_rng(devices=[]):
-            primals = [p.detach() for p in self._primals(leaves, self._sample_state())]
+            tensors: Sequence[Any] = self._sample_state()
+            primals = [p.detach() for p in self._primals(leaves, tensors)]
+            # Nothing is moved before the code is known to run.
+            primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
             if self._training is None:
                 self._run_inference(primals)
                 return
@@ -136,8 +162,7 @@ class Variant:
 
     def _sample_state(self) -> list[torch.Tensor]:
         """The module's tensors; zeros where forward has yet to make one."""
-        kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
-        specs = [d.spec for d in self.compiled.captured.inputs if d.kind in kinds]
+        specs = [d.spec for d in self.compiled.captured.inputs if d.kind in _OF_MODULE]
         return [
             torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if t is None else t
             for t, spec in zip(self.state.tensors(), specs, strict=True)
@@ -151,16 +176,18 @@ class Variant:
         primals += [noise[i] for i in self._noise_order]
         return primals
 
-    def run(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Any:
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
         primals = self._primals(leaves, tensors)
+        for names, slots in self._packs:
+            primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
         if self._training is not None:
             results: Sequence[torch.Tensor] = self._training(primals)
         else:
             results = self._run_inference(primals)
         with self._counting:
             self.calls += 1
-        return self._assemble(results, leaves, tensors)
+        return self._assemble(results, leaves, tensors, arguments)
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         loaded = self.compiled.loaded
@@ -170,7 +197,11 @@ class Variant:
         return results
 
     def _assemble(
-        self, results: Sequence[torch.Tensor], leaves: Sequence[Any], tensors: Sequence[Any]
+        self,
+        results: Sequence[torch.Tensor],
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
     ) -> Any:
         captured = self.compiled.captured
         computed = iter(results)
@@ -186,7 +217,7 @@ class Variant:
                     self._target(output, leaves, tensors).copy_(value)
         # Last, because they show what was written.
         self._make_again(flat, leaves)
-        return pytree.tree_unflatten(flat, captured.out_spec)
+        return rebuild(flat, captured.out_spec, captured.changed_arguments, arguments)
 
     def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
         for number, alias in self._aliases:
@@ -204,14 +235,14 @@ class Specialization:
         self.failures: dict[Mode, str] = {}
         self.last_use = 0
 
-    def rebound(self, memo: Mapping[int, Any]) -> Specialization:
+    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
 
         Code that no longer fits the module is not copied: the copy could not tell.
         """
         copy = Specialization(self.signature)
         copy.variants = {
-            mode: Variant(v.state.rebound(memo), v.compiled)
+            mode: Variant(v.state.rebound(memo), v.compiled, packing)
             for mode, v in self.variants.items()
             if not v.state.replaced()
         }

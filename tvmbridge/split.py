@@ -11,6 +11,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.coloring import Coloring
+from tvmbridge.coloring.operators import operator_name
 from tvmbridge.differentiate import JointModule
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
@@ -27,6 +28,7 @@ class SplitModule:
     reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
+    ``drawn`` are the random draws among the ``reads``.
     """
 
     mod: tvm.IRModule
@@ -38,11 +40,12 @@ class SplitModule:
     cotangent_of: tuple[int, ...]
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
+    drawn: tuple[ValueDescriptor, ...] = ()
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that forward keeps for backward, inputs and outputs not counted."""
-        return sum(r.spec.nbytes for r in self.residuals)
+        """Bytes that live for backward's sake: residuals, and the draws that it reads."""
+        return sum(r.spec.nbytes for r in (*self.residuals, *self.drawn))
 
 
 def split(joint: JointModule, coloring: Coloring) -> SplitModule:
@@ -52,6 +55,7 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
     primals = function.params[: len(joint.primals)]
     cotangents = function.params[len(joint.primals) :]
     outputs = results[: joint.num_outputs]
+    bound = {b.var: b.value for b in coloring.forward}
     kept, residuals = _separate_outputs(coloring, outputs)
     forward = _build("forward", primals, coloring.forward, [*outputs, *residuals])
     inputs = [*coloring.reads, *kept, *residuals, *cotangents]
@@ -62,11 +66,12 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         num_outputs=joint.num_outputs,
         reads=tuple(v.name for v in coloring.reads),
         kept_outputs=tuple((number, shape_of(v) or ()) for v, number in kept.items()),
-        residuals=tuple(ValueDescriptor(v.name, _spec(v)) for v in residuals),
+        residuals=tuple(_describe(v, bound) for v in residuals),
         cotangent_of=joint.cotangent_of,
         wanted=joint.wanted,
         gradient_reads=joint.gradient_reads
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
+        drawn=tuple(_describe(v, bound) for v in coloring.drawn),
     )
 
 
@@ -105,6 +110,14 @@ def _separate_outputs(
         else:
             others.append(residual)
     return kept, others
+
+
+def _describe(var: relax.Var, bound: Mapping[relax.Var, relax.Expr]) -> ValueDescriptor:
+    made_by: relax.Expr | None = bound.get(var)
+    while isinstance(made_by, relax.TupleGetItem | relax.Var):
+        source = made_by.tuple_value if isinstance(made_by, relax.TupleGetItem) else made_by
+        made_by = bound.get(source)
+    return ValueDescriptor(var.name, _spec(var), operator_name(made_by) or "draw")
 
 
 def _spec(var: relax.Var) -> TensorSpec:

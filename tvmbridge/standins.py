@@ -11,11 +11,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.patches import patched_here
 
@@ -155,3 +157,36 @@ def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *arg
 
 def _plain_generator(genuine: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     yield
+
+
+@contextmanager
+def conversions_without_effect() -> Iterator[None]:
+    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
+
+    def apply(
+        convert: Any, module: nn.Module, fn: Callable[..., Any], recurse: bool = True
+    ) -> nn.Module:
+        with _disable_current_modes():
+            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
+            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+            if all(fn(probe) is probe for probe in probes):
+                return module
+        return convert(module, fn, recurse)
+
+    with patched_here(nn.Module, "_apply", apply):
+        yield
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Within it modules are told that they are traced, as they were when they were captured.
+
+    They must take the same way through their code; and what they keep for later calls (in caches
+    of functions) must not be made of fake tensors.
+    """
+    place = torch.compiler
+    with (
+        mock.patch.object(place, "_is_compiling_flag", True),
+        mock.patch.object(place, "_is_exporting_flag", True),
+    ):
+        yield

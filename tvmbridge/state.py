@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from tvmbridge.attributes import MISSING, AttributeGuard
+from tvmbridge.libraries import acts
 from tvmbridge.types import CapturedGraph, InputKind
 
 _HOOKS = (
@@ -164,7 +165,7 @@ class ModuleState:
             if class_.forward is not forward:
                 return _PATCHED
         for hooks in self._hooks:
-            if hooks:
+            if hooks and acts(hooks.values()):
                 return "a submodule has hooks"
         return None
 

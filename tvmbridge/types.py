@@ -149,9 +149,10 @@ class CapturedGraph:
     """A module's functional graph with a description of every input and output.
 
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
-    specialised on them. ``aliases`` gives
-    for dotted names that share a tensor (tied weights) the first name of it. ``values`` are the
-    attributes that forward read, by (submodule's name, attribute's name).
+    specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
+    first name of it. ``values`` are the attributes that forward read, by (submodule's name,
+    attribute's name). ``changed_arguments`` are the places of the container arguments that forward
+    changes: their content is among the outputs.
     """
 
     program: ExportedProgram
@@ -165,6 +166,7 @@ class CapturedGraph:
     constant_tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    changed_arguments: tuple[int | str, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -196,7 +198,12 @@ class PassRecord:
 
 @dataclass(frozen=True)
 class ValueDescriptor:
-    """A named tensor that crosses the border between forward and backward."""
+    """A named tensor that crosses the border between forward and backward.
+
+    ``made_by`` is the operator that computes it: its name in Relax, or the overload of an ATen
+    call; ``draw`` for a random draw.
+    """
 
     name: str
     spec: TensorSpec
+    made_by: str

@@ -11,7 +11,9 @@ After::
     variance = R.mean(centered * centered, [-1], keepdims=True)
     y = centered * R.rsqrt(variance + 1e-5) * gamma + beta
 
-Requires: static rank, and the last axes (others are declined). Guarantees: no other
+Half precisions are computed in float32.
+
+Requires: static shapes, and the last axes (others are declined). Guarantees: no other
 ``relax.nn.layer_norm`` is left.
 Runs before: AppendCotangents. Runs after: the frontend. Training only: in inference the whole
 operator has a better schedule.
@@ -23,9 +25,9 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of
+from tvmbridge.passes.relax.normalizations import Formulas, affine_parameters, lower_calls
 
 
 @dataclass(frozen=True)
@@ -33,39 +35,14 @@ class LowerLayerNorm(RelaxPass):
     """Replace every ``relax.nn.layer_norm`` by its definition."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        return map_functions(mod, lambda f: _LayerNormMutator(report).visit_expr(f))
+        return lower_calls(mod, "relax.nn.layer_norm", _definition, report)
 
 
-@mutator
-class _LayerNormMutator(PyExprMutator):
-    def __init__(self, report: PassReport) -> None:
-        super().__init__()
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if call.op != tvm.ir.Op.get("relax.nn.layer_norm"):
-            return call
-        rank = call.args[0].ty.ndim
-        axes = [int(a) % max(rank, 1) for a in call.attrs.axes]
-        if axes != list(range(rank - len(axes), rank)):
-            self.report.decline("nn.layer_norm", "the axes are not the last ones, in order")
-            return call
-        self.report.rewrote()
-        return self._definition(call, axes)
-
-    def _definition(self, call: relax.Call, axes: list[int]) -> relax.Expr:
-        x, gamma, beta = call.args
-        attrs = call.attrs
-        emit = self.builder_.emit
-        mean = emit(relax.op.mean(x, axes, keepdims=True))
-        centered = emit(relax.op.subtract(x, mean))
-        squares = emit(relax.op.multiply(centered, centered))
-        variance = emit(relax.op.mean(squares, axes, keepdims=True))
-        shifted = emit(relax.op.add(variance, relax.const(float(attrs.epsilon), dtype_of(x))))
-        normed = relax.op.multiply(centered, emit(relax.op.rsqrt(shifted)))
-        if attrs.scale:
-            normed = relax.op.multiply(emit(normed), gamma)
-        if attrs.center:
-            normed = relax.op.add(emit(normed), beta)
-        return normed
+def _definition(call: relax.Call, formulas: Formulas, report: PassReport) -> relax.Expr | None:
+    x, rank = call.args[0], call.args[0].ty.ndim
+    axes = [int(a) % max(rank, 1) for a in call.attrs.axes]
+    if axes != list(range(rank - len(axes), rank)):
+        report.decline("relax.nn.layer_norm", "the axes are not the last ones, in order")
+        return None
+    normed = formulas.standardized(formulas.wide(x), axes, float(call.attrs.epsilon))
+    return formulas.cast(formulas.affine(normed, *affine_parameters(call)), dtype_of(x))

@@ -4,27 +4,40 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.conformance.quick import QUICK_DTYPES, QUICK_LIMIT, QUICK_OPERATORS
+from tests.conformance.admit import write_admitted
+from tests.conformance.coverage import operators
+from tests.conformance.document import write_document, write_results
+from tests.conformance.quick import QUICK_DTYPES, QUICK_GRADIENTS, QUICK_LIMIT, QUICK_OPERATORS
 from tests.conformance.runner import Entry, Settings, run_entries
-from tests.conformance.samples import operators
-from tests.conformance.table import Table
+from tests.conformance.table import FAILURES, Table, describe, read_rows
+
+MODES = ("forward", "auto", "relax", "aot")
 
 
-def all_entries(names: Sequence[str], dtypes: Sequence[str]) -> list[Entry]:
-    """Every operator of ``names`` in every dtype of ``dtypes`` that it takes."""
-    table = operators()
+def all_entries(
+    names: Sequence[str], dtypes: Sequence[str], modes: Sequence[str] = ("forward",)
+) -> list[Entry]:
+    """Every operator of ``names`` in every dtype of ``dtypes`` and every mode that it has."""
     return [
-        Entry(name, dtype)
+        Entry(name, dtype, mode)
+        for mode in modes
         for dtype in dtypes
         for name in names
-        if getattr(torch, dtype) in table[name].supported_dtypes("cpu")
+        if _has(operators()[name], getattr(torch, dtype), mode)
     ]
+
+
+def _has(op: Any, dtype: torch.dtype, mode: str) -> bool:
+    if mode == "forward":
+        return dtype in op.supported_dtypes("cpu")
+    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
 
 
 def _named(wanted: Sequence[str]) -> list[str]:
@@ -38,33 +51,43 @@ def _named(wanted: Sequence[str]) -> list[str]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the curated set")
-    parser.add_argument("--ops", nargs="+", help="operators, by their name in OpInfo")
-    parser.add_argument("--dtypes", nargs="+", help="such as float32 int64")
-    parser.add_argument("--samples", type=int, help="cases of an entry; 0 for all of them")
-    parser.add_argument("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
-    parser.add_argument("--resume", action="store_true", help="keep what the table has")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one group")
-    parser.add_argument("--out", type=Path, default=Path("build/conformance.json"))
+    add = parser.add_argument
+    add("--quick", action="store_true", help="the curated set, forward and gradients")
+    add("--ops", nargs="+", help="operators, by their name in OpInfo")
+    add("--dtypes", nargs="+", default=["float32"], help="such as float32 int64")
+    add("--modes", nargs="+", default=["forward"], choices=MODES, help="forward, or gradients by")
+    add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
+    add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
+    add("--resume", action="store_true", help="keep what the file has")
+    add("--workers", type=int, default=1, help="worker processes")
+    add("--timeout", type=float, default=120.0, help="seconds for one group")
+    add("--minutes", type=float, default=float("inf"), help="begin no entry after these")
+    add("--out", type=Path, default=Path("build/conformance.jsonl"), help="file of results")
+    add("--admit", action="store_true", help="try unproven claims, and admit those that are right")
+    add("--read", nargs="+", type=Path, help="run nothing, read files of results")
+    add("--whole", action="store_true", help="the results are complete: drop what they lack")
+    add("--write-results", action="store_true", help="bring results into tests/conformance")
+    add("--write-docs", action="store_true", help="write docs/operators.md from what is committed")
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run and print; 1 when anything is wrong, crashed or an error."""
-    options = _parse(arguments)
-    if options.ops:
-        names = _named(options.ops)
-    else:
-        names = list(QUICK_OPERATORS if options.quick else operators())
-    dtypes = options.dtypes or (QUICK_DTYPES if options.quick else ["float32"])
-    limit = options.samples
-    if limit is None:
-        limit = QUICK_LIMIT if options.quick else 0
+def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     index, count = (int(part) for part in options.shard.split("/"))
+    if options.quick:
+        chosen = all_entries(QUICK_OPERATORS, QUICK_DTYPES)
+        chosen += all_entries(QUICK_GRADIENTS, ["float32"], ["relax", "aot"])
+    else:
+        names = _named(options.ops) if options.ops else list(operators())
+        chosen = all_entries(names, options.dtypes, options.modes)
     table = Table(options.out, resume=options.resume)
-    entries = [e for e in all_entries(names, dtypes)[index::count] if not table.has(e)]
-    settings = Settings(limit=limit, timeout=options.timeout, workers=options.workers)
+    entries = [e for e in chosen[index::count] if not table.has(e)]
+    settings = Settings(
+        limit=QUICK_LIMIT if options.quick else options.samples,
+        timeout=options.timeout,
+        workers=options.workers,
+        admit=options.admit,
+        deadline=time.monotonic() + 60 * options.minutes,
+    )
     finished = 0
 
     def record(entry: Entry, outcomes: dict[str, Any]) -> None:
@@ -75,8 +98,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"[{finished}/{len(entries)}] {entry}: {row['class']} {row['cases']}", flush=True)
 
     run_entries(entries, settings, record)
-    print(table.summary())
-    return 1 if table.failures() else 0
+    return table.entries
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and print; 1 when anything is wrong, crashed, hung or an error."""
+    options = _parse(arguments)
+    if options.write_docs:
+        write_document()
+        return 0
+    rows = read_rows(options.read) if options.read else _run(options)
+    print(describe(rows))
+    if options.admit:
+        for change in write_admitted(rows, only_add=not options.whole):
+            print(f"admitted: {change}")
+    if options.write_results:
+        write_results(rows, only_add=not options.whole)
+    return 1 if any(FAILURES & set(row["cases"]) for row in rows.values()) else 0
 
 
 if __name__ == "__main__":

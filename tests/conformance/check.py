@@ -1,23 +1,27 @@
-"""One group of cases: compiled as one module, run, and compared with eager."""
+"""One group of cases: run through the whole way of the data, compared with eager, and classed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
-import tvmbridge
-from tests.conformance.samples import Case
+from tests.conformance.case import Case
+from tests.conformance.compare import compare, is_as_near
+from tests.conformance.evaluate import Operator, Run, Values, eager, run_group
 from tvmbridge.errors import BridgeError, BuildError, PassError
+
+Uses = dict[str, dict[str, list[str]]]
 
 
 @dataclass
 class Outcome:
-    """What came of one case: a class, and the reason where it is not a good one."""
+    """What came of one case: a class, and the reason where it is not a good one.
+
+    ``used`` are the claims that served it: section -> name -> dtypes.
+    """
 
     label: str
     result: str
@@ -25,135 +29,98 @@ class Outcome:
     ordinary: bool = True
     native: list[str] = field(default_factory=list)
     aten: list[str] = field(default_factory=list)
+    joint: str = ""
+    used: Uses = field(default_factory=dict)
 
 
 class GroupFailed(Exception):
     """A group of several cases did not get through; its cases must go one by one."""
 
 
-class Calls(nn.Module):
-    """Several calls of one operator as a module whose inputs are all their tensors."""
+@dataclass(frozen=True)
+class Check:
+    """How groups are checked.
 
-    def __init__(self, operator: Callable[..., Any], cases: Sequence[Case]) -> None:
-        super().__init__()
-        self.operator = operator
-        self.cases = list(cases)
-
-    def forward(self, *tensors: torch.Tensor) -> list[Any]:
-        results, position = [], 0
-        for case in self.cases:
-            count = len(case.tensors)
-            args, kwargs = case.arguments(tensors[position : position + count])
-            results.append(self.operator(*args, **kwargs))
-            position += count
-        return results
-
-
-def eager(operator: Callable[..., Any], case: Case) -> Any:
-    """The result of PyTorch itself, seeded; raises what the operator raises."""
-    args, kwargs = case.arguments([_copy(t) for t in case.tensors])
-    torch.manual_seed(0)
-    with torch.no_grad():
-        return operator(*args, **kwargs)
-
-
-def check_group(
-    operator: Callable[..., Any], cases: Sequence[Case], *, compare_values: bool
-) -> list[Outcome]:
-    """The outcomes of ``cases``, run as one module.
-
-    Raises:
-        GroupFailed: there are several cases and they are not all right.
+    Args:
+        operator: the function of tensors.
+        joint: the source of the joint function; None checks forward alone.
+        values: whether values are compared, beside dtypes and shapes.
+        admit: whether claims that are not proven are used too.
     """
-    alone = len(cases) == 1
-    try:
-        results, expected, report = _run(operator, cases)
-    except Exception as error:
-        if not alone:
-            raise GroupFailed from error
-        return [_failure(cases[0], _class_of(error), _describe(error))]
-    if report.fallbacks or report.tvm_calls != 1:
-        if not alone:
+
+    operator: Operator
+    joint: str | None = None
+    values: bool = True
+    admit: bool = False
+
+    def accepted(self, cases: Sequence[Case]) -> list[Case]:
+        """The cases that eager PyTorch accepts: some samples are of no use when varied."""
+        return [case for case in cases if self._eager(case) is not None]
+
+    def _eager(self, case: Case, dtype: torch.dtype | None = None) -> Values | None:
+        try:
+            return eager(self.operator, case, gradient=self.joint is not None, dtype=dtype)
+        except Exception:
+            return None
+
+    def group(self, cases: Sequence[Case]) -> list[Outcome]:
+        """The outcomes of ``cases``, run as one module.
+
+        Raises:
+            GroupFailed: there are several cases and they are not all right.
+        """
+        alone = len(cases) == 1
+        try:
+            run = run_group(self.operator, cases, self.joint, admit=self.admit)
+        except Exception as error:
+            if not alone:
+                raise GroupFailed from error
+            return [Outcome(cases[0].label, _class_of(error), _describe(error), cases[0].ordinary)]
+        if run.report.fallbacks or run.report.tvm_calls != 1:
+            if not alone:
+                raise GroupFailed
+            reason = f"fell back: {run.report.fallbacks}"
+            return [Outcome(cases[0].label, "error", reason, cases[0].ordinary)]
+        outcomes = [self._outcome(run, index, case) for index, case in enumerate(cases)]
+        if not alone and any(o.result == "wrong" for o in outcomes):
             raise GroupFailed
-        return [_failure(cases[0], "error", f"fell back: {report.fallbacks}")]
-    specialization = report.specializations[0]
-    native, aten = (
-        sorted(calls) for calls in (specialization.native_operators, specialization.aten_operators)
-    )
-    outcomes = []
-    for case, ours, theirs in zip(cases, results, expected, strict=True):
-        difference = compare(ours, theirs, values=compare_values)
-        if difference and not alone:
-            raise GroupFailed
-        if difference and _is_no_worse(operator, case, ours, theirs):
+        return outcomes
+
+    def _outcome(self, run: Run, index: int, case: Case) -> Outcome:
+        specialization = run.report.specializations[0]
+        native, aten = (
+            sorted(calls)
+            for calls in (specialization.native_operators, specialization.aten_operators)
+        )
+        ours, theirs = _of_case(run.ours, index), _of_case(run.theirs, index)
+        difference = compare(ours, theirs, values=self.values)
+        if difference and self._is_rounding(case, ours, theirs):
             difference = None
-        result = "wrong" if difference else _native_class(native, aten)
-        reason = difference or ""
-        outcomes.append(Outcome(case.label, result, reason, case.ordinary, native, aten))
-    return outcomes
+        used = {
+            section: {name: sorted(dtypes) for name, dtypes in names.items()}
+            for section, names in run.observation.used.items()
+        }
+        return Outcome(
+            label=case.label,
+            result="wrong" if difference else _native_class(native, aten),
+            reason=difference or specialization.joint_reason,
+            ordinary=case.ordinary,
+            native=native,
+            aten=aten,
+            joint=specialization.joint or "",
+            used={str(section): names for section, names in used.items()},
+        )
+
+    def _is_rounding(self, case: Case, ours: Any, theirs: Any) -> bool:
+        if not self.values:
+            return False
+        reference = self._eager(case, torch.float64)
+        return reference is not None and is_as_near(ours, theirs, _of_case(reference, 0))
 
 
-def _is_no_worse(operator: Callable[..., Any], case: Case, ours: Any, theirs: Any) -> bool:
-    """Whether a result differs by rounding alone: float64 says that it is as near as eager's.
-
-    Eager PyTorch rounds a half-precision result otherwise for other strides of the same values.
-    """
-    if compare(ours, theirs, values=False):
-        return False
-    wide = [_copy(t, torch.float64) if t.is_floating_point() else _copy(t) for t in case.tensors]
-    args, kwargs = case.arguments(wide)
-    try:
-        with torch.no_grad():
-            reference = operator(*args, **kwargs)
-    except Exception:
-        return False
-    leaves = [pytree.tree_leaves(x) for x in (ours, theirs, reference)]
-    return all(_is_as_near(a, b, r) for a, b, r in zip(*leaves, strict=True))
-
-
-def _is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
-    if not isinstance(theirs, torch.Tensor) or not theirs.is_floating_point():
-        return _compare_leaf(ours, theirs, values=True) is None
-    return _error(ours, reference) <= _error(theirs, reference) < float("inf")
-
-
-def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest error; infinite where NaN or an infinity is in another place."""
-    if result.shape != reference.shape:
-        return float("inf")
-    wide, exact = result.double(), reference.double()
-    finite = exact.isfinite()
-    for test in (torch.isfinite, torch.isnan, torch.isposinf):
-        if not torch.equal(test(wide), test(exact)):
-            return float("inf")
-    errors = (wide[finite] - exact[finite]).abs()
-    return float(errors.max()) if errors.numel() else 0.0
-
-
-def _failure(case: Case, result: str, reason: str) -> Outcome:
-    return Outcome(case.label, result, reason, case.ordinary)
-
-
-def _run(
-    operator: Callable[..., Any], cases: Sequence[Case]
-) -> tuple[list[Any], list[Any], tvmbridge.DispatchReport]:
-    module = Calls(operator, cases).eval()
-    inputs = tuple(t for case in cases for t in case.tensors)
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = module(*[_copy(t) for t in inputs])
-        tvmbridge.add_tvm_dispatch(module, inputs)
-        torch.manual_seed(0)
-        results = module(*inputs)
-    return results, expected, tvmbridge.dispatch_report(module)
-
-
-def _copy(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A copy with the same strides."""
-    if 0 in tensor.stride() or not tensor.numel():
-        return tensor.clone().to(dtype or tensor.dtype)
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype)
-    return copy.copy_(tensor)
+def _of_case(values: Values, index: int) -> Any:
+    gradients = None if values.gradients is None else values.gradients[index]
+    return values.results[index], gradients
 
 
 def _native_class(native: Sequence[str], aten: Sequence[str]) -> str:
@@ -170,35 +137,3 @@ def _class_of(error: Exception) -> str:
 def _describe(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text[:600]}"
-
-
-def compare(ours: Any, theirs: Any, *, values: bool) -> str | None:
-    """How two results differ in structure, dtype, shape or values; None when they agree."""
-    left, left_spec = pytree.tree_flatten(ours)
-    right, right_spec = pytree.tree_flatten(theirs)
-    if len(left) != len(right) or str(left_spec) != str(right_spec):
-        return f"the structure is {left_spec} instead of {right_spec}"
-    for a, b in zip(left, right, strict=True):
-        difference = _compare_leaf(a, b, values=values)
-        if difference:
-            return difference
-    return None
-
-
-def _compare_leaf(ours: Any, theirs: Any, *, values: bool) -> str | None:
-    if not isinstance(theirs, torch.Tensor):
-        same = ours == theirs or (ours != ours and theirs != theirs)
-        return None if same else f"{ours!r} instead of {theirs!r}"
-    if not isinstance(ours, torch.Tensor):
-        return f"a {type(ours).__name__} instead of a tensor"
-    if ours.dtype != theirs.dtype:
-        return f"dtype {ours.dtype} instead of {theirs.dtype}"
-    if ours.shape != theirs.shape:
-        return f"shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-    if not values:
-        return None
-    try:
-        torch.testing.assert_close(ours, theirs, equal_nan=True)
-    except AssertionError as error:
-        return " ".join(str(error).split())[:600]
-    return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 QUICK_DTYPES = ("float32", "float64", "int64", "bool")
 
 # Samples of an entry, beside those with special values and with strides.
-QUICK_LIMIT = 3
+QUICK_LIMIT = 2
 
 _NAMES = """
     abs add all amax amin any bitwise_and bitwise_not bmm cat clamp clone
@@ -20,3 +20,10 @@ _NAMES = """
 """
 
 QUICK_OPERATORS = tuple(_NAMES.split())
+
+# Their gradients are checked too, by both sources of the joint function.
+_GRADIENTS = (
+    "abs add amax div:no_rounding_mode exp cat matmul maximum mul nn.functional.gelu "
+    "nn.functional.layer_norm nn.functional.linear nn.functional.embedding softmax where"
+)
+QUICK_GRADIENTS = tuple(_GRADIENTS.split())

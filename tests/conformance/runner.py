@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,23 +20,30 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Entry:
-    """One operator in one dtype."""
+    """One operator in one dtype: ``forward``, or its gradient by a source (auto, relax, aot)."""
 
     name: str
     dtype: str
+    mode: str = "forward"
 
     def __str__(self) -> str:
-        return f"{self.name}/{self.dtype}"
+        return f"{self.name}/{self.dtype}/{self.mode}"
 
 
 @dataclass
 class Settings:
-    """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds."""
+    """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds.
+
+    With ``admit`` claims are used that are not proven; what is left at ``deadline``, a moment of
+    ``time.monotonic``, is not begun.
+    """
 
     limit: int = 0
     group_size: int = 8
     timeout: float = 120.0
     workers: int = 1
+    admit: bool = False
+    deadline: float = float("inf")
 
 
 @dataclass
@@ -52,7 +60,20 @@ class Progress:
 
 
 class WorkerDied(Exception):
-    """The worker crashed, or took too long and was ended; the text says which."""
+    """The worker crashed, or took too long and was ended; the text says how."""
+
+    result = "crash"
+
+
+class WorkerHung(WorkerDied):
+    """The worker took too long and was ended."""
+
+    result = "timeout"
+
+
+def _search_path() -> str:
+    """The caller's own PYTHONPATH, behind the repository."""
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 class Worker:
@@ -67,7 +88,7 @@ class Worker:
             stderr=self._errors,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": _search_path()},
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -95,7 +116,7 @@ class Worker:
                 line = self._lines.get(timeout=timeout)
             except queue.Empty:
                 self.close()
-                raise WorkerDied(f"nothing for {timeout:.0f} s") from None
+                raise WorkerHung(f"nothing for {timeout:.0f} s") from None
             if line is None:
                 raise WorkerDied(self._last_words())
             content = json.loads(line)
@@ -123,6 +144,8 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
         task = {
             "name": entry.name,
             "dtype": entry.dtype,
+            "mode": entry.mode,
+            "admit": settings.admit,
             "limit": settings.limit,
             "group_size": group_size,
             "labels": progress.left(),
@@ -137,7 +160,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             lonely = len(progress.group) == 1
             if lonely or not progress.group:
                 label = progress.group[0] if lonely else "samples"
-                progress.outcomes[label] = _crash(label, str(death))
+                progress.outcomes[label] = _death(label, death)
             if progress.labels is None or not progress.left():
                 return progress.outcomes, worker
             group_size = 1
@@ -154,9 +177,9 @@ def _take(progress: Progress, line: dict[str, Any]) -> None:
         progress.outcomes[line["outcome"]["label"]] = line["outcome"]
 
 
-def _crash(label: str, reason: str) -> dict[str, Any]:
-    outcome = {"label": label, "result": "crash", "reason": reason}
-    return {**outcome, "ordinary": True, "native": [], "aten": []}
+def _death(label: str, death: WorkerDied) -> dict[str, Any]:
+    outcome = {"label": label, "result": death.result, "reason": str(death), "joint": ""}
+    return {**outcome, "ordinary": True, "native": [], "aten": [], "used": {}}
 
 
 def run_entries(
@@ -173,7 +196,7 @@ def run_entries(
     def serve() -> None:
         worker = Worker()
         try:
-            while True:
+            while time.monotonic() < settings.deadline:
                 try:
                     entry = waiting.get_nowait()
                 except queue.Empty:

@@ -1,80 +1,122 @@
-"""The table of a run: per operator and dtype what became of it, as JSON, and its summary."""
+"""The table of a run: what became of each entry, as lines of JSON, and its summary."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.conformance.runner import Entry
 
 # From the worst to the best: an entry is of the worst class that one of its cases is of.
-CLASSES = ("crash", "wrong", "error", "refused", "aten_call", "mixed", "native")
-FAILURES = frozenset({"crash", "wrong", "error"})
-_UNFIT = frozenset({*FAILURES, "refused"})
+CLASSES = ("crash", "timeout", "wrong", "error", "refused", "aten_call", "mixed", "native")
+FAILURES = frozenset({"crash", "timeout", "wrong", "error"})
+RIGHT = frozenset({"aten_call", "mixed", "native"})
 
 
 class Table:
-    """The results so far, written to ``path`` after each entry."""
+    """The results so far; each entry is appended to ``path`` when it is finished."""
 
     def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
-        self.entries: dict[str, dict[str, Any]] = {}
-        if resume and path.exists():
-            self.entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
+        self.entries: dict[str, dict[str, Any]] = read_rows([path]) if resume else {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not resume:
+            path.write_text("", encoding="utf-8")
 
     def has(self, entry: Entry) -> bool:
         """Whether ``entry`` is in the table already."""
         return str(entry) in self.entries
 
     def record(self, entry: Entry, outcomes: dict[str, Any]) -> None:
-        """Put the outcomes of ``entry`` in and write the file."""
-        row = summarize(outcomes)
-        self.entries[str(entry)] = row
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"entries": dict(sorted(self.entries.items()))}
-        self.path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        """Put the outcomes of ``entry`` in and append them to the file."""
+        row = self.entries[str(entry)] = summarize(outcomes)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"entry": str(entry), **row}) + "\n")
 
     def failures(self) -> dict[str, dict[str, Any]]:
-        """The entries of which a case is wrong, crashed or an error."""
+        """The entries of which a case is wrong, crashed, hung or an error."""
         return {n: row for n, row in self.entries.items() if FAILURES & set(row["cases"])}
 
-    def summary(self) -> str:
-        """Counts by class and dtype, then what is wrong and what is refused."""
-        dtypes = sorted({name.rpartition("/")[2] for name in self.entries})
-        lines = ["dtype      " + "".join(f"{c:>10}" for c in CLASSES)]
-        for dtype in dtypes:
-            rows = [r for n, r in self.entries.items() if n.endswith(f"/{dtype}")]
-            counts = Counter(row["class"] for row in rows)
-            lines.append(f"{dtype:<11}" + "".join(f"{counts[c]:>10}" for c in CLASSES))
-        for wanted in ("refused", *FAILURES):
-            for name, row in self.entries.items():
-                for failure in row["unfit"]:
-                    if failure["result"] == wanted:
-                        reason = " ".join(failure["reason"].split())[-300:]
-                        lines.append(f"{wanted} {name} [{failure['label']}]: {reason}")
-        return "\n".join(lines)
+
+def read_rows(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The rows of several files by entry, later ones over earlier ones.
+
+    A line that was cut off when a run was ended is passed over.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        if not path.exists():
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            rows[row.pop("entry")] = row
+    return rows
 
 
 def summarize(outcomes: dict[str, Any]) -> dict[str, Any]:
     """One row of the table.
 
-    Its class is the worst of its cases; but for failures those with an empty tensor do not count
-    where there are others, since operators on empty tensors are always ATen calls.
+    Its class is the worst of its cases; but those with an empty tensor count only where they are
+    not right, since operators on empty tensors are always ATen calls.
     """
     listed = list(outcomes.values())
     counts = Counter(o["result"] for o in listed)
-    ordinary = [o for o in listed if o["ordinary"] or o["result"] in _UNFIT] or listed
+    ordinary = [o for o in listed if o["ordinary"] or o["result"] not in RIGHT] or listed
     found = {o["result"] for o in ordinary}
+    unfit = [o for o in listed if o["result"] not in RIGHT]
     return {
         "class": next((c for c in CLASSES if c in found), "none"),
         "cases": dict(counts),
         "native": sorted({name for o in listed for name in o["native"]}),
         "aten": sorted({name for o in listed for name in o["aten"]}),
-        "unfit": [
-            {key: o[key] for key in ("label", "result", "reason")}
-            for o in listed
-            if o["result"] in _UNFIT
-        ],
+        "joint": sorted({o["joint"] for o in listed if o["joint"]}),
+        "unfit": [{key: o[key] for key in ("label", "result", "reason")} for o in unfit],
+        "proven": _uses(o for o in listed if o["result"] in RIGHT),
+        "refuted": _uses(unfit),
     }
+
+
+def _uses(outcomes: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """The claims that served ``outcomes``: section -> name -> dtypes."""
+    merged: dict[str, dict[str, set[str]]] = {}
+    for outcome in outcomes:
+        for section, names in outcome["used"].items():
+            for name, dtypes in names.items():
+                merged.setdefault(section, {}).setdefault(name, set()).update(dtypes)
+    return {s: {n: sorted(d) for n, d in names.items()} for s, names in merged.items()}
+
+
+def count_classes(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """Counts of the classes of entries for each dtype and mode, ``float32/forward`` and so on."""
+    counts: dict[str, Counter[str]] = {}
+    for name, row in rows.items():
+        _, dtype, mode = name.rsplit("/", 2)
+        if row["class"] != "none":
+            counts.setdefault(f"{dtype}/{mode}", Counter())[row["class"]] += 1
+    return dict(sorted(counts.items()))
+
+
+def share_right(counts: Mapping[str, int]) -> float:
+    """The share of entries all of whose cases are right."""
+    return sum(counts.get(c, 0) for c in RIGHT) / max(1, sum(counts.values()))
+
+
+def describe(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Counts by class, dtype and mode, then what is refused and what is wrong, case by case."""
+    lines = [f"{'':<18}" + "".join(f"{c:>10}" for c in CLASSES) + "     right"]
+    for kind, counts in count_classes(rows).items():
+        numbers = "".join(f"{counts[c]:>10}" for c in CLASSES)
+        lines.append(f"{kind:<18}{numbers}{share_right(counts):>10.1%}")
+    for wanted in ("refused", *sorted(FAILURES)):
+        for name, row in rows.items():
+            for failure in row["unfit"]:
+                if failure["result"] == wanted:
+                    reason = " ".join(failure["reason"].split())[-300:]
+                    lines.append(f"{wanted} {name} [{failure['label']}]: {reason}")
+    return "\n".join(lines)

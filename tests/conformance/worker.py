@@ -7,6 +7,7 @@ was at when it died.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -16,8 +17,10 @@ from typing import Any, TextIO
 
 import torch
 
-from tests.conformance.check import GroupFailed, Outcome, check_group, eager
-from tests.conformance.samples import UNDEFINED_VALUES, Case, cases_of, operators
+from tests.conformance.case import Case
+from tests.conformance.check import Check, GroupFailed, Outcome
+from tests.conformance.coverage import UNDEFINED_VALUES, operators
+from tests.conformance.samples import cases_of
 
 
 def _groups(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
@@ -28,32 +31,18 @@ def _groups(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
             yield kind[start : start + size]
 
 
-def _check(
-    name: str, group: list[Case], announce: Callable[[Sequence[Case]], None]
+def _outcomes(
+    check: Check, group: list[Case], announce: Callable[[Sequence[Case]], None]
 ) -> Iterable[Outcome]:
-    operator = operators()[name].op
-    compare_values = name.split(":")[0] not in UNDEFINED_VALUES
     announce(group)
     try:
-        yield from check_group(operator, group, compare_values=compare_values)
+        yield from check.group(group)
         return
     except GroupFailed:
         pass
     for case in group:
         announce([case])
-        yield from check_group(operator, [case], compare_values=compare_values)
-
-
-def _accepted(name: str, cases: Sequence[Case]) -> list[Case]:
-    """The cases that eager PyTorch accepts: some samples are of no use with special values."""
-    accepted = []
-    for case in cases:
-        try:
-            eager(operators()[name].op, case)
-        except Exception:
-            continue
-        accepted.append(case)
-    return accepted
+        yield from check.group([case])
 
 
 def _run_task(task: dict[str, Any], out: TextIO) -> None:
@@ -65,13 +54,20 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
         write({"group": [case.label for case in group]})
 
     name, dtype = task["name"], getattr(torch, task["dtype"])
+    gradient = task["mode"] != "forward"
+    check = Check(
+        operators()[name].op,
+        joint=task["mode"] if gradient else None,
+        values=name.split(":")[0] not in UNDEFINED_VALUES,
+        admit=task["admit"],
+    )
     wanted = task["labels"]
     write({"group": []})
-    cases = cases_of(name, dtype, task["limit"])
-    cases = _accepted(name, [c for c in cases if wanted is None or c.label in wanted])
+    cases = cases_of(name, dtype, task["limit"], gradient=gradient)
+    cases = check.accepted([c for c in cases if wanted is None or c.label in wanted])
     write({"cases": [case.label for case in cases]})
     for group in _groups(cases, task["group_size"]):
-        for outcome in _check(name, group, announce):
+        for outcome in _outcomes(check, group, announce):
             write({"outcome": asdict(outcome)})
     write({"done": True})
 
@@ -79,6 +75,7 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
 def main() -> None:
     """Serve tasks until the input ends."""
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     # Whatever else prints must not get between the lines of the protocol.
     out = os.fdopen(os.dup(1), "w")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tvmbridge
-from tests.conformance.check import compare
+from tests.conformance.compare import compare
 from tvmbridge.report import DispatchReport
 
 

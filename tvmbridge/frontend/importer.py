@@ -11,10 +11,12 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from tvm import relax
 
+from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.frontend.limits import dtypes_admitted, nbytes_of, refuse_what_cannot_run
+from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
 from tvmbridge.kernels.aten_call import ATEN_CALL, emit_aten_call, packed_call
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
@@ -92,13 +94,14 @@ class Importer:
         if not node.all_input_nodes and nbytes_of(node) <= _MAX_FOLDED_BYTES:
             return self._fold(node)
         converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
-        if converter is not None and dtypes_admitted(node, converter):
+        if converter is not None and may_convert(node, converter):
             try:
                 result = converter.function(self, node, *node.args, **node.kwargs)
             except Declined:
                 pass
             else:
                 self.native_calls[name] = self.native_calls.get(name, 0) + 1
+                note_use("converters", name, map(to_relax_dtype, dtypes_of(node)))
                 return tuple(result) if isinstance(result, tuple) else self._bind(result)
         self.aten_calls[name] = self.aten_calls.get(name, 0) + 1
         return emit_aten_call(self.builder, node, self.values)
@@ -125,7 +128,16 @@ class Importer:
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
-    """A Relax constant with a copy of ``tensor``'s values."""
+    """A Relax constant with a copy of ``tensor``'s values.
+
+    Raises:
+        UnsupportedOperatorError: it has none, for it is one that only tells shapes.
+    """
+    if isinstance(tensor, FakeTensor):
+        raise UnsupportedOperatorError(
+            f"forward reads a tensor of shape {tuple(tensor.shape)} that it made while it was "
+            "traced and kept; its values are not known"
+        )
     dense = tensor.detach().cpu().contiguous()
     if dense.dtype is torch.bool:
         return relax.const(dense.numpy(), "bool")
@@ -145,7 +157,10 @@ class ImportedModule:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """A parameter of the Relax function, and the fx node whose value it is."""
+    """A parameter of the Relax function, and the fx node whose value it is.
+
+    A mask of one byte an element may stand for a node of another dtype: it is converted.
+    """
 
     name: str
     spec: TensorSpec
@@ -220,9 +235,11 @@ def _import(
     builder = relax.BlockBuilder()
     importer = Importer(builder)
     parameters = [_parameter(i.name, i.spec) for i in inputs]
-    importer.values.update(zip((i.node for i in inputs), parameters, strict=True))
     with builder.function(name, parameters):
         with builder.dataflow():
+            for given, parameter in zip(inputs, parameters, strict=True):
+                dtype = given.node.meta["val"].dtype
+                importer.values[given.node] = importer.cast(parameter, given.spec.dtype, dtype)
             for node, tensor in constants.items():
                 importer.values[node] = importer.constant(tensor)
             for node in graph.nodes:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from tvmbridge.admission import is_proven
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import Converter
-from tvmbridge.kernels.dtypes import is_supported
+from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.types import TensorSpec
 
 _STRIDE_DEPENDENT = frozenset(
@@ -29,10 +31,36 @@ def nbytes_of(node: fx.Node) -> int:
     return sum(TensorSpec.of(v).nbytes for v in tensors_of(node))
 
 
-def dtypes_admitted(node: fx.Node, converter: Converter) -> bool:
-    """Whether ``converter`` may convert a node, by the dtypes of its operands and results."""
-    tensors = [t for n in (*node.all_input_nodes, node) for t in tensors_of(n)]
-    return all(t.dtype in converter.dtypes and t.numel() > 0 for t in tensors)
+def dtypes_of(node: fx.Node) -> frozenset[torch.dtype]:
+    """The dtypes of all that a node reads and makes.
+
+    Of several results those count that are read: some are empty where PyTorch does not need them.
+    """
+    return frozenset(t.dtype for t in _operands_and_results(node))
+
+
+def may_convert(node: fx.Node, converter: Converter) -> bool:
+    """Whether ``converter`` claims to convert a node, and has been proven to."""
+    dtypes = dtypes_of(node)
+    names = [to_relax_dtype(d) for d in dtypes if is_supported(d)]
+    return (
+        dtypes <= converter.dtypes
+        and all(t.numel() for t in _operands_and_results(node))
+        and is_proven("converters", str(node.target), names)
+    )
+
+
+def _operands_and_results(node: fx.Node) -> list[torch.Tensor]:
+    return [t for n in node.all_input_nodes for t in tensors_of(n)] + _read_results(node)
+
+
+def _read_results(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta["val"]
+    one_by_one = all(user.target is operator.getitem for user in node.users)
+    if not isinstance(value, tuple | list) or not one_by_one:
+        return tensors_of(node)
+    read = {user.args[1] for user in node.users}
+    return [t for i, t in enumerate(value) if i in read and isinstance(t, torch.Tensor)]
 
 
 def refuse_what_cannot_run(node: fx.Node) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,32 +23,6 @@ def _inactive_dropout(ctx: Importer, node: fx.Node, *_: Any) -> relax.Expr:
     if train and p != 0:
         raise Declined("dropout of everything")
     return ctx.value(x)
-
-
-@converts(aten.native_layer_norm.default, dtypes=FLOATS)
-def _native_layer_norm(
-    ctx: Importer,
-    node: fx.Node,
-    x: fx.Node,
-    normalized_shape: Sequence[int],
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    eps: float,
-) -> tuple[Any, ...]:
-    rank, count = len(shape_of(x)), len(normalized_shape)
-    if any(user.args[1] != 0 for user in node.users):
-        raise Declined("layer norm whose statistics are read")
-    dtype = to_relax_dtype(x.meta["val"].dtype)
-    gamma, beta = (
-        relax.op.full(list(normalized_shape), relax.const(fill, dtype), dtype)
-        if parameter is None
-        else ctx.value(parameter)
-        for parameter, fill in ((weight, 1.0), (bias, 0.0))
-    )
-    gamma, beta = (ctx.emit(g) if not isinstance(g, relax.Var) else g for g in (gamma, beta))
-    axes = list(range(rank - count, rank))
-    normed = relax.op.nn.layer_norm(ctx.value(x), gamma, beta, axes, eps)
-    return ctx.emit(normed), None, None
 
 
 @converts(aten.embedding.default, dtypes=COMPUTED)
@@ -83,69 +56,3 @@ def _stop_padding_gradient(
     )
     stopped = ctx.emit(relax.op.grad.no_grad(rows))
     return ctx.emit(relax.op.where(padding, stopped, rows))
-
-
-def _per_channel(
-    ctx: Importer, x: relax.Expr, op: Callable[..., relax.Expr], row: relax.Expr, rank: int
-) -> relax.Expr:
-    """``op`` of ``x`` and a value for each channel, which is the second dimension of ``x``."""
-    channels = int(row.ty.shape.values[0])
-    shaped = ctx.emit(relax.op.reshape(row, [channels, *[1] * (rank - 2)]))
-    return ctx.emit(op(x, shaped))
-
-
-@converts(aten.native_group_norm.default, dtypes=FLOATS)
-def _native_group_norm(
-    ctx: Importer,
-    node: fx.Node,
-    x: fx.Node,
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    batch: int,
-    channels: int,
-    inner: int,
-    groups: int,
-    eps: float,
-) -> tuple[Any, ...]:
-    if any(user.args[1] != 0 for user in node.users):
-        raise Declined("group norm whose statistics are read")
-    shape, dtype = shape_of(x), x.meta["val"].dtype
-    rows = ctx.emit(relax.op.reshape(ctx.value(x), (batch * groups, channels // groups * inner)))
-    centered = ctx.emit(relax.op.subtract(rows, ctx.emit(relax.op.mean(rows, [1], True))))
-    square = ctx.emit(relax.op.multiply(centered, centered))
-    variance = ctx.emit(relax.op.mean(square, [1], True))
-    spread = ctx.emit(relax.op.rsqrt(ctx.emit(relax.op.add(variance, ctx.tensor(eps, dtype)))))
-    normed = ctx.emit(relax.op.multiply(centered, spread))
-    result = ctx.emit(relax.op.reshape(normed, shape))
-    for parameter, op in ((weight, relax.op.multiply), (bias, relax.op.add)):
-        if parameter is not None:
-            result = _per_channel(ctx, result, op, ctx.value(parameter), len(shape))
-    return result, None, None
-
-
-@converts(aten._native_batch_norm_legit_no_training.default, dtypes=FLOATS)
-def _batch_norm_in_inference(
-    ctx: Importer,
-    node: fx.Node,
-    x: fx.Node,
-    weight: fx.Node | None,
-    bias: fx.Node | None,
-    mean: fx.Node,
-    variance: fx.Node,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, ...]:
-    """x scale + shift, with scale = weight / sqrt(variance + eps), shift = bias - mean scale."""
-    if any(user.args[1] != 0 for user in node.users):
-        raise Declined("batch norm whose statistics are read")
-    rank, dtype = len(shape_of(x)), x.meta["val"].dtype
-    padded = ctx.emit(relax.op.add(ctx.value(variance), ctx.tensor(eps, dtype)))
-    scale = ctx.emit(relax.op.rsqrt(padded))
-    if weight is not None:
-        scale = ctx.emit(relax.op.multiply(scale, ctx.value(weight)))
-    moved = ctx.emit(relax.op.multiply(ctx.value(mean), scale))
-    shift = ctx.emit(
-        relax.op.negative(moved) if bias is None else relax.op.subtract(ctx.value(bias), moved)
-    )
-    scaled = _per_channel(ctx, ctx.value(x), relax.op.multiply, scale, rank)
-    return _per_channel(ctx, scaled, relax.op.add, shift, rank), None, None

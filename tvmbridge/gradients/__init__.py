@@ -1,7 +1,7 @@
 """Gradient rules: which operators TVM's Gradient may differentiate, by whose rule.
 
-An operator is differentiated only when it stands in :data:`ADMITTED`, with a condition on the
-call where a rule holds for some arguments only.
+An operator is differentiated only when it stands in :data:`CLAIMED`, whose condition on the call
+says for which arguments the rule holds, and is admitted (``tvmbridge/admission.py``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
+from tvmbridge.admission import is_proven
 from tvmbridge.gradients.rules import OWN_RULES
 
 # Overrides TVM's own registrations, which have level 10.
@@ -63,7 +64,7 @@ _UPSTREAM_RULES: tuple[str, ...] = (
     "relax.astype",
 )
 
-ADMITTED: dict[str, Condition] = {
+CLAIMED: dict[str, Condition] = {
     **dict.fromkeys((*_UPSTREAM_RULES, *OWN_RULES), _always),
     "relax.strided_slice": _steps_of_one,
     "relax.full": _fills_with_a_number,
@@ -73,8 +74,15 @@ ADMITTED: dict[str, Condition] = {
 
 def is_admitted(call: relax.Call) -> bool:
     """Whether ``call`` may be differentiated with TVM's Gradient."""
-    condition = ADMITTED.get(call.op.name)
-    return condition is not None and condition(call)
+    name = call.op.name
+    condition = CLAIMED.get(name)
+    return condition is not None and condition(call) and is_proven("rules", name, dtypes_of(call))
+
+
+def dtypes_of(call: relax.Call) -> set[str]:
+    """The floating dtypes of what a call returns."""
+    types = call.ty.fields if isinstance(call.ty, relax.TupleType) else [call.ty]
+    return {name for name in (str(t.dtype.dtype) for t in types) if "float" in name}
 
 
 @functools.cache

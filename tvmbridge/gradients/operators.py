@@ -5,10 +5,14 @@ That is PyTorch's derivative for the operators listed here, everywhere: also at 
 is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
 deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
 PyTorch's formula says 0.) Whether Relax has a rule for each of the parts is another question, which
-``ADMITTED`` answers. Names are without overload and without the underscore of in-place variants.
+``CLAIMED`` answers. Names are without overload and without the underscore of in-place variants.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tvmbridge.admission import is_proven, note_use
 
 _MOVES = (
     "_reshape_alias _unsafe_view alias cat channel_shuffle clone contiguous copy detach "
@@ -24,9 +28,10 @@ _ELEMENTWISE = (
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
 _REDUCTIONS = (
     "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
-    "mean mse_loss native_layer_norm sum trace"
+    "mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
 )
 
+# What is claimed; it counts where it is admitted (``tvmbridge/admission.py``).
 SAME_DERIVATIVE: frozenset[str] = frozenset(
     f"aten::{name}"
     for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS)
@@ -34,6 +39,8 @@ SAME_DERIVATIVE: frozenset[str] = frozenset(
 )
 
 
-def has_same_derivative(schema_name: str) -> bool:
-    """Whether the operator (``aten::add_``, say) may be left to TVM's Gradient."""
-    return schema_name.removesuffix("_") in SAME_DERIVATIVE
+def has_same_derivative(schema_name: str, dtypes: Iterable[str]) -> bool:
+    """Whether the operator (``aten::add_``, say) may be left to TVM's Gradient in these dtypes."""
+    name = schema_name.removesuffix("_")
+    note_use("derivatives", name, dtypes)
+    return name in SAME_DERIVATIVE and is_proven("derivatives", name, dtypes)

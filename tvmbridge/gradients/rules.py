@@ -120,7 +120,7 @@ def _extremum(loses: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
 def _strided_slice(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """The cotangent in its place among zeros; steps of 1 only (see ``ADMITTED``)."""
+    """The cotangent in its place among zeros; steps of 1 only (see ``CLAIMED``)."""
     source = shape_of(call.args[0])
     axes = [int(a.value) % len(source) for a in call.args[1].fields]
     begins = [int(b.value) for b in call.args[2].fields]
@@ -198,7 +198,7 @@ def _flip(
 def _take(
     var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
 ) -> list[relax.Expr]:
-    """Rows of the cotangent added up by index (one-dimensional indices; see ``ADMITTED``)."""
+    """Rows of the cotangent added up by index (one-dimensional indices; see ``CLAIMED``)."""
     x, indices = call.args
     axis = int(call.attrs.axis) % len(shape_of(x))
     grad = op.grad.take_backward(cotangent, x, indices, axis=axis)

@@ -1,5 +1,6 @@
 """Tools to look at what the toolkit made of a module."""
 
+from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
 from tvmbridge.inspect.visualize import visualize
 
-__all__ = ["visualize"]
+__all__ = ["ComparisonReport", "Departure", "compare", "visualize"]

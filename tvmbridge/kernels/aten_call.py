@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def emit_aten_call(
     tensors: list[relax.Expr] = []
     results = node.meta["val"]
     several = isinstance(results, tuple | list)
-    fakes = list(results) if several else [results]
+    fakes = _results_read(node) if several else [results]
     spec = json.dumps(
         {
             "op": str(node.target),
@@ -53,7 +54,7 @@ def emit_aten_call(
         }
     )
     types = [
-        relax.TensorType([int(s) for s in f.shape], to_relax_dtype(_true_dtype(node, f, fakes)))
+        relax.TensorType([int(s) for s in f.shape], to_relax_dtype(_true_dtype(node, f)))
         for f in fakes
         if f is not None
     ]
@@ -67,10 +68,22 @@ def emit_aten_call(
     )
 
 
-def _true_dtype(node: fx.Node, fake: torch.Tensor, fakes: Sequence[Any]) -> torch.dtype:
+def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
+    """The fake results of a node, None for those that nothing reads: there may be none at a call.
+
+    (A backward returns no gradient that its mask does not ask for, where the trace has a tensor.)
+    """
+    fakes = list(node.meta["val"])
+    read = {user.args[1] for user in node.users if user.target is operator.getitem}
+    if not read or any(user.target is not operator.getitem for user in node.users):
+        return fakes
+    return [fake if i in read else None for i, fake in enumerate(fakes)]
+
+
+def _true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
     """The dtype of a result; PyTorch 2.11 foretells that of one kernel's wrongly."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    if node.target is flash and fakes[0].dtype is torch.float64:
+    if node.target is flash and node.meta["val"][0].dtype is torch.float64:
         return torch.float64
     return fake.dtype
 

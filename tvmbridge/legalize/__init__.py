@@ -5,9 +5,13 @@ relax.transform.LegalizeOps(customize_legalize_map=LEGALIZE_MAP)
 
 from __future__ import annotations
 
+import operator
+
+from tvm import ir, tirx
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
 from tvmbridge.legalize import normalizations
+from tvmbridge.legalize.arithmetic import arithmetic, negative
 from tvmbridge.legalize.comparisons import COMPARISONS
 from tvmbridge.legalize.elementwise import (
     binary,
@@ -20,7 +24,23 @@ from tvmbridge.legalize.elementwise import (
 )
 from tvmbridge.legalize.reductions import reduction
 
+
+def _upstream(name: str) -> LegalizeFunc:
+    legalize: LegalizeFunc = ir.Op.get(name).get_attr("FLegalize")
+    return legalize
+
+
 LEGALIZE_MAP: dict[str, LegalizeFunc] = {
+    **{
+        f"relax.{name}": arithmetic(function, name, _upstream(f"relax.{name}"))
+        for name, function in (
+            ("add", operator.add),
+            ("subtract", operator.sub),
+            ("multiply", operator.mul),
+            ("divide", tirx.div),
+        )
+    },
+    "relax.negative": negative(_upstream("relax.negative")),
     "relax.exp": unary_float("exp"),
     "relax.log": unary_float("log"),
     "relax.erf": unary_float("erf"),

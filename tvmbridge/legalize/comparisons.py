@@ -21,7 +21,7 @@ from tvmbridge.legalize.lets import constant
 Compare = Callable[[Expr, Expr], Expr]
 
 
-def _element(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
+def element_of(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
     """The element of ``x`` that its broadcast has at ``indices``."""
     last = indices[len(indices) - len(x.shape) :]
     zero = constant(0, "int64")
@@ -58,7 +58,7 @@ def comparison(compare: Compare, name: str, *, negated: bool = False) -> Legaliz
             def element(*i: Expr) -> Expr:
                 rest = iter(args)
                 sides = [
-                    tirx.Cast(wide, _element(next(rest), i)) if n is None else constant(n, wide)
+                    tirx.Cast(wide, element_of(next(rest), i)) if n is None else constant(n, wide)
                     for n in numbers
                 ]
                 unsure = [

@@ -1,0 +1,134 @@
+"""What the lowerings of the norms share: their operators, spelled out so that TVM differentiates.
+
+Mean and variance are taken in two passes, so that a large mean costs no digits, and in float32 for
+half precisions, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.passes.base import PassReport, dtype_of, map_functions, shape_of
+
+op = relax.op
+
+# (call, formulas, report) -> the definition of the call, or None where it was declined.
+Definition = Callable[[relax.Call, "Formulas", PassReport], relax.Expr | None]
+
+_HALVES = ("float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Moments:
+    """``x - mean``, the mean and the biased variance; the reduced axes of the two have extent 1."""
+
+    centered: relax.Expr
+    mean: relax.Expr
+    variance: relax.Expr
+
+
+@dataclass(frozen=True)
+class Formulas:
+    """Formulas of norms; each emits its parts through ``builder``."""
+
+    builder: relax.BlockBuilder
+
+    def emit(self, expr: relax.Expr) -> relax.Var:
+        """Bind ``expr`` to a variable."""
+        return self.builder.emit(expr)
+
+    def cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
+        """``x`` in another dtype."""
+        return x if dtype_of(x) == dtype else self.emit(op.astype(x, dtype))
+
+    def wide(self, x: relax.Expr) -> relax.Expr:
+        """``x`` in the dtype in which its sums are taken: float32 for half precisions."""
+        return self.cast(x, "float32") if dtype_of(x) in _HALVES else x
+
+    def moments(self, x: relax.Expr, axes: Sequence[int]) -> Moments:
+        """Mean and variance over ``axes``, in two passes."""
+        mean = self.emit(op.mean(x, list(axes), keepdims=True))
+        centered = self.emit(op.subtract(x, mean))
+        return Moments(centered, mean, self.mean_square(centered, axes))
+
+    def mean_square(self, x: relax.Expr, axes: Sequence[int]) -> relax.Expr:
+        """The mean of squares over ``axes``, whose extent becomes 1."""
+        squares = self.emit(op.multiply(x, x))
+        return self.emit(op.mean(squares, list(axes), keepdims=True))
+
+    def inverse_root(self, variance: relax.Expr, epsilon: float) -> relax.Expr:
+        """1 / sqrt(variance + epsilon)."""
+        shifted = self.emit(op.add(variance, relax.const(epsilon, dtype_of(variance))))
+        return self.emit(op.rsqrt(shifted))
+
+    def standardized(self, x: relax.Expr, axes: Sequence[int], epsilon: float) -> relax.Expr:
+        """(x - mean) / sqrt(variance + epsilon), the moments over ``axes``."""
+        moments = self.moments(x, axes)
+        return self.emit(
+            op.multiply(moments.centered, self.inverse_root(moments.variance, epsilon))
+        )
+
+    def affine(
+        self,
+        x: relax.Expr,
+        gamma: relax.Expr | None,
+        beta: relax.Expr | None,
+        shape: Sequence[int] | None = None,
+    ) -> relax.Expr:
+        """``x * gamma + beta``, both reshaped to ``shape`` and in the dtype of ``x``."""
+        for parameter, combine in ((gamma, op.multiply), (beta, op.add)):
+            if parameter is None:
+                continue
+            value = self.cast(parameter, dtype_of(x))
+            if shape is not None and shape_of(value) != tuple(shape):
+                value = self.emit(op.reshape(value, list(shape)))
+            x = self.emit(combine(x, value))
+        return x
+
+
+def affine_parameters(call: relax.Call) -> tuple[relax.Expr | None, relax.Expr | None]:
+    """``(gamma, beta)`` of a norm, None for those that its attributes switch off."""
+    gamma, beta = call.args[1:3]
+    return gamma if call.attrs.scale else None, beta if call.attrs.center else None
+
+
+def channel_shape(rank: int, channels: int, axis: int) -> list[int]:
+    """The shape that broadcasts one number a channel along ``axis`` over ``rank`` dimensions."""
+    return [channels if i == axis else 1 for i in range(rank)]
+
+
+def lower_calls(
+    mod: tvm.IRModule, name: str, definition: Definition, report: PassReport
+) -> tvm.IRModule:
+    """``mod`` with each call of the operator ``name`` replaced by its definition."""
+    operator = tvm.ir.Op.get(name)
+    return map_functions(
+        mod, lambda f: _LoweringMutator(operator, definition, report).visit_expr(f)
+    )
+
+
+@mutator
+class _LoweringMutator(PyExprMutator):
+    def __init__(self, operator: tvm.ir.Op, definition: Definition, report: PassReport) -> None:
+        super().__init__()
+        self.operator = operator
+        self.definition = definition
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if call.op != self.operator:
+            return call
+        if shape_of(call.args[0]) is None:
+            self.report.decline(self.operator.name, "the shape is not static")
+            return call
+        lowered = self.definition(call, Formulas(self.builder_), self.report)
+        if lowered is None:
+            return call
+        self.report.rewrote()
+        return lowered

@@ -1,0 +1,189 @@
+"""One architecture in one mode, run in eager PyTorch and through TVM, and compared."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tvmbridge
+from tests.architectures.compare import TOLERANCES, difference, leaves
+from tests.architectures.table import Architecture, architectures, ids
+from tvmbridge.errors import BridgeError
+
+MODES = ("eval", "train", "cache")
+
+
+@dataclass
+class Outcome:
+    """What came of one architecture in one mode and dtype.
+
+    ``result`` is *whole* (TVM served every call and all agrees), *refused* (for the reason that the
+    table gives), *wrong* or *error* (refused for another reason, too); a process that crashed or
+    took too long is *crash* or *timeout*.
+    """
+
+    name: str
+    mode: str
+    dtype: str
+    result: str
+    reason: str = ""
+    joint: str = ""
+    native: Mapping[str, int] = field(default_factory=dict)
+    aten: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+Step = Callable[[nn.Module], Any]
+
+
+def check(name: str, mode: str, dtype: str) -> Outcome:
+    """Run ``name`` both ways and compare results, gradients, buffers and generators."""
+    architecture = architectures()[name]
+    step = {"eval": _evaluate, "train": _train, "cache": _generate}[mode]
+    outcome = Outcome(name, mode, dtype, "whole")
+    try:
+        with _watching() as watch:
+            expected = step(architecture, _model(architecture, mode, dtype), _nothing)
+        model = _model(architecture, mode, dtype)
+        found = step(architecture, model, _dispatch)
+    except BridgeError as error:
+        known = bool(architecture.refused) and architecture.refused in str(error)
+        outcome.result = "refused" if known else "error"
+        outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return outcome
+    _report(model, outcome)
+    tolerance = TOLERANCES[torch.float32 if watch.rounds else getattr(torch, dtype)]
+    for what in expected if outcome.result == "whole" else ():
+        departure = difference(found[what], expected[what], tolerance)
+        if departure:
+            outcome.result, outcome.reason = "wrong", f"{what}{departure}"
+            break
+    return outcome
+
+
+def _report(model: nn.Module, outcome: Outcome) -> None:
+    report = tvmbridge.dispatch_report(model)
+    if report.fallbacks:
+        outcome.result, outcome.reason = "error", f"fell back: {report.fallbacks}"
+    last = report.specializations[-1]
+    outcome.native, outcome.aten = last.native_operators, last.aten_operators
+    outcome.seconds = sum(sum(s.seconds.values()) for s in report.specializations)
+    outcome.joint = f"{last.joint}: {last.joint_reason}" if last.joint else ""
+
+
+def _model(architecture: Architecture, mode: str, dtype: str) -> nn.Module:
+    model = architecture.build().to(getattr(torch, dtype))
+    return model.train(mode == "train")
+
+
+def _sample(architecture: Architecture, model: nn.Module) -> dict[str, Any]:
+    dtype = next(model.parameters()).dtype
+    floating = torch.float32
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype is floating else leaf
+
+    return {name: pytree.tree_map(cast, value) for name, value in architecture.sample().items()}
+
+
+Prepare = Callable[[nn.Module, Mapping[str, Any]], None]
+
+
+def _nothing(model: nn.Module, sample: Mapping[str, Any]) -> None:
+    """Eager PyTorch needs no preparation."""
+
+
+def _dispatch(model: nn.Module, sample: Mapping[str, Any]) -> None:
+    tvmbridge.add_tvm_dispatch(model, (), sample_kwargs=sample)
+
+
+def _evaluate(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
+    sample = _sample(architecture, model)
+    with torch.no_grad():
+        prepare(model, sample)
+        _seed()
+        outputs = model(**sample)
+    return {"outputs": outputs, "state": _state(model)}
+
+
+def _train(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
+    sample = _sample(architecture, model)
+    prepare(model, sample)
+    _seed()
+    outputs = model(**sample)
+    state = _state(model)
+    wanted = [t for t in tensors(outputs) if t.requires_grad]
+    generator = torch.Generator().manual_seed(3)
+    cotangents = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in wanted]
+    torch.autograd.backward(wanted, cotangents)
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"outputs": outputs, "gradients": gradients, "state": state}
+
+
+def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
+    """Two steps: a prompt, and one more token with the cache that the prompt left."""
+    with torch.no_grad():
+        _seed()
+        prompt = {"input_ids": ids(6), "use_cache": True}
+        token = ids(1)
+        prepare(model, prompt)
+        first = model(**prompt)
+        kept = copy.deepcopy(first)
+        cache = first.past_key_values
+        following = {"input_ids": token, "past_key_values": cache, "use_cache": True}
+        prepare(model, following)
+        second = model(**following)
+    same = second.past_key_values is cache
+    return {"prompt": kept, "outputs": second, "cache": cache, "same": same}
+
+
+def tensors(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of a result, each once."""
+    found = [leaf for _, leaf in leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return list({id(t): t for t in found}.values())
+
+
+def _seed() -> None:
+    torch.manual_seed(2)
+    numpy.random.seed(2)
+    random.seed(2)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Buffers and generators after a call."""
+    return {
+        "buffers": {name: b.clone() for name, b in model.named_buffers()},
+        "torch": torch.get_rng_state(),
+        "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[union-attr,call-overload]
+        "random": random.getstate()[1],
+    }
+
+
+class _Watch(TorchDispatchMode):
+    """Whether some operator answers in float32 (or less), whatever the model's dtype."""
+
+    rounds = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dim():
+                self.rounds |= leaf.dtype is not torch.float64
+        return result
+
+
+@contextmanager
+def _watching() -> Iterator[_Watch]:
+    watch = _Watch()
+    with watch:
+        yield watch

@@ -1,0 +1,95 @@
+"""The table of architectures: what is built, how small, and on which inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 99
+
+Inputs = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model of the transformers library with random weights.
+
+    Args:
+        family: encoder, decoder, encoder-decoder, vision, speech, experts or other.
+        model: the name of the model's class.
+        config: the name of its configuration's class.
+        settings: the configuration's fields.
+        inputs: makes the keyword arguments of forward; seeded before it is called.
+        cached: forward is also called with a cache of earlier keys and values.
+        refused: a part of the reason why it is refused; empty where it must run.
+    """
+
+    family: str
+    model: str
+    config: str
+    settings: Mapping[str, Any]
+    inputs: Callable[[], Inputs]
+    cached: bool = False
+    refused: str = ""
+
+    def build(self) -> nn.Module:
+        """The model in eval mode, with weights drawn from a fixed seed."""
+        import transformers
+
+        torch.manual_seed(0)
+        config = getattr(transformers, self.config)(**self.settings)
+        model: nn.Module = getattr(transformers, self.model)(config)
+        return model.eval()
+
+    def sample(self) -> dict[str, Any]:
+        """Keyword arguments of forward, drawn from a fixed seed."""
+        torch.manual_seed(1)
+        return dict(self.inputs())
+
+
+def ids(length: int = 10, batch: int = 2) -> torch.Tensor:
+    """Token numbers, int64, (batch, length); none is a padding or another special token."""
+    return torch.randint(10, VOCABULARY - 5, (batch, length))
+
+
+def mask(length: int = 10, batch: int = 2) -> torch.Tensor:
+    """An attention mask, int64, (batch, length), with padding at the end of the last row."""
+    result = torch.ones(batch, length, dtype=torch.int64)
+    result[-1, -3:] = 0
+    return result
+
+
+def text() -> Inputs:
+    """Tokens with a mask that closes some of them."""
+    return {"input_ids": ids(), "attention_mask": mask()}
+
+
+def labelled() -> Inputs:
+    """Tokens, a mask, and a label for each token."""
+    return {**text(), "labels": ids()}
+
+
+def pixels(size: int = 32) -> Callable[[], Inputs]:
+    """Makes an image batch, float32, (2, 3, size, size)."""
+    return lambda: {"pixel_values": torch.randn(2, 3, size, size)}
+
+
+def pair() -> Inputs:
+    """Source and target tokens."""
+    return {**text(), "decoder_input_ids": ids(7), "labels": ids(7)}
+
+
+def architectures() -> dict[str, Architecture]:
+    """Name -> architecture, all of them."""
+    return dict(_all())
+
+
+def _all() -> Iterator[tuple[str, Architecture]]:
+    from tests.architectures import decoders, encoders, others, perception, sequences
+
+    for module in (encoders, decoders, sequences, perception, others):
+        yield from module.TABLE.items()

@@ -1,0 +1,71 @@
+"""Comparison of two results in structure, dtype, shape and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def compare(ours: Any, theirs: Any, *, values: bool) -> str | None:
+    """How two results differ in structure, dtype, shape or values; None when they agree."""
+    left, left_spec = pytree.tree_flatten(ours)
+    right, right_spec = pytree.tree_flatten(theirs)
+    if len(left) != len(right) or str(left_spec) != str(right_spec):
+        return f"the structure is {left_spec} instead of {right_spec}"
+    for a, b in zip(left, right, strict=True):
+        difference = _compare_leaf(a, b, values=values)
+        if difference:
+            return difference
+    return None
+
+
+def _compare_leaf(ours: Any, theirs: Any, *, values: bool) -> str | None:
+    if not isinstance(theirs, torch.Tensor):
+        same = ours == theirs or (ours != ours and theirs != theirs)
+        return None if same else f"{ours!r} instead of {theirs!r}"
+    if not isinstance(ours, torch.Tensor):
+        return f"a {type(ours).__name__} instead of a tensor"
+    if ours.dtype != theirs.dtype:
+        return f"dtype {ours.dtype} instead of {theirs.dtype}"
+    if ours.shape != theirs.shape:
+        return f"shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
+    if not values:
+        return None
+    try:
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    except AssertionError as error:
+        return " ".join(str(error).split())[:600]
+    return None
+
+
+def is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
+    """Whether a result differs from eager's by rounding alone.
+
+    The reference in float64 says so: ours is as near to it as eager's. Eager PyTorch rounds a
+    half-precision result otherwise for other strides of the same values.
+    """
+    if compare(ours, theirs, values=False):
+        return False
+    leaves = [pytree.tree_leaves(x) for x in (ours, theirs, reference)]
+    return all(_leaf_is_as_near(a, b, r) for a, b, r in zip(*leaves, strict=True))
+
+
+def _leaf_is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
+    if not isinstance(theirs, torch.Tensor) or not theirs.is_floating_point():
+        return _compare_leaf(ours, theirs, values=True) is None
+    return _error(ours, reference) <= _error(theirs, reference) < float("inf")
+
+
+def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error; infinite where NaN or an infinity is in another place."""
+    if result.shape != reference.shape:
+        return float("inf")
+    wide, exact = result.double(), reference.double()
+    finite = exact.isfinite()
+    for test in (torch.isfinite, torch.isnan, torch.isposinf):
+        if not torch.equal(test(wide), test(exact)):
+            return float("inf")
+    errors = (wide[finite] - exact[finite]).abs()
+    return float(errors.max()) if errors.numel() else 0.0

@@ -1,0 +1,100 @@
+"""Which operators the conformance run takes from PyTorch's own operator tests (OpInfo)."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import Any
+
+from torch.testing._internal import common_methods_invocations
+
+# Random operators are wrapped to seed the generator themselves, which no capture can follow.
+common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+
+# Families with kernels of their own kind, which no model of the usual sort has in its forward.
+_LEFT_OUT_PREFIXES = ("fft.", "sparse.", "special.", "torch.", "jiterator")
+_LINALG_KEPT = frozenset(
+    {
+        "linalg.cross",
+        "linalg.diagonal",
+        "linalg.matrix_norm",
+        "linalg.matrix_power",
+        "linalg.multi_dot",
+        "linalg.norm",
+        "linalg.vander",
+        "linalg.vecdot",
+        "linalg.vector_norm",
+    }
+)
+_DECOMPOSITIONS = frozenset(
+    {
+        "cholesky",
+        "cholesky_inverse",
+        "cholesky_solve",
+        "geqrf",
+        "logdet",
+        "lu",
+        "lu_solve",
+        "lu_unpack",
+        "ormqr",
+        "pca_lowrank",
+        "pinverse",
+        "qr",
+        "svd",
+        "svd_lowrank",
+        "triangular_solve",
+        "istft",
+        "stft",
+    }
+)
+_COMPLEX_OR_SPARSE = frozenset(
+    {
+        "cdouble",
+        "cfloat",
+        "chalf",
+        "complex",
+        "imag",
+        "polar",
+        "to_sparse",
+        "view_as_complex",
+        "view_as_real",
+    }
+)
+
+# Their elements are whatever the memory held.
+UNDEFINED_VALUES = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+
+
+def full_name(op: Any) -> str:
+    """The operator's name with its variant, as ``name`` or ``name:variant``."""
+    variant = op.variant_test_name
+    return f"{op.name}:{variant}" if variant else str(op.name)
+
+
+def is_covered(op: Any) -> bool:
+    """Whether the operator belongs to what conformance covers."""
+    name = op.name
+    if name.startswith("linalg."):
+        return name in _LINALG_KEPT
+    return not name.startswith(_LEFT_OUT_PREFIXES) and name not in (
+        _DECOMPOSITIONS | _COMPLEX_OR_SPARSE
+    )
+
+
+@functools.cache
+def operators() -> dict[str, Any]:
+    """The covered operators by full name."""
+    return {full_name(op): op for op in common_methods_invocations.op_db if is_covered(op)}
+
+
+def left_out() -> Counter[str]:
+    """How many operators of OpInfo are not covered, by what they are left out as."""
+    counts: Counter[str] = Counter()
+    for op in common_methods_invocations.op_db:
+        if not is_covered(op):
+            prefix = op.name.split(".")[0] + "." if "." in op.name else op.name
+            groups = {"complex": _COMPLEX_OR_SPARSE, "matrix decompositions": _DECOMPOSITIONS}
+            counts[next((g for g, names in groups.items() if op.name in names), prefix)] += 1
+    return counts

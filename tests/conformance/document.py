@@ -1,0 +1,137 @@
+"""``docs/operators.md``: what became of every operator, and the results that it is written from.
+
+The results are kept in ``results.json`` in brief: dtype and mode -> operator -> class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.coverage import left_out
+from tests.conformance.table import CLASSES, share_right
+from tests.conformance.usage import COUNT, is_native, most_used, read_usage
+from tvmbridge.admission import admitted_table
+
+RESULTS = Path(__file__).with_name("results.json")
+DOCUMENT = Path(__file__).parents[2] / "docs" / "operators.md"
+
+Results = dict[str, dict[str, str]]
+
+_HEAD = """# Operators
+
+What PyTorch's own samples of each operator (OpInfo), and harder variants of them, become on the
+whole way from `torch.export` to compiled code, compared with eager PyTorch in structure, dtype,
+shape and values; and the same for gradients. This page is generated:
+
+    python -m tests.conformance --dtypes {dtypes} --modes {modes} --out build/all.jsonl
+    python -m tests.conformance --read build/all.jsonl --whole --write-results
+    python -m tests.conformance --write-docs
+
+**native**: compiled by TVM throughout. **mixed**: some of the ATen operators it consists of are
+native, others calls of PyTorch's kernels. **call**: a call of PyTorch's own kernel from inside
+compiled code. **refused**: a case of it is refused with a reason, and the module keeps its own
+forward. An operator is in the worst of the classes of its cases. An empty field: PyTorch does not
+have the operator in this dtype.
+"""
+_WORDS = {"aten_call": "call"}
+
+
+def read_results() -> Results:
+    """The content of ``results.json``."""
+    content: Results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    return content
+
+
+def write_results(rows: Mapping[str, Mapping[str, Any]], *, only_add: bool) -> None:
+    """Bring the classes of ``rows`` into ``results.json``; with ``only_add`` keep the others."""
+    results = read_results() if only_add and RESULTS.exists() else {}
+    for entry, row in rows.items():
+        name, dtype, mode = entry.rsplit("/", 2)
+        if row["class"] != "none":
+            word = row["class"]
+            source = "+".join(row["joint"]) if mode == "auto" else ""
+            results.setdefault(f"{dtype}/{mode}", {})[name] = f"{word} {source}".strip()
+    ordered = {kind: dict(sorted(names.items())) for kind, names in sorted(results.items())}
+    RESULTS.write_text(json.dumps(ordered, indent=0) + "\n", encoding="utf-8")
+
+
+def write_document() -> None:
+    """Write ``docs/operators.md``."""
+    DOCUMENT.write_text(document(read_results()), encoding="utf-8")
+
+
+def document(results: Results) -> str:
+    """The page for ``results``."""
+    forward = [kind for kind in results if kind.endswith("/forward")]
+    gradients = [kind for kind in results if kind.endswith("/auto")]
+    dtypes = " ".join(dict.fromkeys(kind.split("/")[0] for kind in results))
+    modes = " ".join(sorted({kind.split("/")[1] for kind in results}, key="forward auto".find))
+    parts = [
+        _HEAD.format(dtypes=dtypes, modes=modes),
+        _summary(results),
+        _usage(),
+        _table("Forward", forward, results),
+        _table('Gradients, `joint="auto"`', gradients, results),
+        _admitted(),
+    ]
+    return "\n".join(parts)
+
+
+def _summary(results: Results) -> str:
+    lines = [
+        "## Summary",
+        "",
+        "Left out: " + ", ".join(f"{n} ({count})" for n, count in sorted(left_out().items())) + ".",
+        "",
+        "| | entries | right | " + " | ".join(CLASSES[::-1]) + " |",
+        "|---|" + "---|" * (len(CLASSES) + 2),
+    ]
+    for kind, names in results.items():
+        counts = Counter(value.split()[0] for value in names.values())
+        numbers = " | ".join(str(counts[c]) for c in CLASSES[::-1])
+        lines.append(f"| {kind} | {len(names)} | {share_right(counts):.1%} | {numbers} |")
+    return "\n".join([*lines, ""])
+
+
+def _usage() -> str:
+    usage = read_usage()
+    listed = most_used(usage)
+    calls = [name for name in listed if not is_native(name)]
+    share = 1 - len(calls) / COUNT
+    return (
+        f"Of the {COUNT} operators most used in {usage['models']} models "
+        f"(`python -m tests.conformance.usage`) {share:.0%} are native. The others: "
+        + ", ".join(f"`{name}`" for name in calls)
+        + ".\n"
+    )
+
+
+def _table(title: str, kinds: list[str], results: Results) -> str:
+    names = sorted({name for kind in kinds for name in results[kind]})
+    lines = [
+        f"## {title}",
+        "",
+        "| operator | " + " | ".join(kind.split("/")[0] for kind in kinds) + " |",
+        "|---|" + "---|" * len(kinds),
+    ]
+    for name in names:
+        cells = [_cell(results[kind].get(name, "")) for kind in kinds]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _cell(value: str) -> str:
+    word, _, source = value.partition(" ")
+    word = _WORDS.get(word, word)
+    return f"{word}, {source}" if source else word
+
+
+def _admitted() -> str:
+    table = admitted_table()["converters"]
+    lines = ["## Converters", "", "ATen operators that become Relax, and the dtypes.", ""]
+    lines += [f"- `{name}`: {' '.join(sorted(dtypes))}" for name, dtypes in table.items()]
+    return "\n".join([*lines, ""])

@@ -1,0 +1,136 @@
+"""One group of cases as one module: its results and gradients, from us and from eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import tvmbridge
+from tests.conformance.case import Case
+from tvmbridge.admission import Observation, observed
+
+Operator = Callable[..., Any]
+
+
+class Calls(nn.Module):
+    """Several calls of one operator as a module whose inputs are all their tensors."""
+
+    def __init__(self, operator: Operator, cases: Sequence[Case]) -> None:
+        super().__init__()
+        self.operator = operator
+        self.cases = list(cases)
+
+    def forward(self, *tensors: torch.Tensor) -> list[Any]:
+        results, position = [], 0
+        for case in self.cases:
+            count = len(case.tensors)
+            args, kwargs = case.arguments(tensors[position : position + count])
+            results.append(self.operator(*args, **kwargs))
+            position += count
+        return results
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a group gave: the results of each case, and the gradients of each (None: not asked).
+
+    Gradients stand in the order of a case's tensors that require one.
+    """
+
+    results: list[Any]
+    gradients: list[list[torch.Tensor | None]] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Values of compiled code and of eager PyTorch, and how the compiled code came about."""
+
+    ours: Values
+    theirs: Values
+    report: tvmbridge.DispatchReport
+    observation: Observation
+
+
+def inputs_of(cases: Sequence[Case], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """Copies of all tensors of ``cases``, floating ones in ``dtype`` if it is given."""
+    copies = []
+    for case in cases:
+        for tensor, requires in zip(case.tensors, case.requires, strict=True):
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            copies.append(copy_of(tensor, wanted).requires_grad_(requires))
+    return copies
+
+
+def copy_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy with the same strides; a dimension of stride 0 keeps it."""
+    if 0 in tensor.stride() and tensor.numel() and not tensor.is_contiguous():
+        short = [slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride()]
+        return copy_of(tensor[tuple(short)].clone(), dtype).expand_as(tensor).detach()
+    if not tensor.numel():
+        return tensor.detach().clone().to(dtype)
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    return copy.copy_(tensor.detach())
+
+
+def evaluate(
+    module: nn.Module, cases: Sequence[Case], inputs: list[torch.Tensor], *, gradient: bool
+) -> Values:
+    """Run ``module`` from a fixed seed, and its gradient for fixed random cotangents."""
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(gradient):
+        results = module(*inputs)
+    if not gradient:
+        return Values(results)
+    outputs = [t for t in _tensors(results) if t.requires_grad]
+    leaves = [t for t in inputs if t.requires_grad]
+    found = torch.autograd.grad(outputs, leaves, _cotangents(outputs), allow_unused=True)
+    rest = iter(found)
+    gradients = [[next(rest) for wanted in case.requires if wanted] for case in cases]
+    return Values([_detached(r) for r in results], gradients)
+
+
+def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Random numbers, the same ones whatever the dtype."""
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs
+    ]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _detached(value: Any) -> Any:
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, value)
+
+
+def eager(
+    operator: Operator, case: Case, *, gradient: bool, dtype: torch.dtype | None = None
+) -> Values:
+    """The values of PyTorch itself; raises what the operator raises."""
+    module = Calls(operator, [case])
+    return evaluate(module, [case], inputs_of([case], dtype), gradient=gradient)
+
+
+def run_group(operator: Operator, cases: Sequence[Case], joint: str | None, *, admit: bool) -> Run:
+    """Dispatch a group as one module and run it.
+
+    Args:
+        joint: the source of the joint function; None runs forward alone.
+        admit: whether claims that are not proven are used too.
+    """
+    gradient = joint is not None
+    theirs = evaluate(Calls(operator, cases), cases, inputs_of(cases), gradient=gradient)
+    module = Calls(operator, cases).train(gradient)
+    inputs = inputs_of(cases)
+    options = {"joint": joint} if joint is not None else None
+    with observed(everything=admit) as observation, torch.set_grad_enabled(gradient):
+        tvmbridge.add_tvm_dispatch(module, tuple(inputs), options=options)
+    ours = evaluate(module, cases, inputs, gradient=gradient)
+    return Run(ours, theirs, tvmbridge.dispatch_report(module), observation)

@@ -1,0 +1,46 @@
+"""What the tests of the comparison compare."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
+
+
+class Block(nn.Module):
+    """Products with square weights, an activation, two dropouts of one shape, and a norm."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.drop, self.drop_again = nn.Dropout(0.3), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(self.first(x))
+        hidden = self.norm(x + self.drop(hidden))
+        return hidden + self.drop_again(torch.tanh(self.second(hidden)))
+
+
+def block_and_input() -> tuple[nn.Module, torch.Tensor]:
+    """A factory for the command line."""
+    torch.manual_seed(0)
+    return Block(), torch.randn(5, 12)
+
+
+def bert_layer(attention: str = "sdpa") -> nn.Module:
+    """A small BertLayer with dropout, in train mode."""
+    config = BertConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=128,
+        attn_implementation=attention,
+    )
+    layer: nn.Module = BertLayer(config)
+    return layer.train()
+
+
+def norm_network() -> nn.Module:
+    """A small network with batch norm, in train mode."""
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4))

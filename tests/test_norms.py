@@ -1,0 +1,162 @@
+"""Modules with norms: gradients, running statistics and precision against eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.joint_cases import Case
+from tests.joint_steps import assert_same, assert_served, build, dispatched, step
+from tvmbridge import CaptureError, add_tvm_dispatch
+from tvmbridge.dispatch import _dispatcher_of
+
+Make = Callable[[], nn.Module]
+
+
+class HandwrittenRMSNorm(nn.Module):
+    """As language models write it out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x if x.dtype is torch.float64 else x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return self.weight * (wide * torch.rsqrt(variance + 1e-6)).to(x.dtype)
+
+
+NORMS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "layer": (lambda: nn.LayerNorm(6), (3, 5, 6)),
+    "layer over two dimensions, no bias": (lambda: nn.LayerNorm((5, 6), bias=False), (3, 5, 6)),
+    "layer, plain": (lambda: nn.LayerNorm((5, 6), 1e-3, elementwise_affine=False), (3, 5, 6)),
+    "rms": (lambda: nn.RMSNorm(6), (3, 5, 6)),
+    "rms over two dimensions": (lambda: nn.RMSNorm((5, 6), eps=1e-2), (3, 5, 6)),
+    "rms, plain": (lambda: nn.RMSNorm(6, elementwise_affine=False), (3, 5, 6)),
+    "rms by hand": (lambda: HandwrittenRMSNorm(6), (3, 5, 6)),
+    "group": (lambda: nn.GroupNorm(2, 6), (3, 6, 5)),
+    "group, plain": (lambda: nn.GroupNorm(3, 6, affine=False), (3, 6, 5, 4)),
+    "group of rows": (lambda: nn.GroupNorm(3, 6), (3, 6)),
+    "one group, one sample": (lambda: nn.GroupNorm(1, 6, eps=1e-2), (1, 6, 2, 3, 2)),
+    "instance1d": (lambda: nn.InstanceNorm1d(6), (3, 6, 5)),
+    "instance1d without batch": (lambda: nn.InstanceNorm1d(6), (6, 5)),
+    "instance2d": (lambda: nn.InstanceNorm2d(6, affine=True), (3, 6, 5, 4)),
+    "instance3d, tracking": (
+        lambda: nn.InstanceNorm3d(6, affine=True, track_running_stats=True),
+        (2, 6, 2, 3, 2),
+    ),
+    "instance2d, one sample": (
+        lambda: nn.InstanceNorm2d(6, track_running_stats=True),
+        (1, 6, 5, 4),
+    ),
+    "batch1d of rows": (lambda: nn.BatchNorm1d(6), (3, 6)),
+    "batch1d": (lambda: nn.BatchNorm1d(6, momentum=0.3), (3, 6, 5)),
+    "batch2d": (lambda: nn.BatchNorm2d(6, eps=1e-2), (3, 6, 5, 4)),
+    "batch3d, plain": (lambda: nn.BatchNorm3d(6, affine=False), (3, 6, 2, 2, 3)),
+    "batch2d, one sample": (lambda: nn.BatchNorm2d(6), (1, 6, 5, 4)),
+    "batch2d, cumulative": (lambda: nn.BatchNorm2d(6, momentum=None), (3, 6, 5, 4)),
+    "batch2d, momentum 1": (lambda: nn.BatchNorm2d(6, momentum=1.0), (3, 6, 5, 4)),
+    "batch2d, momentum 0": (lambda: nn.BatchNorm2d(6, momentum=0.0), (3, 6, 5, 4)),
+    "batch2d, untracked": (
+        lambda: nn.BatchNorm2d(6, track_running_stats=False),
+        (3, 6, 5, 4),
+    ),
+    "in a module": (
+        lambda: nn.Sequential(nn.BatchNorm1d(6, momentum=None), nn.Linear(5, 5)),
+        (3, 6, 5),
+    ),
+}
+BY_AUTOGRAD = ("layer", "rms", "group", "instance3d, tracking", "batch2d, cumulative")
+
+
+def case(name: str) -> Case:
+    make, shape = NORMS[name]
+
+    def with_weights() -> nn.Module:
+        module = make()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter)
+        return module
+
+    return Case(with_weights, lambda: (torch.randn(shape) * 2 + 3,), "relax")
+
+
+CASES = [("relax", n) for n in NORMS] + [("aot", n) for n in BY_AUTOGRAD]
+
+
+@pytest.mark.parametrize(("joint", "name"), CASES)
+def test_two_steps_and_an_evaluation_equal_eager(joint: str, name: str) -> None:
+    module, args = build(case(name))
+    ours, compiled = dispatched(module, args, joint)
+    assert compiled.joint == joint
+    for _ in range(2):
+        assert_same(step(ours, args), step(module, args), rtol=1e-12, atol=1e-12)
+    assert_same(step(ours.eval(), args), step(module.eval(), args), rtol=1e-12, atol=1e-12)
+    assert_served(ours, 3)
+
+
+@pytest.mark.parametrize("name", ["batch2d", "batch2d, cumulative", "instance3d, tracking"])
+def test_statistics_move_without_gradients_too(name: str) -> None:
+    module, args = build(case(name))
+    ours = copy.deepcopy(module)
+    with torch.no_grad():
+        add_tvm_dispatch(ours, args)
+        for training in (True, True, False):
+            ours.train(training), module.train(training)
+            torch.testing.assert_close(ours(*args), module(*args), rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(ours.buffers(), module.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert_served(ours, 3)
+
+
+@pytest.mark.parametrize("name", ["batch2d", "group", "instance2d", "rms", "layer"])
+def test_evaluation_runs_natively(name: str) -> None:
+    module, args = build(case(name))
+    ours = copy.deepcopy(module).eval()
+    with torch.no_grad():
+        add_tvm_dispatch(ours, args)
+        torch.testing.assert_close(ours(*args), module.eval()(*args), rtol=1e-12, atol=1e-12)
+    (variant,) = _dispatcher_of(ours).specializations[0].variants.values()
+    assert variant.compiled.aten_calls == {}
+
+
+def test_one_value_per_channel_is_refused_as_by_eager() -> None:
+    module = nn.BatchNorm1d(6).train()
+    with pytest.raises(CaptureError, match="more than 1 value per channel"):
+        add_tvm_dispatch(module, torch.randn(1, 6))
+    assert "forward" not in module.__dict__
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return (value.double() - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("name", ["layer", "group", "instance2d", "batch2d"])
+@pytest.mark.parametrize(
+    ("dtype", "offset", "bound"),
+    # The rounded mean of 1e4 in float32 costs 5e-4; 2^-8 is half a step of bfloat16 at 2 to 4.
+    [(torch.float32, 1e4, 2e-3), (torch.bfloat16, 100.0, 2**-7)],
+)
+def test_large_offsets_and_half_precision(
+    name: str, dtype: torch.dtype, offset: float, bound: float
+) -> None:
+    make, shape = NORMS[name]
+    module = make().to(dtype).train()
+    x = (torch.randn(shape) + offset).to(dtype)
+    exact = copy.deepcopy(module).double()(x.double())
+    with torch.no_grad():
+        add_tvm_dispatch(module, x)
+        assert _error(module(x), exact) < bound
+    assert_served(module, 1)
+
+
+def test_the_default_epsilon_of_rms_norm_in_half_precision() -> None:
+    module, x = nn.RMSNorm(64).bfloat16(), (torch.randn(4, 64) * 1e-4).bfloat16()
+    expected = copy.deepcopy(module)(x)
+    with torch.no_grad():
+        add_tvm_dispatch(module, x)
+        torch.testing.assert_close(module(x), expected, rtol=2**-7, atol=0)

@@ -1,0 +1,60 @@
+"""The rehearsal: the same way through the module's code, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import tvmbridge
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.frontend.importer import constant
+
+
+@functools.lru_cache(maxsize=2)
+def _kept_positions(length: int) -> torch.Tensor:
+    return torch.arange(length)
+
+
+def _positions(length: int) -> torch.Tensor:
+    """Kept for later calls, as libraries do it: not while they are traced."""
+    if torch.compiler.is_compiling():
+        return torch.arange(length)
+    return _kept_positions(length)
+
+
+class Positions(nn.Module):
+    """Adds an embedding of positions; converts itself to the dtype that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear = self.linear.to(x.dtype)
+        return self.linear(x + self.table(_positions(x.shape[1])).sin())
+
+
+@pytest.mark.parametrize("joint", ["aot", "auto"])
+def test_what_a_function_keeps_is_not_made_of_fake_tensors(joint: str) -> None:
+    _kept_positions.cache_clear()
+    torch.manual_seed(0)
+    module, x = Positions().train(), torch.randn(2, 5, 4)
+    linear = module.linear
+    tvmbridge.add_tvm_dispatch(module, x, options={"joint": joint})
+    assert _kept_positions.cache_info().currsize == 0
+    ours = module(x)
+    assert tvmbridge.dispatch_report(module).tvm_calls == 1
+    assert module.linear is linear
+    tvmbridge.remove_tvm_dispatch(module)
+    torch.testing.assert_close(ours, module(x))
+
+
+def test_a_constant_without_values_is_refused() -> None:
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(3)
+    with pytest.raises(UnsupportedOperatorError, match="its values are not known"):
+        constant(fake)

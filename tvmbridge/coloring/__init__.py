@@ -1,0 +1,105 @@
+"""Coloring: which bindings of the joint function run in forward, and what backward needs of them.
+
+The forward color is everything the outputs depend on; the backward color everything else that the
+gradients depend on, and those forward values that backward computes again. A value of the forward
+color that a backward binding reads, and that is not computed again, is a *residual*. A policy
+decides which values are computed again; each has a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tvm import relax
+
+from tvmbridge.coloring.graph import JointGraph, tensor_bytes
+from tvmbridge.coloring.min_cut import min_cut
+from tvmbridge.coloring.recompute_cheap import recompute_cheap
+from tvmbridge.coloring.save_all import save_all
+from tvmbridge.differentiate import JointModule
+
+Policy = Callable[[JointGraph], frozenset[relax.Var]]
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"save_all": save_all, "recompute_cheap": recompute_cheap, "min_cut": min_cut}
+)
+
+
+@dataclass(frozen=True)
+class Coloring:
+    """The colors of a joint function's bindings.
+
+    ``forward`` lists bindings in program order, ``backward`` too, but for those that it repeats:
+    they stand right before their first use, so that their results live no longer than needed.
+    ``residuals`` are the forward values that backward reads, ``reads`` the primals that it reads,
+    and ``drawn`` those of them that are random draws.
+    """
+
+    forward: tuple[relax.Binding, ...]
+    backward: tuple[relax.Binding, ...]
+    residuals: tuple[relax.Var, ...]
+    reads: tuple[relax.Var, ...]
+    drawn: tuple[relax.Var, ...] = ()
+
+    @property
+    def repeated(self) -> frozenset[relax.Var]:
+        """Variables that forward computes, and backward again."""
+        return frozenset(b.var for b in self.forward) & frozenset(b.var for b in self.backward)
+
+
+def color(
+    joint: JointModule, policy: str = "save_all", recompute: Collection[str] = ()
+) -> Coloring:
+    """Color ``joint``; inputs are passed to backward rather than captured, constants repeated.
+
+    Args:
+        joint: the joint function.
+        policy: a key of :data:`POLICIES`.
+        recompute: operators that ``min_cut`` may repeat besides the cheap ones.
+
+    Raises:
+        UnsupportedOperatorError: backward reads something of forward that is no tensor.
+    """
+    graph = JointGraph(joint, recompute if policy == "min_cut" else ())
+    repeated = POLICIES[policy](graph)
+    kept = graph.kept(repeated)
+    bindings = joint.mod["joint"].body.blocks[0].bindings
+    return Coloring(
+        forward=tuple(b for b in bindings if b.var in graph.forward),
+        backward=_backward(graph, list(bindings), repeated),
+        residuals=tuple(v for v in graph.bound if v in kept),
+        reads=tuple(p for p in graph.primals if p in kept),
+        drawn=tuple(p for p in graph.primals if p in kept and p in graph.drawn),
+    )
+
+
+def _backward(
+    graph: JointGraph, bindings: list[relax.Binding], repeated: Collection[relax.Var]
+) -> tuple[relax.Binding, ...]:
+    """Backward's own bindings in program order, each behind what it reads and is repeated."""
+    binding_of = {b.var: b for b in bindings}
+    ordered: dict[relax.Var, None] = {}
+
+    def place(var: relax.Var) -> None:
+        pending = [(var, False)]
+        while pending:
+            current, ready = pending.pop()
+            if ready:
+                ordered.setdefault(current)
+            elif current not in ordered:
+                pending.append((current, True))
+                pending.extend((v, False) for v in graph.operands[current] if v in repeated)
+
+    own = graph.backward
+    for var in graph.bound:
+        if var in own:
+            place(var)
+    for gradient in graph.gradients:
+        if gradient in repeated:
+            place(gradient)
+    return tuple(binding_of[v] for v in ordered)
+
+
+__all__ = ["POLICIES", "Coloring", "JointGraph", "color", "tensor_bytes"]

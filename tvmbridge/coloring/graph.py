@@ -1,0 +1,158 @@
+"""What a policy sees of a joint function: its colors, its bytes, and what may run twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+import tvm
+from tvm import relax
+
+from tvmbridge.coloring import operators
+from tvmbridge.differentiate import JointModule
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.kernels.dtypes import from_relax_dtype
+from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
+
+
+class JointGraph:
+    """A joint function, read once.
+
+    Args:
+        joint: the joint function.
+        also: operators that may be repeated although they are dear (``relax.nn.softmax``, or the
+            overload of an ATen call).
+
+    Attributes:
+        bound: the values of the bindings, in program order.
+        operands: the variables that each binding reads.
+        forward: the variables that the outputs depend on, and items of tuples among them.
+        backward: the variables that the gradients alone depend on.
+        needed: the forward variables and primals that backward's own bindings read.
+        fragile: forward variables that backward may not compute again, since the second
+            computation could differ by a rounding and something that jumps depends on them.
+    """
+
+    def __init__(self, joint: JointModule, also: Collection[str] = ()) -> None:
+        function = joint.mod["joint"]
+        self.bound = {b.var: b.value for b in function.body.blocks[0].bindings}
+        self.operands = {v: _reads(value) for v, value in self.bound.items()}
+        results = flat_results(function)
+        self.outputs = results[: joint.num_outputs]
+        self.gradients = results[joint.num_outputs :]
+        self.primals = tuple(function.params[: len(joint.primals)])
+        self.drawn = frozenset(p for p in self.primals if p.name in set(joint.drawn))
+        self.forward = self._with_items(self._dependencies(self.outputs))
+        self.backward, self.needed = self._backward()
+        self._also = frozenset(also)
+        self._output_roots = {storage_root(o, self.bound) for o in self.outputs} - {None}
+        self.fragile = self._fragile()
+
+    def may_repeat(self, var: relax.Var) -> bool:
+        """Whether backward may compute the forward variable ``var`` again."""
+        value = self.bound[var]
+        if var in self.fragile and not operators.repeats_every_bit(value):
+            return False
+        return self._cheap(value)
+
+    def _cheap(self, value: relax.Expr) -> bool:
+        return operators.is_cheap(value) or operators.operator_name(value) in self._also
+
+    def nbytes(self, var: relax.Var) -> int | None:
+        """Bytes that are held from forward to backward if ``var`` is kept; None: it cannot be.
+
+        Inputs, parameters and buffers live anyway, and so do the outputs; draws do not.
+        """
+        if not isinstance(var.ty, relax.TensorType):
+            return None
+        if var in self.primals:
+            return tensor_bytes(var) if var in self.drawn else 0
+        return 0 if storage_root(var, self.bound) in self._output_roots else tensor_bytes(var)
+
+    def kept(self, repeated: Collection[relax.Var]) -> dict[relax.Var, None]:
+        """Forward variables and primals that backward reads if it computes ``repeated`` again.
+
+        Raises:
+            UnsupportedOperatorError: one of them is no tensor.
+        """
+        kept: dict[relax.Var, None] = {}
+        seen: set[relax.Var] = set()
+        pending = list(self.needed)
+        while pending:
+            var = pending.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            if var in repeated:
+                pending.extend(self.operands[var])
+            else:
+                kept[var] = None
+        for var in kept:
+            if self.nbytes(var) is None:
+                raise UnsupportedOperatorError(
+                    f"backward reads {var.name} as a whole, which is {var.ty} and no tensor"
+                )
+        return kept
+
+    def bytes_kept(self, repeated: Collection[relax.Var]) -> int:
+        """Bytes held from forward to backward if backward computes ``repeated`` again."""
+        return sum(self.nbytes(var) or 0 for var in self.kept(repeated))
+
+    def _dependencies(self, roots: Iterable[relax.Expr]) -> set[relax.Var]:
+        """Bound variables that ``roots`` depend on, themselves included."""
+        found: set[relax.Var] = set()
+        pending = [r for r in roots if isinstance(r, relax.Var)]
+        while pending:
+            var = pending.pop()
+            if var in found or var not in self.bound:
+                continue
+            found.add(var)
+            pending.extend(self.operands[var])
+        return found
+
+    def _with_items(self, forward: set[relax.Var]) -> frozenset[relax.Var]:
+        """``forward`` and the items of tuples in it: only tensors cross the border."""
+        found = set(forward)
+        for var, value in self.bound.items():
+            if isinstance(value, relax.TupleGetItem) and value.tuple_value in found:
+                found.add(var)
+        return frozenset(found)
+
+    def _backward(self) -> tuple[frozenset[relax.Var], tuple[relax.Var, ...]]:
+        """What backward alone computes, and the forward variables and primals at its border."""
+        own: set[relax.Var] = set()
+        pending = [g for g in self.gradients if isinstance(g, relax.Var)]
+        border: dict[relax.Var, None] = {}
+        while pending:
+            var = pending.pop()
+            if var in self.forward or var in self.primals:
+                border[var] = None
+            elif var in self.bound and var not in own:
+                own.add(var)
+                pending.extend(self.operands[var])
+        return frozenset(own), tuple(border)
+
+    def _fragile(self) -> frozenset[relax.Var]:
+        """Floating forward values that decide something, through operators that keep every bit."""
+        fragile: set[relax.Var] = set()
+        for var, value in reversed(self.bound.items()):
+            decides = not operators.is_smooth(value)
+            own = var not in self.forward
+            runs_again = own or self._cheap(value)
+            passes_on = var in fragile and (own or operators.repeats_every_bit(value))
+            if (decides and runs_again) or passes_on:
+                fragile |= {v for v in self.operands[var] if _may_round(v)}
+        return frozenset(fragile)
+
+
+def tensor_bytes(var: relax.Var) -> int:
+    """Bytes of a dense tensor of the type of ``var``."""
+    return math.prod(shape_of(var) or ()) * from_relax_dtype(dtype_of(var)).itemsize
+
+
+def _may_round(var: relax.Var) -> bool:
+    return operators.is_floating(var) or not isinstance(var.ty, relax.TensorType)
+
+
+def _reads(value: relax.Expr) -> tuple[relax.Var, ...]:
+    return tuple(v for v in relax.analysis.free_vars(value) if not tvm.ir.is_prim_expr(v))

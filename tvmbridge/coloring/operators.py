@@ -1,0 +1,125 @@
+"""What coloring knows of operators: which may run twice, and which of them repeat every bit."""
+
+from __future__ import annotations
+
+import math
+
+import tvm
+from tvm import relax
+
+from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.passes.base import dtype_of, shape_of
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(f"relax.{name}" for name in text.split())
+
+
+# Their result is a rearrangement or a fill: keeping it would cost memory, repeating it nothing.
+VIEWS = _names("reshape permute_dims expand_dims squeeze broadcast_to full ones zeros")
+
+_MOVES = _names(
+    "astype concat flip repeat split stack strided_slice tile tril triu arange full_like "
+    "ones_like zeros_like"
+)
+_CONTINUOUS_EXACT = _names("abs clip maximum minimum negative nn.relu where")
+# One unit in the last place of an operand may turn the result around.
+_JUMPS = _names(
+    "equal not_equal greater greater_equal less less_equal sign floor ceil round trunc isnan isinf "
+    "isfinite logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor "
+    "bitwise_not left_shift right_shift"
+)
+_ROUNDED = _names(
+    "add subtract multiply divide power square sqrt rsqrt exp log sin cos tan sinh cosh tanh asin "
+    "acos atan asinh acosh atanh erf sigmoid log_add_exp nn.gelu nn.gelu_tanh nn.silu nn.selu "
+    "nn.softplus nn.leakyrelu"
+)
+_REDUCTIONS = _names("sum mean max min")
+_SMOOTH_PRODUCTS = _names(
+    "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
+    "collapse_sum_to"
+)
+_SMOOTH_ATEN = frozenset(
+    f"aten.{name}.default"
+    for name in [
+        "convolution",
+        "convolution_backward",
+        "native_batch_norm_backward",
+        "native_layer_norm_backward",
+        "native_group_norm_backward",
+        "mm",
+        "bmm",
+        "addmm",
+    ]
+)
+
+_ELEMENTWISE = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS | _ROUNDED
+_EXACT = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS
+_SMOOTH = VIEWS | _MOVES | _CONTINUOUS_EXACT | _ROUNDED | _REDUCTIONS | _SMOOTH_PRODUCTS
+
+# A result that is smaller than its operands by more than this is worth its memory.
+_SHORT = 4
+
+
+def operator_name(call: relax.Expr | None) -> str | None:
+    """``relax.add`` or, for an ATen call, its overload; None for what is no call of an operator."""
+    if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
+        return None
+    return aten_call_operator(call) or str(call.op.name)
+
+
+def is_cheap(value: relax.Expr) -> bool:
+    """Whether ``value`` may be computed twice: what fuses into the loops around it.
+
+    These are element-wise operators, rearrangements, fills, constants, items of tuples, and
+    reductions whose result is not much smaller than what they read.
+    """
+    if isinstance(value, tvm.ir.GenericConst | relax.Tuple | relax.TupleGetItem | relax.Var):
+        return True
+    name = operator_name(value)
+    if name in _REDUCTIONS:
+        return 0 < _count(value.args[0]) <= _SHORT * _count(value)
+    return name in _ELEMENTWISE
+
+
+def is_elementwise(value: relax.Expr) -> bool:
+    """Whether ``value`` is a call of an element-wise operator or a rearrangement."""
+    return operator_name(value) in _ELEMENTWISE
+
+
+def is_view(value: relax.Expr) -> bool:
+    """Whether ``value`` is a rearrangement, a fill or a constant."""
+    return isinstance(value, tvm.ir.GenericConst) or operator_name(value) in VIEWS
+
+
+def repeats_every_bit(value: relax.Expr) -> bool:
+    """Whether a second computation from the same operands gives the same bits.
+
+    A sum of products need not: fused into other loops, product and sum may be one operation.
+    """
+    if not isinstance(value, relax.Call):
+        return True
+    return operator_name(value) in _EXACT or not is_floating(value)
+
+
+def is_smooth(value: relax.Expr) -> bool:
+    """Whether operands that differ by rounding give a result that differs by rounding.
+
+    Comparisons, rounding to integers, sorting and unknown kernels do not.
+    """
+    if not isinstance(value, relax.Call):
+        return True
+    name = operator_name(value)
+    if name == "relax.astype":
+        return is_floating(value)
+    return name in _SMOOTH or name in _SMOOTH_ATEN
+
+
+def is_floating(value: relax.Expr) -> bool:
+    """Whether ``value`` is a tensor of a floating dtype."""
+    return isinstance(value.ty, relax.TensorType) and "float" in dtype_of(value)
+
+
+def _count(expr: relax.Expr) -> int:
+    shape = shape_of(expr)
+    return 0 if shape is None else math.prod(shape)

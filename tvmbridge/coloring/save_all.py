@@ -1,0 +1,30 @@
+"""The policy ``save_all``: every forward value that backward reads is kept.
+
+Constants, views and light functions of inputs are repeated: a mask is kept as its one byte.
+"""
+
+from __future__ import annotations
+
+from tvm import relax
+
+from tvmbridge.coloring.graph import JointGraph
+from tvmbridge.coloring.operators import is_view, operator_name
+
+_LIGHT = frozenset({"relax.astype", "relax.multiply", "relax.add", "relax.subtract"})
+
+
+def save_all(graph: JointGraph) -> frozenset[relax.Var]:
+    """The forward variables that backward computes again rather than keeps."""
+    repeated: set[relax.Var] = set()
+    from_inputs: set[relax.Var] = set(graph.primals)
+    for var, value in graph.bound.items():
+        if var not in graph.forward:
+            continue
+        light = is_view(value) or operator_name(value) in _LIGHT
+        of_inputs = light and all(v in from_inputs for v in graph.operands[var])
+        # No tuple can be kept, but its items can.
+        if (is_view(value) or graph.nbytes(var) is None or of_inputs) and graph.may_repeat(var):
+            repeated.add(var)
+        if of_inputs and var in repeated:
+            from_inputs.add(var)
+    return frozenset(repeated)
