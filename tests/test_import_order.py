@@ -23,17 +23,18 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "errors libraries options types versions admission structure",
         "kernels gradients legalize schedules",
+        "records",
         "passes",
         "pipeline",
-        "arguments pack packing capture cumulative refusal decompositions recurrent noise rehearsal"
+        "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
         " standins patches attributes aliasing observation signature surroundings"
-        " hoist facts frontend differentiate aot joint combining coloring split"
-        " build runtime state cache tuning report",
+        " noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
+        " build runtime state cache report",
         "compiled",
         "autograd",
         "specialization",
         "dispatcher",
-        "dispatch",
+        "dispatch tuning",
         "tvmbridge",  # the package's own __init__: the public names
         "cli demo doctor doctor_probes __main__",
     )

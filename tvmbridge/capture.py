@@ -17,6 +17,7 @@ from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import watched_forward
+from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
@@ -29,7 +30,7 @@ from tvmbridge.refusal import (
     raise_if_forward_refuses,
     user_line,
 )
-from tvmbridge.standins import conversions_without_effect, tensors_of, without_autocast
+from tvmbridge.standins import tensors_of, without_autocast
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,

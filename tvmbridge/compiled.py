@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,10 +25,15 @@ from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
+from tvmbridge.records import Coverage, Folder, Library, Task
+from tvmbridge.records.library import EMPTY, named_log_dir
+from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
-from tvmbridge.types import CapturedGraph, OutputKind, PassRecord
+from tvmbridge.types import CapturedGraph, OutputKind, PassRecord, ValueDescriptor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class CompiledModule:
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
+    ``coverage`` counts the calls of kernels by where these come from.
     """
 
     captured: CapturedGraph
@@ -55,16 +62,25 @@ class CompiledModule:
     joint_reason: str
     native_calls: Mapping[str, int]
     aten_calls: Mapping[str, int]
+    coverage: Coverage
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that forward keeps for backward, inputs not counted."""
-        return 0 if self.split is None else self.split.residual_bytes
+        """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
+        return sum(r.spec.nbytes for r in self.residuals)
+
+    @property
+    def residuals(self) -> tuple[ValueDescriptor, ...]:
+        """What :attr:`residual_bytes` is made of, the largest first."""
+        if self.split is None:
+            return ()
+        values = (*self.split.residuals, *self.split.drawn)
+        return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
 
 
-class _Stages:
+class Stages:
     """Wall-clock seconds by stage."""
 
     def __init__(self) -> None:
@@ -84,7 +100,7 @@ class LoweredModule:
     """A module as graphs, before it is built: what compilation and comparison have in common.
 
     ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
-    where nothing is differentiated.
+    where nothing is differentiated. ``origin`` is the class of the module, for people.
     """
 
     captured: CapturedGraph
@@ -94,6 +110,7 @@ class LoweredModule:
     split: SplitModule | None
     mod: tvm.IRModule
     num_outputs: int
+    origin: str
     packs: Packs = ()
 
 
@@ -124,7 +141,7 @@ def lower_module(
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
         BuildError: the target is unknown, or does not fit the tensors' device.
     """
-    passes = [*options.extra_passes, *passes]
+    passes, origin = [*options.extra_passes, *passes], type(module).__name__
     with measure("capture"):
         stage = staged(module, args, kwargs, needs_grad, apart=apart)
         captured = capture_staged(stage, args, kwargs, needs_grad)
@@ -140,7 +157,15 @@ def lower_module(
             parts = split(joint, color(joint, options.residual_policy, options.recompute))
         captured, imported = derivation.captured, derivation.imported
         return LoweredModule(
-            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs, packs
+            captured,
+            resolved,
+            imported,
+            derivation,
+            parts,
+            parts.mod,
+            parts.num_outputs,
+            origin,
+            packs,
         )
     with measure("import"):
         if captured.training:
@@ -152,7 +177,7 @@ def lower_module(
         mod = run_extra_passes(mod, passes, records)
         mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
     num_outputs = sum(o.is_computed for o in captured.outputs)
-    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, packs)
+    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, origin, packs)
 
 
 def compile_module(
@@ -177,7 +202,7 @@ def compile_module(
         NotApartError: forward reaches the module itself, so that no stand-in can be traced.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
-    stages = _Stages()
+    stages = Stages()
     records: list[PassRecord] = []
     lowered = lower_module(
         module,
@@ -198,18 +223,24 @@ def build_lowered(
     lowered: LoweredModule,
     options: CompileOptions,
     records: list[PassRecord],
-    stages: _Stages | None = None,
+    stages: Stages | None = None,
 ) -> CompiledModule:
     """Build what :func:`lower_module` made and load it.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
     """
-    stages = stages or _Stages()
+    stages = stages or Stages()
     derivation, parts, imported = lowered.derivation, lowered.split, lowered.imported
     with stages.measure("build"):
-        built = build(lowered.mod, lowered.target, records, measure=options.measure_kernels)
+        use_records = options.tuning_records
+        library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
+        built = build(
+            lowered.mod, lowered.target, records, measure=options.measure_kernels, library=library
+        )
         loaded = LoadedModule(built.machine, built.unaligned)
+        if use_records:
+            _note_missing(built.missing, lowered, options)
     return CompiledModule(
         captured=lowered.captured,
         packs=lowered.packs,
@@ -225,9 +256,22 @@ def build_lowered(
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,
         aten_calls=imported.aten_calls,
+        coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
     )
+
+
+def _note_missing(
+    missing: Mapping[Task, int], lowered: LoweredModule, options: CompileOptions
+) -> None:
+    """Put tasks without a record on the list of the directory that the user named, if any."""
+    log_dir = named_log_dir(options.tuning_logs)
+    if log_dir is None or not missing:
+        return
+    folder = Folder.below(log_dir, lowered.target)
+    noted = note_pending(folder, missing, lowered.origin)
+    logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
 
 
 def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -> None:

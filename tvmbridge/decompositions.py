@@ -216,10 +216,12 @@ def _attention(
         rows, columns = (torch.arange(scores.shape[d], device=scores.device) for d in (-2, -1))
         attn_mask = rows[:, None] >= columns
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        scores = torch.where(attn_mask, scores, -math.inf)
-    elif attn_mask is not None:
+        # Added, as PyTorch does: what stands behind a mask still spoils a gradient if it is NaN.
+        closed = torch.zeros(attn_mask.shape, dtype=scores.dtype, device=scores.device)
+        attn_mask = torch.where(attn_mask, closed, -math.inf)
+    if attn_mask is not None:
         scores = scores + attn_mask
-    # A causal mask leaves each row its own column; any other may close a row altogether.
+    # A causal mask leaves each row its first column; any other may close a row altogether.
     may_close = attn_mask is not None and not is_causal
     weights = aten._safe_softmax(scores, -1) if may_close else torch.softmax(scores, -1)
     if dropout_p > 0.0:

@@ -123,8 +123,10 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             calls=variant.calls,
             seconds=dict(variant.compiled.seconds),
             residual_bytes=variant.compiled.residual_bytes,
+            residuals=variant.compiled.residuals,
             native_operators=dict(variant.compiled.native_calls),
             aten_operators=dict(variant.compiled.aten_calls),
+            kernels=variant.compiled.coverage,
             passes=variant.compiled.records,
         )
         for specialization in dispatcher.specializations

@@ -86,7 +86,9 @@ class Dispatcher:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return self.original(*args, **kwargs)
+            if self.own is not None:
+                return self.own(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
         reason = refused_now()
         if reason is not None:
             return self._fall_back(reason, args, kwargs)
@@ -167,7 +169,7 @@ class Dispatcher:
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)
             except NotApartError:
-                with _own_forward(self.module, self.own):
+                with with_own_forward(self.module, self.own):
                     compiled = self._compile(mode, args, kwargs, apart=False)
             state = ModuleState(self.module, compiled.captured)
             variant = Variant(state, compiled, self.packing)
@@ -263,7 +265,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextmanager
-def _own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
+def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
     """Within it the module has its own forward, so that capture traces that."""
     installed = module.__dict__.pop("forward", None)
     if own is not None:

@@ -25,6 +25,7 @@ from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
 from tvmbridge.noise import memory_order
 from tvmbridge.patches import patched_here
+from tvmbridge.refusal import first_paragraph
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, OutputKind
 
@@ -119,13 +120,18 @@ def _reached(
     wanted = rehearsal.wanted
     reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
     for number, output in enumerate(outputs):
-        gradients = torch.autograd.grad(
-            output,
-            [leaves[position] for position in wanted],
-            torch.ones_like(output),
-            retain_graph=True,
-            allow_unused=True,
-        )
+        try:
+            gradients = torch.autograd.grad(
+                output,
+                [leaves[position] for position in wanted],
+                torch.ones_like(output),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        except Exception as error:
+            raise UnsupportedOperatorError(
+                f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
+            ) from error
         for position, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
                 reached[position] |= {number}

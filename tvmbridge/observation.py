@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import contents, recorded_reads, same_value, values_read
+from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.standins import (
     as_captured,
-    conversions_without_effect,
     plain_checkpoints,
     run_apart,
     stand_in,

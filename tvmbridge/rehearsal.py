@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
+from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.standins import (
     as_captured,
-    conversions_without_effect,
     plain_checkpoints,
     tensors_replaced,
     without_autocast,

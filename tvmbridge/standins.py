@@ -17,7 +17,6 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.patches import patched_here
 
@@ -157,24 +156,6 @@ def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *arg
 
 def _plain_generator(genuine: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     yield
-
-
-@contextmanager
-def conversions_without_effect() -> Iterator[None]:
-    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
-
-    def apply(
-        convert: Any, module: nn.Module, fn: Callable[..., Any], recurse: bool = True
-    ) -> nn.Module:
-        with _disable_current_modes():
-            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
-            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
-            if all(fn(probe) is probe for probe in probes):
-                return module
-        return convert(module, fn, recurse)
-
-    with patched_here(nn.Module, "_apply", apply):
-        yield
 
 
 @contextmanager

@@ -14,7 +14,13 @@ import torch
 from tests.conformance.admit import write_admitted
 from tests.conformance.coverage import operators
 from tests.conformance.document import write_document, write_results
-from tests.conformance.quick import QUICK_DTYPES, QUICK_GRADIENTS, QUICK_LIMIT, QUICK_OPERATORS
+from tests.conformance.quick import (
+    QUICK_GRADIENTS,
+    QUICK_LIMIT,
+    QUICK_OPERATORS,
+    QUICK_OTHERS,
+    QUICK_STEP,
+)
 from tests.conformance.runner import Entry, Settings, run_entries
 from tests.conformance.table import FAILURES, Table, describe, read_rows
 
@@ -49,6 +55,13 @@ def _named(wanted: Sequence[str]) -> list[str]:
     return names
 
 
+def _quick_entries() -> list[Entry]:
+    chosen = all_entries(QUICK_OPERATORS, ["float32"])
+    for first, dtype in enumerate(QUICK_OTHERS):
+        chosen += all_entries(QUICK_OPERATORS[first::QUICK_STEP], [dtype])
+    return chosen + all_entries(QUICK_GRADIENTS, ["float32"], ["relax", "aot"])
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     add = parser.add_argument
@@ -74,8 +87,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     index, count = (int(part) for part in options.shard.split("/"))
     if options.quick:
-        chosen = all_entries(QUICK_OPERATORS, QUICK_DTYPES)
-        chosen += all_entries(QUICK_GRADIENTS, ["float32"], ["relax", "aot"])
+        chosen = _quick_entries()
     else:
         names = _named(options.ops) if options.ops else list(operators())
         chosen = all_entries(names, options.dtypes, options.modes)

@@ -64,16 +64,21 @@ def case_of(label: str, sample: Any) -> Case:
     return Case(label, tuple(detached), spec, tuple(t.requires_grad for t in tensors))
 
 
-def variants(case: Case, *, finite: bool) -> Iterator[Case]:
+def variants(case: Case, special: str | None) -> Iterator[Case]:
     """Cases of the same operator with special values, strides, shapes and dtypes.
 
-    Not every operator takes every one of them; eager PyTorch decides.
+    Not every operator takes every one of them; eager PyTorch decides. ``special`` says which
+    special values there are: ``all``, ``finite`` ones (and NaN), or None.
     """
-    yield from _changed(case, "special", _special_values(finite))
+    if special is not None:
+        yield from _changed(case, "special", _special_values(special == "finite"))
     yield from _changed(case, "expanded", _expanded)
     yield from _changed(case, "empty", lambda t, _: t[:0] if t.dim() else None)
     yield from _changed(case, "scalar", lambda t, _: t.reshape(-1)[0] if t.numel() else None)
-    yield from _changed(case, "broadcast", _broadcast)
+    shapes = [t.shape for t in case.tensors[:2]]
+    if len(set(shapes)) < len(shapes):
+        # Of other operators the kernels do not check what the second operand holds.
+        yield from _changed(case, "broadcast", _broadcast)
     dtypes = [t.dtype for t in case.tensors]
     if len(dtypes) > 1 and dtypes[0] == dtypes[1]:
         for wanted in _PROMOTED.get(dtypes[0], ()):
@@ -119,8 +124,10 @@ def _special_values(finite: bool) -> Change:
 
 
 def _expanded(tensor: torch.Tensor, position: int) -> torch.Tensor | None:
-    """The first row for all of them, with a stride of 0."""
-    return tensor[:1].expand_as(tensor) if tensor.dim() and tensor.shape[0] > 1 else None
+    """The first row of the first operand for all of its rows, with a stride of 0."""
+    if position or not tensor.dim() or tensor.shape[0] < 2:
+        return None
+    return tensor[:1].expand_as(tensor)
 
 
 def _broadcast(tensor: torch.Tensor, position: int) -> torch.Tensor | None:

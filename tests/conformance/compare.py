@@ -43,8 +43,9 @@ def _compare_leaf(ours: Any, theirs: Any, *, values: bool) -> str | None:
 def is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
     """Whether a result differs from eager's by rounding alone.
 
-    The reference in float64 says so: ours is as near to it as eager's. Eager PyTorch rounds a
-    half-precision result otherwise for other strides of the same values.
+    The reference in float64 says so: ours is off by no more than twice what eager's is, or by four
+    units in the last place of the largest element. (Sums in another order differ by that where terms cancel;
+    eager PyTorch itself rounds otherwise for other strides of the same values.)
     """
     if compare(ours, theirs, values=False):
         return False
@@ -55,7 +56,12 @@ def is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
 def _leaf_is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
     if not isinstance(theirs, torch.Tensor) or not theirs.is_floating_point():
         return _compare_leaf(ours, theirs, values=True) is None
-    return _error(ours, reference) <= _error(theirs, reference) < float("inf")
+    error, bound = _error(ours, reference), _error(theirs, reference)
+    if bound == float("inf"):
+        return False
+    finite = reference.double()[reference.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    return error <= max(2 * bound, 4 * torch.finfo(theirs.dtype).eps * largest)
 
 
 def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
