@@ -143,8 +143,10 @@ def test_tracers_trace_the_own_forward(served: nn.Module) -> None:
     torch.testing.assert_close(exported(sample()), expected)
     compiled = torch.compile(module, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(sample()), expected)
-    torch.testing.assert_close(torch.jit.trace(module, sample())(sample()), expected)
     assert dispatch_report(module).tvm_calls == 0
+    # It also calls the module outside of the trace, to compare.
+    torch.testing.assert_close(torch.jit.trace(module, sample())(sample()), expected)
+    assert list(dispatch_report(module).fallbacks) == ["the module is being traced"]
 
 
 @pytest.mark.parametrize(
