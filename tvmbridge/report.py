@@ -67,13 +67,15 @@ class PackReport:
 class DispatchReport:
     """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
 
-    ``unchecked`` counts the calls that were due for a check but could not be checked, by reason.
+    ``dropped`` counts the specialisations that gave way to newer ones, ``unchecked`` the calls that
+    were due for a check but could not be checked, by reason.
     """
 
     tvm_calls: int
     fallbacks: dict[str, int]
     aten_calls: list[str]
     specializations: list[SpecializationReport]
+    dropped: int = 0
     packs: tuple[PackReport, ...] = ()
     unchecked: Mapping[str, int] = field(default_factory=dict)
 
@@ -91,6 +93,8 @@ class DispatchReport:
         for reason, count in self.unchecked.items():
             console.print(f"calls not checked: {count}, because {reason}", highlight=False)
         console.print(_specialization_table(self.specializations))
+        if self.dropped:
+            console.print(f"specialisations dropped, not used for longest: {self.dropped}")
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import Arguments, ArgumentWatch
-from tvmbridge.capture import without_autocast
 from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.inspect.compare.eager import output_names, state_name
 from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.standins import tensors_of, without_autocast
 
 Generators = list[tuple[torch.Generator, torch.Tensor]]
 
@@ -49,8 +49,8 @@ class Outcome:
     """What one call of forward left behind.
 
     ``returned`` is what forward returned; ``leaves`` are its leaves, and those of the arguments
-    that it changed, by name; ``structure`` is that of both. ``state`` are the buffers and the
-    arguments after the call.
+    that it changed, by name; ``structure`` is that of both. ``state`` are the tensors of the
+    module and the arguments after the call.
     """
 
     returned: Any
@@ -73,7 +73,7 @@ def observed_call(
     watched = ArgumentWatch(keeping)(*args, **kwargs)
     leaves, structure = pytree.tree_flatten(watched)
     tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
-    state = {**tensors, **dict(module.named_buffers())}
+    state = {**tensors, **tensors_of(module)}
     return Outcome(
         returned[0],
         dict(zip(output_names(watched), leaves, strict=True)),

@@ -155,7 +155,7 @@ def _anything_requires_grad(
 
 def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     frozen = {f"argument {i}": _shown(value) for i, value in captured.constants.items()}
-    for (path, name), value in getattr(captured, "values", {}).items():
+    for (path, name), value in captured.values.items():
         if not callable(value):
             frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
     return {
