@@ -81,7 +81,7 @@ class _Explanation:
         try:
             lowered = self._lower(sample, needs_grad)
         except BridgeError as error:
-            self._look_at_graph(sample, needs_grad, error)
+            self._look_at_graph(sample, needs_grad)
             return self._refused(str(error), error)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_paragraph(error)}"
@@ -112,7 +112,7 @@ class _Explanation:
             module=self.name, ok=False, stage=self.stage, reason=reason, source=source, **self.known
         )
 
-    def _look_at_graph(self, sample: Sample, needs_grad: bool, error: BridgeError) -> None:
+    def _look_at_graph(self, sample: Sample, needs_grad: bool) -> None:
         """Capture again, to tell what the graph has although it goes no further."""
         args, kwargs, _ = sample.arguments()
         try:
@@ -120,12 +120,10 @@ class _Explanation:
                 captured = capture(sample.module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
                 self.known |= _of_captured(captured)
                 graph = captured.program.graph
-            elif isinstance(error, UnsupportedOperatorError):
-                # PyTorch has a graph, whose operators are what is refused.
+            else:
+                # PyTorch may have a graph all the same, whose operators are what is refused.
                 program = torch.export.export(sample.module, args, kwargs, strict=False)
                 graph = program.run_decompositions().graph
-            else:
-                return
         except Exception:
             return  # the reason is known already
         self.known["refused"] = tuple(_refused_operators(graph))
@@ -214,7 +212,7 @@ def _uses(counts: Mapping[str, int], captured: fx.Graph) -> tuple[OperatorUse, .
             lines.setdefault(str(node.target), {})[source] = None
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return tuple(
-        OperatorUse(name, count, tuple(lines.get(name) or lines.get(_forward_of(name), ())))
+        OperatorUse(name, count, tuple(lines.get(name) or lines.get(_forward_of(name)) or ()))
         for name, count in ordered
     )
 
@@ -227,7 +225,7 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
     found: dict[str, tuple[list[str], str]] = {}
     for node in graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or "::_assert" in target._schema.name:
+        if not isinstance(target, torch._ops.OpOverload) or _tells_sizes(target):
             continue
         try:
             refuse_what_cannot_run(node)
@@ -237,3 +235,8 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
     for name, (sources, reason) in found.items():
         lines = tuple(dict.fromkeys(s for s in sources if s))
         yield OperatorUse(name, len(sources), lines, reason)
+
+
+def _tells_sizes(target: torch._ops.OpOverload) -> bool:
+    """Whether it is about sizes, or checks something, and computes no tensor."""
+    return target._schema.name.startswith(("aten::_assert", "aten::sym_"))
