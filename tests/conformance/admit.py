@@ -60,5 +60,3 @@ def write_admitted(rows: Mapping[str, Mapping[str, Any]], *, only_add: bool) -> 
     ADMITTED_FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     admitted_table.cache_clear()
     return changes
-
-

@@ -25,7 +25,6 @@ from tvmbridge.legalize.elementwise import (
 from tvmbridge.legalize.reductions import reduction
 
 
-
 def _upstream(name: str) -> LegalizeFunc:
     legalize: LegalizeFunc = ir.Op.get(name).get_attr("FLegalize")
     return legalize
