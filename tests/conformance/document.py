@@ -7,6 +7,7 @@ them how they were measured.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ _HEAD = """# Operators
 
 What PyTorch's own samples of each operator (OpInfo), and harder variants of them, become on the
 whole way from `torch.export` to compiled code, compared with eager PyTorch in structure, dtype,
-shape and values; and the same for gradients. Measured with PyTorch {torch}{samples}. This page is
-generated:
+shape and values; and the same for gradients.
+
+Measured with PyTorch {torch}{samples}. This page is generated:
 
     python -m tests.conformance --dtypes {dtypes} --modes {modes} --out build/all.jsonl
     python -m tests.conformance --read build/all.jsonl --whole --write-results
@@ -65,12 +67,22 @@ def write_results(
     for entry, row in rows.items():
         name, dtype, mode = entry.rsplit("/", 2)
         if row["class"] != "none":
-            word = row["class"]
             source = "+".join(row["joint"]) if mode == "auto" else ""
-            results.setdefault(f"{dtype}/{mode}", {})[name] = f"{word} {source}".strip()
+            remark = _refusal(row) or source
+            results.setdefault(f"{dtype}/{mode}", {})[name] = f"{row['class']} {remark}".strip()
     ordered = {kind: dict(sorted(names.items())) for kind, names in sorted(results.items())}
     content = {"torch": torch, "samples": samples, "results": ordered}
     RESULTS.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+
+
+def _refusal(row: Mapping[str, Any]) -> str:
+    """Why a case of ``row`` is refused, in short; empty where it is of another class."""
+    if row["class"] != "refused":
+        return ""
+    reason = next(u["reason"] for u in row["unfit"] if u["result"] == "refused")
+    reason = " ".join(reason.partition(": ")[2].split())
+    reason = re.sub(r"^.*it stopped at .*?: (?!\d)", "", reason)
+    return reason.replace("|", "/")[:90]
 
 
 def write_document() -> None:
