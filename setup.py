@@ -81,7 +81,10 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=PACKAGES,
     package_dir=FOLDERS,
-    package_data={"": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt"]},
+    package_data={
+        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt"],
+        "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
+    },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["tvmbridge = tvmbridge.cli:main"]},

@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from benchmarks import accuracy, call_cost, compile_time, memory, speed
+from benchmarks import (
+    accuracy,
+    call_cost,
+    compile_time,
+    memory,
+    peak_memory,
+    residuals,
+    speed,
+)
 
 MEASUREMENTS = {
     "accuracy": accuracy.main,
@@ -14,6 +22,8 @@ MEASUREMENTS = {
     "compile_time": compile_time.main,
     "call_cost": call_cost.main,
     "memory": memory.main,
+    "peak_memory": peak_memory.main,
+    "residuals": residuals.main,
 }
 
 

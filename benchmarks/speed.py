@@ -14,7 +14,7 @@ from torch import nn
 
 from benchmarks.common import Row, alternate, parser, report
 from tests.end_to_end.steps import base_layer
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 
 TRAINING_BOUND = 1.1
 INFERENCE_BOUND = 1.0
@@ -42,12 +42,14 @@ def inference(layer: nn.Module, hidden: torch.Tensor) -> Callable[[], object]:
     return call
 
 
-def measure(attention: str, shape: tuple[int, int], *, train: bool, rounds: int) -> list[Row]:
+def measure(
+    attention: str, shape: tuple[int, int], *, train: bool, rounds: int, policy: str
+) -> list[Row]:
     """Milliseconds of eager and of TVM, and their ratio."""
     eager = base_layer(attention).train(train)
     tvm = copy.deepcopy(eager)
     hidden = torch.randn(*shape, 768, requires_grad=train)
-    add_tvm_dispatch(tvm, hidden)
+    add_tvm_dispatch(tvm, hidden, options={"residual_policy": policy})
     run = training if train else inference
     seconds = alternate([run(layer, hidden) for layer in (eager, tvm)], rounds=rounds)
     assert not dispatch_report(tvm).fallbacks, dispatch_report(tvm).fallbacks
@@ -69,12 +71,17 @@ def main(argv: Sequence[str] = ()) -> int:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=20, help="timed calls in training")
     options.add_argument("--attention", nargs="+", default=["eager", "sdpa"])
+    options.add_argument(
+        "--policy", default=CompileOptions().residual_policy, help="residual policy in training"
+    )
     chosen = options.parse_args(list(argv))
     rows = []
     for attention in chosen.attention:
-        rows += measure(attention, (8, 128), train=True, rounds=chosen.rounds)
+        rows += measure(attention, (8, 128), train=True, rounds=chosen.rounds, policy=chosen.policy)
         for shape in ((1, 14), (1, 128)):
-            rows += measure(attention, shape, train=False, rounds=10 * chosen.rounds)
+            rows += measure(
+                attention, shape, train=False, rounds=10 * chosen.rounds, policy=chosen.policy
+            )
     return report("BertLayer, time of a call", rows, check=not chosen.no_check)
 
 

@@ -70,14 +70,15 @@ def assert_same(ours: Step, eager: Step, *, rtol: float = 1e-9, atol: float = 1e
 
 
 def dispatched(
-    module: nn.Module, args: tuple[torch.Tensor, ...], joint: str
+    module: nn.Module, args: tuple[torch.Tensor, ...], joint: str, policy: str | None = None
 ) -> tuple[nn.Module, CompiledModule]:
-    """A dispatched copy of ``module``, and its compiled code."""
+    """A dispatched copy of ``module``, and its compiled code; ``policy`` None is the default."""
     ours = copy.deepcopy(module)
     sample = tuple(
         a.detach().clone().requires_grad_() if a.is_floating_point() else a for a in args
     )
-    add_tvm_dispatch(ours, sample, options={"joint": joint})
+    chosen = {} if policy is None else {"residual_policy": policy}
+    add_tvm_dispatch(ours, sample, options={"joint": joint, **chosen})
     (variant,) = _dispatcher_of(ours).specializations[0].variants.values()
     return ours, variant.compiled
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from tvm import relax
 
 import tvmbridge
 from tvmbridge import cli, doctor
 from tvmbridge.errors import BridgeError, CaptureError
+from tvmbridge.frontend.registry import CONVERTERS
 
 MODULE = "a_module_of_the_cli_test"
 
@@ -160,3 +165,49 @@ def test_visualize_refuses_an_unknown_format(capsys: pytest.CaptureFixture[str])
 
 def test_usage_errors_are_not_bridge_errors() -> None:
     assert not issubclass(cli.UsageError, BridgeError)
+
+
+COMPARED = "tests.inspect.compare.models:block_and_input"
+
+
+def test_compare_says_0_where_there_is_no_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new folder" / "report.json"
+    words = ["compare", COMPARED, "--no-backward", "--stages", "captured,imported"]
+    assert cli.main([*words, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "departure from eager PyTorch" in printed
+    data = json.loads(out.read_text(encoding="utf-8"))
+    assert data["stages"] == ["eager", "captured", "imported"]
+    assert data["values"] == ["output"]
+
+
+def test_compare_says_1_where_there_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    operator = torch.ops.aten.tanh.default
+    wrong = dataclasses.replace(
+        CONVERTERS[operator], function=lambda ctx, node, x: relax.op.sigmoid(ctx.value(x))
+    )
+    monkeypatch.setitem(CONVERTERS, operator, wrong)
+    assert cli.main(["compare", COMPARED, "--no-backward", "--stages", "imported"]) == 1
+    printed = capsys.readouterr().out
+    assert "aten.tanh.default" in printed
+    assert "relax.sigmoid" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stages", "captured,relay"], "no stage is called relay; choose among eager"),
+        (["--out", "report.txt"], "--out must end in .json"),
+    ],
+)
+def test_compare_refuses_bad_arguments_with_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compare", COMPARED, *words])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -23,16 +23,17 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
     for names in (
         "errors libraries options types versions admission structure",
         "kernels gradients legalize schedules",
+        "records",
         "passes",
         "pipeline",
-        "arguments capture cumulative refusal decompositions recurrent noise rehearsal hoist facts"
-        " frontend differentiate aot joint coloring split"
-        " build runtime state cache tuning report",
+        "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
+        " noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
+        " build runtime state cache report",
         "compiled",
         "autograd",
         "specialization",
         "dispatcher",
-        "dispatch",
+        "dispatch tuning",
         "tvmbridge",  # the package's own __init__: the public names
         "cli demo doctor doctor_probes __main__",
     )

@@ -143,9 +143,12 @@ def test_nothing_is_dumped_unless_asked(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_orders_of_passes() -> None:
     tidy = [pass_name(p) for p in tidy_passes()]
-    assert [pass_name(p) for p in inference_passes()] == ["LowerDropout", "RemoveNoGrad", *tidy]
+    whole = ["LowerBatchNorm", "LowerGroupNorm", "LowerInstanceNorm"]
+    inference = ["LowerDropout", *whole, "RemoveNoGrad"]
+    assert [pass_name(p) for p in inference_passes()] == [*inference, *tidy]
     # Equal dropouts are two draws: masks must be apart before equal expressions are merged.
-    assert [pass_name(p) for p in lowering_passes()] == ["LowerDropout", "LowerLayerNorm", *tidy]
+    lowering = ["LowerDropout", "LowerLayerNorm", "LowerRMSNorm", *whole]
+    assert [pass_name(p) for p in lowering_passes()] == [*lowering, *tidy]
     zapp = ["RemoveNoGrad", "CanonicalizeBindings", "ZappLike", "OneZapp", "ZeroZapp"]
     zapp += ["ZappLike", "CollapseViews"]
     assert [pass_name(p) for p in zapp_passes()] == [*zapp, *tidy]

@@ -15,6 +15,7 @@ __all__ = [
     "DispatchReport",
     "NumericsError",
     "PassError",
+    "TuningReport",
     "UnsupportedOperatorError",
     "VersionError",
     "add_tvm_dispatch",
@@ -23,6 +24,7 @@ __all__ = [
     "dispatch_report",
     "remove_tvm_dispatch",
     "to_relax",
+    "tune",
     "visualize",
 ]
 
@@ -44,4 +46,5 @@ if not versions.running_doctor():
     from tvmbridge.inspect import ComparisonReport, Departure, compare, visualize
     from tvmbridge.options import CompileOptions
     from tvmbridge.report import DispatchReport
+    from tvmbridge.tuning import TuningReport, tune
     from tvmbridge.types import CapturedGraph

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from tvmbridge.compiled import CompiledModule
+from tvmbridge.packing import Packing
 from tvmbridge.types import InputKind, OutputKind
 
 _NO_DOUBLE_BACKWARD = (
@@ -21,15 +23,21 @@ class TrainingCall:
 
     Args:
         compiled: a module compiled with gradients.
+        packing: where its packed weights are, which backward reads; None: there are none.
     """
 
-    def __init__(self, compiled: CompiledModule) -> None:
+    def __init__(self, compiled: CompiledModule, packing: Packing | None = None) -> None:
         parts = compiled.split
         assert parts is not None
         position = {name: i for i, name in enumerate(parts.primals)}
         self.compiled = compiled
+        self.packing = nullcontext() if packing is None else packing
         self.parts = parts
         self.reads = [position[name] for name in parts.reads]
+        # Autograd notices writes by the version of a parameter, which its packed values lack.
+        self.guarded = [
+            i for i in _packed_into(compiled, set(self.reads)) if i not in set(self.reads)
+        ]
         self.gradient_of = [position[name] for name in parts.wanted]
         self.num_primals = len(parts.primals)
         self.overwritten = _overwritten(compiled)
@@ -47,6 +55,16 @@ class TrainingCall:
     def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The primals that backward reads; copies of those that are written into meanwhile."""
         return [primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads]
+
+
+def _packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
+    """Positions of the parameters whose packed values are among the primals ``reads``."""
+    assert compiled.split is not None
+    inputs = [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
+    position = {d.target: i for i, d in enumerate(inputs) if d.kind is InputKind.PARAMETER}
+    first = len(compiled.split.primals) - len(compiled.packs)
+    packs = (names for i, names in enumerate(compiled.packs, start=first) if i in reads)
+    return [position[name] for names in packs for name in names]
 
 
 def _overwritten(compiled: CompiledModule) -> frozenset[int]:
@@ -70,7 +88,8 @@ class _CompiledFunction(torch.autograd.Function):
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
-        ctx.save_for_backward(*call.kept_primals(primals), *kept, *residuals)
+        guards = [primals[i] for i in call.guarded]
+        ctx.save_for_backward(*call.kept_primals(primals), *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -79,7 +98,10 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: TrainingCall = ctx.call
         with torch.no_grad():
-            gradients = _run_backward(call, ctx.saved_tensors, cotangents)
+            saved = ctx.saved_tensors
+            saved = saved[: len(saved) - len(call.guarded)]
+            with call.packing:
+                gradients = _run_backward(call, saved, cotangents)
         if torch.is_grad_enabled():
             gradients = _refuse_second_derivative(gradients, cotangents)
         parts = call.parts

@@ -14,14 +14,15 @@ from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
+from tvmbridge.records.library import EMPTY as NO_RECORDS
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
 
-
 # LLVM finds common expressions itself; TVM's search moves some in front of what they are made of.
-_CONFIG = {"tirx.disable_cse_tir": True}
+COMPILER_CONFIG = {"tirx.disable_cse_tir": True}
 
 
 def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
@@ -91,10 +92,16 @@ def _virtual_machine_passes() -> tvm.transform.Pass:
 
 @dataclass(frozen=True)
 class Built:
-    """A loaded executable, and which arguments of each function may lie at any address."""
+    """A loaded executable, and which arguments of each function may lie at any address.
+
+    ``coverage`` counts where the kernels come from, ``missing`` are tasks that nobody has tuned,
+    with the number of calls.
+    """
 
     machine: relax.VirtualMachine
     unaligned: Mapping[str, tuple[bool, ...]]
+    coverage: Coverage
+    missing: Mapping[Task, int]
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
@@ -132,32 +139,50 @@ def _with_some_loops(mod: tvm.IRModule) -> tvm.IRModule:
     return tvm.IRModule({**functions, tvm.ir.GlobalVar("unused"): unused}, attrs=mod.attrs)
 
 
+def fuse(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    records: list[PassRecord],
+    *,
+    measure: bool = False,
+) -> tvm.IRModule:
+    """``mod`` with calls of kernels and of fused functions, whose loops are not scheduled yet."""
+    register_kernels()
+    with target:
+        return run_passes(mod, kernel_passes(measure), records)
+
+
 def build(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     records: list[PassRecord],
     *,
     measure: bool = False,
+    library: Library = NO_RECORDS,
 ) -> Built:
     """Compile ``mod`` and load it; ``measure`` lets kernels be chosen by measurement.
+
+    Functions for which ``library`` has a tuning record get its schedule, the others that of a rule.
 
     Raises:
         BuildError: TVM cannot compile it for ``target``.
     """
-    register_kernels()
     share_torch_threads()
+    mod = fuse(mod, target, records, measure=measure)
     with target:
-        mod = run_passes(mod, kernel_passes(measure), records)
         unaligned = {
             name.name_hint: _may_be_unaligned(function)
             for name, function in mod.functions_items()
             if isinstance(function, relax.Function)
         }
-        mod = schedule_for_cpu(mod, target)
+        applied = apply_records(mod, library)
+        mod = schedule_for_cpu(applied.mod, target)
+        coverage = coverage_of(mod, applied.tuned)
         try:
             mod = _with_some_loops(mod)
-            with tvm.transform.PassContext(config=_CONFIG):
+            with tvm.transform.PassContext(config=COMPILER_CONFIG):
                 executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
-    return Built(relax.VirtualMachine(executable, tvm.cpu()), unaligned)
+    machine = relax.VirtualMachine(executable, tvm.cpu())
+    return Built(machine, unaligned, coverage, applied.missing)

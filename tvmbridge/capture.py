@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -16,9 +15,9 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.arguments import watched_forward
+from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
@@ -158,23 +157,6 @@ def without_autocast() -> Iterator[None]:
                 yield
         else:
             yield
-
-
-@contextmanager
-def conversions_without_effect() -> Iterator[None]:
-    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
-    convert = nn.Module._apply
-
-    def apply(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        with _disable_current_modes():
-            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
-            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
-            if all(fn(probe) is probe for probe in probes):
-                return module
-        return convert(module, fn, recurse)
-
-    with mock.patch.object(nn.Module, "_apply", apply):
-        yield
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:

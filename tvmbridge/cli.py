@@ -1,4 +1,4 @@
-"""The command line: ``python -m tvmbridge doctor | demo | visualize | compare``."""
+"""The command line: ``python -m tvmbridge doctor | demo | visualize | compare | tune``."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--out", type=Path, metavar="FILE.json", help="write the report as JSON")
     compare.set_defaults(run=_compare)
+    _add_tune(commands)
     return parser
 
 
@@ -93,6 +94,55 @@ def _add_factory(command: argparse.ArgumentParser) -> None:
         metavar="package.module:factory",
         help="a function without arguments that returns (module, sample_input)",
     )
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="search for faster schedules and keep them",
+        description="Searches for schedules faster than those by rule, for what factories make or "
+        "for the tasks that compilation has noted (--pending). A run that is ended goes on at the "
+        "next.",
+    )
+    tune.add_argument(
+        "factories",
+        nargs="*",
+        metavar="package.module:factory",
+        help="a function without arguments that returns (module, sample_input)",
+    )
+    tune.add_argument("--pending", action="store_true", help="work off the pending list")
+    tune.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FOLDER", help="merge folders of one target"
+    )
+    tune.add_argument("--prune", type=Path, metavar="FOLDER", help="keep the best records only")
+    tune.add_argument("--out", type=Path, metavar="FOLDER", help="where --merge writes to")
+    tune.add_argument("--log-dir", default="tuning_logs", metavar="FOLDER")
+    tune.add_argument("--target", help="a TVM target (default: this machine's CPU)")
+    tune.add_argument("--trials", type=int, help="candidates for each task (default: by its size)")
+    tune.add_argument("--timeout", type=float, metavar="SECONDS", help="for the whole run")
+    tune.set_defaults(run=_tune)
+
+
+def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
+    chosen = [bool(known.factories), known.pending, bool(known.merge), bool(known.prune)]
+    if sum(chosen) != 1:
+        raise UsageError("name factories, or one of --pending, --merge and --prune")
+    if known.out is not None and not known.merge:
+        raise UsageError("--out goes with --merge")
+    from tvmbridge.tuning import command
+
+    if known.merge:
+        print(f"wrote {command.merge(known.merge, known.out)}")
+    elif known.prune:
+        print("wrote", *command.prune(known.prune))
+    else:
+        samples = [resolve_factory(name) for name in known.factories]
+        try:
+            limits = command.Limits(known.trials, known.timeout)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        print(command.run(samples, Path(known.log_dir), known.target, limits))
+    return 0
 
 
 def _doctor(_known: argparse.Namespace, _rest: list[str]) -> int:

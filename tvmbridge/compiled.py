@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -14,17 +15,24 @@ from torch import nn
 from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
+from tvmbridge.combining import Combining, Packs
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
+from tvmbridge.records import Coverage, Folder, Library, Task
+from tvmbridge.records.library import EMPTY, named_log_dir
+from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
-from tvmbridge.types import CapturedGraph, OutputKind, PassRecord
+from tvmbridge.types import CapturedGraph, OutputKind, PassRecord, ValueDescriptor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,13 +41,16 @@ class CompiledModule:
 
     ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
     None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
-    user inputs, the parameters and buffers, the draws and the dropout masks, in this order.
+    user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
+    this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
+    ``coverage`` counts the calls of kernels by where these come from.
     """
 
     captured: CapturedGraph
+    packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
     target: tvm.target.Target
@@ -50,16 +61,25 @@ class CompiledModule:
     joint_reason: str
     native_calls: Mapping[str, int]
     aten_calls: Mapping[str, int]
+    coverage: Coverage
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes that forward keeps for backward, inputs not counted."""
-        return 0 if self.split is None else self.split.residual_bytes
+        """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
+        return sum(r.spec.nbytes for r in self.residuals)
+
+    @property
+    def residuals(self) -> tuple[ValueDescriptor, ...]:
+        """What :attr:`residual_bytes` is made of, the largest first."""
+        if self.split is None:
+            return ()
+        values = (*self.split.residuals, *self.split.drawn)
+        return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
 
 
-class _Stages:
+class Stages:
     """Wall-clock seconds by stage."""
 
     def __init__(self) -> None:
@@ -79,7 +99,7 @@ class LoweredModule:
     """A module as graphs, before it is built: what compilation and comparison have in common.
 
     ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
-    where nothing is differentiated.
+    where nothing is differentiated. ``origin`` is the class of the module, for people.
     """
 
     captured: CapturedGraph
@@ -89,6 +109,8 @@ class LoweredModule:
     split: SplitModule | None
     mod: tvm.IRModule
     num_outputs: int
+    origin: str
+    packs: Packs = ()
 
 
 def lower_module(
@@ -102,6 +124,7 @@ def lower_module(
     records: list[PassRecord],
     measure: Callable[[str], AbstractContextManager[None]],
     passes: Sequence[AnyPass] = (),
+    packing: Packing | None = None,
 ) -> LoweredModule:
     """Capture ``module`` and run the graph passes, up to the functions that are built.
 
@@ -109,12 +132,13 @@ def lower_module(
         measure: entered around each stage with its name.
         passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
             before a joint function is split.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
         BuildError: the target is unknown, or does not fit the tensors' device.
     """
-    passes = [*options.extra_passes, *passes]
+    passes, origin = [*options.extra_passes, *passes], type(module).__name__
     with measure("capture"):
         captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
         resolved = resolve_target(target, captured.device.type)
@@ -122,12 +146,21 @@ def lower_module(
     if needs_grad:
         with measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
-            joint = derivation.joint
+            combining = Combining.of(derivation.captured, packing, options, records)
+            joint, packs = combining.joint(derivation.joint)
             joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
             parts = split(joint, color(joint, options.residual_policy, options.recompute))
         captured, imported = derivation.captured, derivation.imported
         return LoweredModule(
-            captured, resolved, imported, derivation, parts, parts.mod, parts.num_outputs
+            captured,
+            resolved,
+            imported,
+            derivation,
+            parts,
+            parts.mod,
+            parts.num_outputs,
+            origin,
+            packs,
         )
     with measure("import"):
         if captured.training:
@@ -135,10 +168,11 @@ def lower_module(
         imported = import_graph(captured)
     with measure("passes"):
         mod = run_passes(imported.mod, inference_passes(), records)
+        mod, packs = Combining.of(captured, packing, options, records).inference(mod)
         mod = run_extra_passes(mod, passes, records)
         mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
     num_outputs = sum(o.is_computed for o in captured.outputs)
-    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs)
+    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, origin, packs)
 
 
 def compile_module(
@@ -149,16 +183,18 @@ def compile_module(
     needs_grad: bool,
     target: Any = None,
     options: CompileOptions,
+    packing: Packing | None = None,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
     Args:
         needs_grad: compile forward and backward; otherwise forward alone.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
-    stages = _Stages()
+    stages = Stages()
     records: list[PassRecord] = []
     lowered = lower_module(
         module,
@@ -169,6 +205,7 @@ def compile_module(
         options=options,
         records=records,
         measure=stages.measure,
+        packing=packing,
     )
     return build_lowered(lowered, options, records, stages)
 
@@ -177,20 +214,27 @@ def build_lowered(
     lowered: LoweredModule,
     options: CompileOptions,
     records: list[PassRecord],
-    stages: _Stages | None = None,
+    stages: Stages | None = None,
 ) -> CompiledModule:
     """Build what :func:`lower_module` made and load it.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
     """
-    stages = stages or _Stages()
+    stages = stages or Stages()
     derivation, parts, imported = lowered.derivation, lowered.split, lowered.imported
     with stages.measure("build"):
-        built = build(lowered.mod, lowered.target, records, measure=options.measure_kernels)
+        use_records = options.tuning_records
+        library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
+        built = build(
+            lowered.mod, lowered.target, records, measure=options.measure_kernels, library=library
+        )
         loaded = LoadedModule(built.machine, built.unaligned)
+        if use_records:
+            _note_missing(built.missing, lowered, options)
     return CompiledModule(
         captured=lowered.captured,
+        packs=lowered.packs,
         split=parts,
         loaded=loaded,
         target=lowered.target,
@@ -203,9 +247,22 @@ def build_lowered(
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,
         aten_calls=imported.aten_calls,
+        coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
     )
+
+
+def _note_missing(
+    missing: Mapping[Task, int], lowered: LoweredModule, options: CompileOptions
+) -> None:
+    """Put tasks without a record on the list of the directory that the user named, if any."""
+    log_dir = named_log_dir(options.tuning_logs)
+    if log_dir is None or not missing:
+        return
+    folder = Folder.below(log_dir, lowered.target)
+    noted = note_pending(folder, missing, lowered.origin)
+    logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
 
 
 def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -> None:

@@ -133,8 +133,10 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             calls=variant.calls,
             seconds=dict(variant.compiled.seconds),
             residual_bytes=variant.compiled.residual_bytes,
+            residuals=variant.compiled.residuals,
             native_operators=dict(variant.compiled.native_calls),
             aten_operators=dict(variant.compiled.aten_calls),
+            kernels=variant.compiled.coverage,
             passes=variant.compiled.records,
         )
         for specialization in dispatcher.specializations
@@ -145,4 +147,5 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
         fallbacks=dict(dispatcher.fallbacks),
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
+        packs=dispatcher.packing.reports(),
     )

@@ -17,6 +17,7 @@ from torch import nn
 from tvmbridge.compiled import compile_module
 from tvmbridge.errors import BridgeError, BuildError
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Mode, Specialization, Variant
 from tvmbridge.state import ModuleState
@@ -41,12 +42,20 @@ class Dispatcher:
         self.options = options
         self.specializations: list[Specialization] = []
         self.fallbacks: Counter[str] = Counter()
+        self.packing = Packing(module)
         self._compiling = threading.RLock()
         functools.update_wrapper(self, original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         reason = _context_refuses()
-        for specialization in self.specializations if reason is None else ():
+        if reason is not None:
+            return self._fall_back(reason, args, kwargs)
+        with self.packing:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = None
+        for specialization in self.specializations:
             leaves = specialization.signature.flatten(args, kwargs)
             if leaves is None:
                 reason = "the structure of the arguments differs"
@@ -103,7 +112,7 @@ class Dispatcher:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with _own_forward(self.module, self.original):
+        with with_own_forward(self.module, self.original):
             compiled = compile_module(
                 self.module,
                 args,
@@ -111,15 +120,18 @@ class Dispatcher:
                 needs_grad=mode.needs_grad,
                 target=self.target,
                 options=self.options,
+                packing=self.packing,
             )
             captured = compiled.captured
             state = ModuleState(self.module, captured.inputs, captured.aliases)
-            variant = Variant(state, compiled)
+            variant = Variant(state, compiled, self.packing)
             try:
                 variant.try_out(specialization.signature.flatten(args, kwargs) or [])
             except Exception as error:
                 raise_if_forward_refuses(self.module, args, kwargs)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
+        for names in compiled.packs:
+            self.packing.claim(names)
         specialization.variants[mode] = variant
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,7 +149,10 @@ class Dispatcher:
             return self
         original = _rebind(self.original, self.module, module, memo)
         duplicate = Dispatcher(module, original, self.target, self.options)
-        duplicate.specializations = [s.rebound(memo) for s in self.specializations]
+        duplicate.specializations = [
+            s.rebound(memo, duplicate.packing) for s in self.specializations
+        ]
+        duplicate.packing.claim_like(self.packing)
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,7 +181,7 @@ def _original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Call
     return own or types.MethodType(type(module).forward, module)
 
 
-class _own_forward:
+class with_own_forward:
     """Within it the module has its own forward, so that capture traces that."""
 
     def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:

@@ -235,18 +235,23 @@ def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
     order = memory_order(value)
     name = op._schema.name.removesuffix("_functional").rstrip("_")
     if op is torch.ops.aten.native_dropout.default:
-        return f"mask {tuple(value.shape)} {order} {1.0 - args[1]}"
+        return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
     if op is torch.ops.aten.bernoulli_.float:
         keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return f"mask {tuple(value.shape)} {order} {keep}"
+        return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
     return f"{name} {tuple(value.shape)} {order} {value.dtype}"
+
+
+def _nesting(order: tuple[int, ...]) -> list[int]:
+    """Dimensions from the outermost to the innermost: all that a mask's numbers depend on."""
+    return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 
 def _captured_draw(noise: NoiseDescriptor) -> str:
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
     order = memory_order(filled)
     if noise.op is torch.ops.aten.bernoulli_.float:
-        return f"mask {noise.spec.shape} {order} {noise.args[1]}"
+        return f"mask {noise.spec.shape} {_nesting(order)} {noise.args[1]}"
     name = noise.op._schema.name.removesuffix("_functional").rstrip("_")
     return f"{name} {noise.spec.shape} {order} {noise.spec.dtype}"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
     "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
+    "combine_matmuls": ("auto", "always", "never"),
 }
 
 
@@ -31,13 +33,23 @@ class CompileOptions:
             go to the module's own forward.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
+        combine_matmuls: whether products with a common left operand, such as query, key and value,
+            become one product, whose weights are then moved to lie side by side in memory.
+            ``"auto"`` does so in inference, and in training where the combined products were
+            measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
+            are.
+        tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
+        tuning_logs: a directory of tuning records, looked into before the others; kernels without
+            a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
+            same; None and no variable: records are only read, from ``tuning_logs`` in the working
+            directory and from those that came with tvmbridge.
         extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
             the pipeline: on the forward function in inference, on the joint function, before it is
             split, in training. They may not change what a function takes and returns.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
-        TypeError: ``extra_passes`` is not a tuple of passes.
+        TypeError: ``extra_passes`` is not a tuple of passes, or ``tuning_logs`` no path.
     """
 
     joint: str = "auto"
@@ -45,6 +57,9 @@ class CompileOptions:
     recompute: tuple[str, ...] = ()
     max_specializations: int = 16
     measure_kernels: bool = True
+    combine_matmuls: str = "auto"
+    tuning_records: bool = True
+    tuning_logs: str | None = None
     extra_passes: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
@@ -58,6 +73,14 @@ class CompileOptions:
         _check_extra_passes(self.extra_passes)
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
+        if self.tuning_logs is not None:
+            if not isinstance(self.tuning_logs, str | os.PathLike):
+                raise TypeError(
+                    "CompileOptions.tuning_logs must be the path of a directory, not "
+                    f"{type(self.tuning_logs).__name__}; to use no records, set "
+                    "tuning_records=False"
+                )
+            object.__setattr__(self, "tuning_logs", os.fspath(self.tuning_logs))
 
     @classmethod
     def of(cls, options: CompileOptions | dict[str, Any] | None) -> CompileOptions:

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.capture import conversions_without_effect, without_autocast
+from tvmbridge.capture import without_autocast
+from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.structure import unflatten

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from tvmbridge.types import PassRecord
+from tvmbridge.records import Coverage
+from tvmbridge.types import PassRecord, ValueDescriptor
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,11 @@ class SpecializationReport:
 
     ``seconds`` are by stage of compilation; ``residual_bytes`` is what forward keeps for backward
     beyond its inputs and outputs; operators are counted by ATen overload. ``joint`` is the source
-    of the joint function, ``joint_reason`` says why it is not ``relax``.
+    of the joint function, ``joint_reason`` says why it is not ``relax``. ``kernels`` counts the
+    calls in the code by how their kernel came to be: tuned, scheduled by rule, external.
+    beyond its inputs and outputs (draws of dropout are counted), ``residuals`` the same by value,
+    the largest first; operators are counted by ATen overload. ``joint`` is the source of the joint
+    function, ``joint_reason`` says why it is not ``relax``.
     """
 
     mode: str
@@ -29,19 +34,41 @@ class SpecializationReport:
     calls: int
     seconds: Mapping[str, float]
     residual_bytes: int
+    residuals: tuple[ValueDescriptor, ...]
     native_operators: Mapping[str, int]
     aten_operators: Mapping[str, int]
+    kernels: Coverage
     passes: tuple[PassRecord, ...]
 
 
 @dataclass(frozen=True)
+class PackReport:
+    """Parameters that compiled code reads as one tensor.
+
+    ``packed`` says how often they were moved to lie side by side, ``concatenated`` how many calls
+    had to concatenate their values instead, by reason.
+    """
+
+    names: tuple[str, ...]
+    packed: int
+    concatenated: Mapping[str, int]
+
+    def __str__(self) -> str:
+        line = f"packed {self.packed} times: {', '.join(self.names)}"
+        for reason, calls in self.concatenated.items():
+            line += f"; concatenated in {calls} calls, because {reason}"
+        return line
+
+
+@dataclass(frozen=True)
 class DispatchReport:
-    """Calls served by TVM, fallbacks by reason, and each specialisation."""
+    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation."""
 
     tvm_calls: int
     fallbacks: dict[str, int]
     aten_calls: list[str]
     specializations: list[SpecializationReport]
+    packs: tuple[PackReport, ...] = ()
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=110)
@@ -50,6 +77,13 @@ class DispatchReport:
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
+        for pack in self.packs:
+            console.print(str(pack), highlight=False)
+        for s in self.specializations:
+            console.print(f"kernels, {s.mode} {s.signature}: {s.kernels}", highlight=False)
+        for s in self.specializations:
+            if s.residuals:
+                console.print(residuals_text(s.residuals), highlight=False)
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
@@ -60,6 +94,16 @@ class DispatchReport:
         file = console.file
         assert isinstance(file, io.StringIO)
         return file.getvalue()
+
+
+def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:
+    """One line: bytes kept for backward in all, and the ``shown`` largest values."""
+    total = sum(r.spec.nbytes for r in residuals) / 1e6
+    largest = ", ".join(
+        f"{r.name} {r.spec} of {r.made_by} {r.spec.nbytes / 1e6:.1f} MB" for r in residuals[:shown]
+    )
+    more = f", {len(residuals) - shown} more" if len(residuals) > shown else ""
+    return f"kept for backward: {total:.1f} MB ({largest}{more})"
 
 
 def _specialization_table(specializations: list[SpecializationReport]) -> Table:

@@ -16,6 +16,7 @@ from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise, memory_order
+from tvmbridge.packing import Packing
 from tvmbridge.state import ModuleState
 from tvmbridge.types import InputKind, OutputKind
 
@@ -103,9 +104,10 @@ class Variant:
     Args:
         state: the dispatched module's state, which is read at each call.
         compiled: the code.
+        packing: the module's packed weights.
     """
 
-    def __init__(self, state: ModuleState, compiled: CompiledModule) -> None:
+    def __init__(self, state: ModuleState, compiled: CompiledModule, packing: Packing) -> None:
         captured = compiled.captured
         self.state = state
         self.compiled = compiled
@@ -121,7 +123,11 @@ class Variant:
         held = [d for d in captured.inputs if d.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
-        self._training = TrainingCall(compiled) if compiled.split is not None else None
+        self._packing = packing
+        self._packs = [
+            (names, [state.names.index(name) for name in names]) for names in compiled.packs
+        ]
+        self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
@@ -152,7 +158,10 @@ class Variant:
         in the middle of a training step. State, arguments and random state stay as they are.
         """
         with torch.random.fork_rng(devices=[]):
-            primals = [p.detach() for p in self._primals(leaves, self.state.tensors())]
+            tensors: Sequence[Any] = self.state.tensors()
+            primals = [p.detach() for p in self._primals(leaves, tensors)]
+            # Nothing is moved before the code is known to run.
+            primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
             if self._training is None:
                 self._run_inference(primals)
                 return
@@ -175,6 +184,8 @@ class Variant:
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
         primals = self._primals(leaves, tensors)
+        for names, slots in self._packs:
+            primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
         if self._training is not None:
             results: Sequence[torch.Tensor] = self._training(primals)
         else:
@@ -237,14 +248,14 @@ class Specialization:
         self.variants: dict[Mode, Variant] = {}
         self.failures: dict[Mode, str] = {}
 
-    def rebound(self, memo: Mapping[int, Any]) -> Specialization:
+    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
 
         Code that no longer fits the module is not copied: the copy could not tell.
         """
         copy = Specialization(self.signature)
         copy.variants = {
-            mode: Variant(v.state.rebound(memo), v.compiled)
+            mode: Variant(v.state.rebound(memo), v.compiled, packing)
             for mode, v in self.variants.items()
             if not v.state.replaced()
         }

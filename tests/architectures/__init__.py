@@ -1,1 +1,1 @@
-"""Architectures of the transformers library, run and trained through TVM and compared with eager."""
+"""Architectures of transformers, run and trained through TVM and compared with eager PyTorch."""

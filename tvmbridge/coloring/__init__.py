@@ -1,9 +1,9 @@
 """Coloring: which bindings of the joint function run in forward, and what backward needs of them.
 
 The forward color is everything the outputs depend on; the backward color everything else that the
-gradients depend on, and those forward values that backward computes again. A value of the forward
-color that a backward binding reads, and that is not computed again, is a *residual*. A policy
-decides which values are computed again; each has a file.
+gradients depend on, and those forward values that backward computes again. What backward reads of
+forward's is a *residual*. A policy decides what backward computes rather than reads; each has a
+file.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
 from tvmbridge.coloring.min_cut import min_cut
+from tvmbridge.coloring.operators import check_names
 from tvmbridge.coloring.recompute_cheap import recompute_cheap
 from tvmbridge.coloring.save_all import save_all
 from tvmbridge.differentiate import JointModule
@@ -60,14 +61,17 @@ def color(
         recompute: operators that ``min_cut`` may repeat besides the cheap ones.
 
     Raises:
+        ValueError: ``recompute`` names something that is no operator.
         UnsupportedOperatorError: backward reads something of forward that is no tensor.
     """
+    check_names(recompute)
     graph = JointGraph(joint, recompute if policy == "min_cut" else ())
     repeated = POLICIES[policy](graph)
     kept = graph.kept(repeated)
     bindings = joint.mod["joint"].body.blocks[0].bindings
+    forward = graph.with_forward(v for v in kept if v in graph.bound)
     return Coloring(
-        forward=tuple(b for b in bindings if b.var in graph.forward),
+        forward=tuple(b for b in bindings if b.var in forward),
         backward=_backward(graph, list(bindings), repeated),
         residuals=tuple(v for v in graph.bound if v in kept),
         reads=tuple(p for p in graph.primals if p in kept),
@@ -90,11 +94,11 @@ def _backward(
                 ordered.setdefault(current)
             elif current not in ordered:
                 pending.append((current, True))
-                pending.extend((v, False) for v in graph.operands[current] if v in repeated)
+                read = [v for v in graph.operands[current] if v in repeated]
+                pending.extend((v, False) for v in reversed(read))
 
-    own = graph.backward
     for var in graph.bound:
-        if var in own:
+        if var in graph.backward:
             place(var)
     for gradient in graph.gradients:
         if gradient in repeated:

@@ -27,8 +27,12 @@ class JointGraph:
         bound: the values of the bindings, in program order.
         operands: the variables that each binding reads.
         forward: the variables that the outputs depend on, and items of tuples among them.
-        backward: the variables that the gradients alone depend on.
-        needed: the forward variables and primals that backward's own bindings read.
+        backward: the variables that depend on a cotangent, and gradients on them.
+        early: the variables that only gradients depend on, but that no cotangent changes: backward
+            computes them, unless a policy has forward compute and keep them.
+        needed: what else backward's bindings read: forward and early variables, and primals.
+        movable: the variables that a policy decides about. Of the early ones these are what
+            follows from forward's without rounding, such as the sign of an activation.
         fragile: forward variables that backward may not compute again, since the second
             computation could differ by a rounding and something that jumps depends on them.
     """
@@ -43,13 +47,16 @@ class JointGraph:
         self.primals = tuple(function.params[: len(joint.primals)])
         self.drawn = frozenset(p for p in self.primals if p.name in set(joint.drawn))
         self.forward = self._with_items(self._dependencies(self.outputs))
-        self.backward, self.needed = self._backward()
+        self.backward, self.early, self.needed = self._backward(function.params)
+        self.movable = self._movable()
         self._also = frozenset(also)
         self._output_roots = {storage_root(o, self.bound) for o in self.outputs} - {None}
         self.fragile = self._fragile()
 
     def may_repeat(self, var: relax.Var) -> bool:
-        """Whether backward may compute the forward variable ``var`` again."""
+        """Whether backward may compute ``var``, which does not depend on a cotangent."""
+        if var in self.early:
+            return True
         value = self.bound[var]
         if var in self.fragile and not operators.repeats_every_bit(value):
             return False
@@ -61,16 +68,19 @@ class JointGraph:
     def nbytes(self, var: relax.Var) -> int | None:
         """Bytes that are held from forward to backward if ``var`` is kept; None: it cannot be.
 
+        Only tensors cross the border, and early variables only where they are movable.
         Inputs, parameters and buffers live anyway, and so do the outputs; draws do not.
         """
         if not isinstance(var.ty, relax.TensorType):
+            return None
+        if var in self.early and var not in self.movable:
             return None
         if var in self.primals:
             return tensor_bytes(var) if var in self.drawn else 0
         return 0 if storage_root(var, self.bound) in self._output_roots else tensor_bytes(var)
 
     def kept(self, repeated: Collection[relax.Var]) -> dict[relax.Var, None]:
-        """Forward variables and primals that backward reads if it computes ``repeated`` again.
+        """What backward reads of forward if it computes ``repeated`` itself.
 
         Raises:
             UnsupportedOperatorError: one of them is no tensor.
@@ -95,8 +105,12 @@ class JointGraph:
         return kept
 
     def bytes_kept(self, repeated: Collection[relax.Var]) -> int:
-        """Bytes held from forward to backward if backward computes ``repeated`` again."""
+        """Bytes held from forward to backward if backward computes ``repeated`` itself."""
         return sum(self.nbytes(var) or 0 for var in self.kept(repeated))
+
+    def with_forward(self, kept: Iterable[relax.Var]) -> frozenset[relax.Var]:
+        """The forward variables, and what else forward computes to keep ``kept``."""
+        return self._with_items(self.forward | self._dependencies(kept))
 
     def _dependencies(self, roots: Iterable[relax.Expr]) -> set[relax.Var]:
         """Bound variables that ``roots`` depend on, themselves included."""
@@ -110,7 +124,7 @@ class JointGraph:
             pending.extend(self.operands[var])
         return found
 
-    def _with_items(self, forward: set[relax.Var]) -> frozenset[relax.Var]:
+    def _with_items(self, forward: Collection[relax.Var]) -> frozenset[relax.Var]:
         """``forward`` and the items of tuples in it: only tensors cross the border."""
         found = set(forward)
         for var, value in self.bound.items():
@@ -118,27 +132,38 @@ class JointGraph:
                 found.add(var)
         return frozenset(found)
 
-    def _backward(self) -> tuple[frozenset[relax.Var], tuple[relax.Var, ...]]:
-        """What backward alone computes, and the forward variables and primals at its border."""
-        own: set[relax.Var] = set()
-        pending = [g for g in self.gradients if isinstance(g, relax.Var)]
-        border: dict[relax.Var, None] = {}
-        while pending:
-            var = pending.pop()
-            if var in self.forward or var in self.primals:
-                border[var] = None
-            elif var in self.bound and var not in own:
-                own.add(var)
-                pending.extend(self.operands[var])
-        return frozenset(own), tuple(border)
+    def _backward(
+        self, parameters: Iterable[relax.Var]
+    ) -> tuple[frozenset[relax.Var], frozenset[relax.Var], tuple[relax.Var, ...]]:
+        """What depends on cotangents, what else only backward computes, and what the first read."""
+        own = self._dependencies(self.gradients) - self.forward
+        arrived = set(parameters) - set(self.primals)
+        for var in self.bound:
+            if var in own and not arrived.isdisjoint(self.operands[var]):
+                arrived.add(var)
+        backward = own & arrived
+        read = {v: None for var in self.bound if var in backward for v in self.operands[var]}
+        read |= {g: None for g in self.gradients if isinstance(g, relax.Var)}
+        needed = tuple(v for v in read if v not in arrived)
+        return frozenset(backward), frozenset(own - backward), needed
+
+    def _movable(self) -> frozenset[relax.Var]:
+        movable = set(self.forward)
+        for var, value in self.bound.items():
+            if var in self.early and isinstance(value, relax.Call):
+                known = all(v in movable or v in self.primals for v in self.operands[var])
+                if known and self.operands[var] and operators.repeats_every_bit(value):
+                    movable.add(var)
+        return frozenset(movable)
 
     def _fragile(self) -> frozenset[relax.Var]:
         """Floating forward values that decide something, through operators that keep every bit."""
         fragile: set[relax.Var] = set()
+        in_question = self._dependencies(self.needed)
         for var, value in reversed(self.bound.items()):
             decides = not operators.is_smooth(value)
             own = var not in self.forward
-            runs_again = own or self._cheap(value)
+            runs_again = own or (var in in_question and self._cheap(value))
             passes_on = var in fragile and (own or operators.repeats_every_bit(value))
             if (decides and runs_again) or passes_on:
                 fragile |= {v for v in self.operands[var] if _may_round(v)}

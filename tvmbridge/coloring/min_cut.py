@@ -19,21 +19,21 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def min_cut(graph: JointGraph) -> frozenset[relax.Var]:
-    """The forward variables that backward computes again rather than keeps.
+    """The variables that backward computes rather than reads.
 
-    Of several cuts of the same size it is the one with the fewest of them.
+    Of several cuts of the same size it is one that keeps what forward has anyway, and of those
+    the one with the least to compute again.
 
     Source of the method: L. R. Ford and D. R. Fulkerson, "Maximal flow through a network" (1956).
     """
-    if not graph.needed:
-        return frozenset()
     network = _network(graph)
     try:
         _, (_, behind) = networkx.minimum_cut(network, _SOURCE, _SINK)
     except networkx.NetworkXUnbounded:
         return save_all(graph)  # what can be neither kept nor repeated is named by its caller
     # The sink's side is what reaches the sink when the saturated edges are gone: the smallest one.
-    return frozenset(v for v in graph.forward if (v, "in") in behind)
+    movable = frozenset(v for v in graph.movable if (v, "in") in behind)
+    return movable | (graph.early - graph.movable)
 
 
 def _network(graph: JointGraph) -> networkx.DiGraph:
@@ -41,6 +41,7 @@ def _network(graph: JointGraph) -> networkx.DiGraph:
     network = networkx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     pending, seen = list(graph.needed), set(graph.needed)
+    scale = len(graph.early) + 1
     for var in graph.needed:
         network.add_edge((var, "out"), _SINK)
     while pending:
@@ -49,7 +50,8 @@ def _network(graph: JointGraph) -> networkx.DiGraph:
         if size is None or _is_mere_view(graph, var, size):
             network.add_edge((var, "in"), (var, "out"))
         else:
-            network.add_edge((var, "in"), (var, "out"), capacity=size)
+            capacity = size * scale + (var in graph.early)
+            network.add_edge((var, "in"), (var, "out"), capacity=capacity)
         if var not in graph.bound or not graph.may_repeat(var):
             network.add_edge(_SOURCE, (var, "in"))
             continue

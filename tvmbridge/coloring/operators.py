@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import tvm
 from tvm import relax
 
-from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.kernels.aten_call import aten_call_operator, resolve_overload
 from tvmbridge.passes.base import dtype_of, shape_of
 
 
@@ -39,13 +40,11 @@ _SMOOTH_PRODUCTS = _names(
     "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
     "collapse_sum_to"
 )
-_SMOOTH_ATEN = frozenset(
-    f"aten.{name}.default"
-    for name in (
-        "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "
-        "native_group_norm_backward mm bmm addmm"
-    ).split()
+_SMOOTH_ATEN_NAMES = (
+    "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "
+    "native_group_norm_backward mm bmm addmm"
 )
+_SMOOTH_ATEN = frozenset(f"aten.{name}.default" for name in _SMOOTH_ATEN_NAMES.split())
 
 _ELEMENTWISE = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS | _ROUNDED
 _EXACT = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS
@@ -60,6 +59,21 @@ def operator_name(call: relax.Expr | None) -> str | None:
     if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
         return None
     return aten_call_operator(call) or str(call.op.name)
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raise ValueError for a name that is neither a Relax operator's nor an ATen overload's."""
+    for name in names:
+        try:
+            if name.startswith("relax."):
+                tvm.ir.Op.get(name)
+            else:
+                resolve_overload(name)
+        except (AttributeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"there is no operator {name!r}; give names such as 'relax.nn.softmax' or "
+                "'aten.convolution.default'"
+            ) from error
 
 
 def is_cheap(value: relax.Expr) -> bool:

@@ -14,7 +14,7 @@ _LIGHT = frozenset({"relax.astype", "relax.multiply", "relax.add", "relax.subtra
 
 
 def save_all(graph: JointGraph) -> frozenset[relax.Var]:
-    """The forward variables that backward computes again rather than keeps."""
+    """The variables that backward computes rather than reads."""
     repeated: set[relax.Var] = set()
     from_inputs: set[relax.Var] = set(graph.primals)
     for var, value in graph.bound.items():
@@ -27,4 +27,4 @@ def save_all(graph: JointGraph) -> frozenset[relax.Var]:
             repeated.add(var)
         if of_inputs and var in repeated:
             from_inputs.add(var)
-    return frozenset(repeated)
+    return graph.early | repeated

@@ -9,6 +9,7 @@ import graphviz
 import tvm
 from tvm import relax
 
+from tvmbridge.inspect.colors import Colored, node_colors
 from tvmbridge.inspect.drawing import Attributes, FunctionDrawing, NodeAttributes, handle
 
 _NO_ATTRIBUTES: Mapping[Any, Mapping[str, Any]] = MappingProxyType({})
@@ -49,6 +50,7 @@ def visualize(
     *,
     collapse_small: bool = True,
     node_attr_dict: Mapping[Any, Mapping[str, Any]] = _NO_ATTRIBUTES,
+    coloring: Colored | None = None,
 ) -> graphviz.Digraph:
     """Draws a Relax function, or every Relax function of a module with a frame around each.
 
@@ -67,6 +69,9 @@ def visualize(
             Relax expressions that are not in the drawing are ignored. A small value that has
             attributes of its own is drawn as a node even where it would be written in place; a
             tuple item only if they differ from the tuple's.
+        coloring: The coloring of a joint function (`tvmbridge.coloring.color`): forward is drawn
+            red, what it keeps for backward yellow, backward blue, and what both compute in both
+            colors with a dashed line. `node_attr_dict` goes before it.
 
     Raises:
         TypeError: An argument, a key or a value has the wrong type.
@@ -76,6 +81,9 @@ def visualize(
     if not isinstance(collapse_small, bool):
         raise TypeError(f"collapse_small is True or False, not {collapse_small!r}")
     attributes = _node_attributes(node_attr_dict)
+    if coloring is not None:
+        colors = {handle(var): shown for var, shown in node_colors(coloring).items()}
+        attributes = NodeAttributes(attributes.names, {**colors, **attributes.handles})
     in_module = isinstance(mod_or_function, tvm.IRModule)
     drawings = [
         FunctionDrawing(

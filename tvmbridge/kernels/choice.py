@@ -53,11 +53,11 @@ def faster_with_onednn(
         library(*operands, out)
         if not torch.allclose(out, other, rtol=1e-4, atol=1e-4):
             return False
-        first, second = _race([lambda: library(*operands, out), lambda: onednn(*operands)])
+        first, second = race([lambda: library(*operands, out), lambda: onednn(*operands)])
     return second < _GAIN * first
 
 
-def _race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
+def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
     """The best time of each candidate, run in turns."""
     best = [float("inf")] * len(candidates)
     started = time.perf_counter()

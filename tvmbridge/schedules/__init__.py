@@ -35,7 +35,7 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
         return None
     # Passes over Relax modules look into functions by their root block.
     root = SBlock([], [], [], "root", sequence(statements))
-    return func.with_body(SBlockRealize([], True, root)).with_attr(_SCHEDULED, True)
+    return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
 
 
 def _is_reshape(kernel: Kernel) -> bool:
@@ -73,6 +73,16 @@ def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
     return statements
 
 
+def is_scheduled(func: tirx.PrimFunc) -> bool:
+    """Return whether a function says that its loops are to stay as they are."""
+    return any(mark in func.attrs for mark in _MARKS)
+
+
+def marked_scheduled(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Return ``func`` with the mark that no rule may schedule it."""
+    return func.with_attr(_SCHEDULED, True)
+
+
 def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     """Return ``mod`` with every function of fused tensor expressions scheduled for ``target``.
 
@@ -80,7 +90,7 @@ def schedule_for_cpu(mod: IRModule, target: Target) -> IRModule:
     """
     updates = {}
     for name, func in mod.functions_items():
-        if not isinstance(func, tirx.PrimFunc) or any(mark in func.attrs for mark in _MARKS):
+        if not isinstance(func, tirx.PrimFunc) or is_scheduled(func):
             continue
         scheduled = schedule_function(func, target)
         if scheduled is not None:
@@ -98,4 +108,10 @@ def cpu_schedule_pass(target: Target) -> tvm.ir.transform.Pass:
     return schedule
 
 
-__all__ = ["cpu_schedule_pass", "schedule_for_cpu", "schedule_function"]
+__all__ = [
+    "cpu_schedule_pass",
+    "is_scheduled",
+    "marked_scheduled",
+    "schedule_for_cpu",
+    "schedule_function",
+]

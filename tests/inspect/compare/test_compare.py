@@ -26,19 +26,29 @@ def right(module: nn.Module, x: torch.Tensor, **arguments: Any) -> ComparisonRep
     return report
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("joint", ["relax", "aot"])
-def test_a_bert_layer_in_training(dtype: torch.dtype, joint: str) -> None:
-    x = torch.randn(2, 8, 64, dtype=dtype, requires_grad=True)
-    layer = bert_layer().to(dtype)
+def test_a_bert_layer_in_training(joint: str) -> None:
+    x = torch.randn(2, 8, 64, requires_grad=True)
+    layer = bert_layer("sdpa" if joint == "aot" else "eager")
     stages = ("captured", "imported", "compiled")
     report = right(layer, x, options={"joint": joint}, stages=stages)
     gradients = {f"gradient of {name}" for name, _ in layer.named_parameters()}
     assert set(report.values) == {"output", "gradient of input 0"} | gradients
-    compiled = [f for f in report.figures if f.stage == "compiled"]
-    assert all(f.error_float64 is not None and f.error_float64 < 1e-14 for f in compiled)
-    if dtype is torch.float32:
-        assert all(f.error < 1e-5 for f in compiled)
+    # Of the key's bias cancellation leaves nothing but rounding: it is no mistake either.
+    for figure in [f for f in report.figures if f.stage == "compiled"]:
+        assert figure.error < 1e-5
+        assert figure.error_float64 is not None
+        assert figure.error_float64 < 1e-14
+
+
+@pytest.mark.parametrize("joint", ["relax", "aot"])
+def test_a_module_in_float64(joint: str) -> None:
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+    report = right(Block().double(), x, options={"joint": joint})
+    assert report.dtype == "float64"
+    assert "eager" not in report.stages
+    for figure in report.figures:
+        assert figure.error == figure.error_float64 < 1e-14
 
 
 def test_all_the_stages_of_training() -> None:
@@ -46,7 +56,7 @@ def test_all_the_stages_of_training() -> None:
     for stage in ("eager", "captured", "imported", "LowerDropout", "Gradient", "split"):
         assert stage in report.stages
     # Before the gradient there are outputs only.
-    with pytest.raises(KeyError, match="no figure of 'gradient of norm.weight' at 'imported'"):
+    with pytest.raises(KeyError, match=r"no figure of 'gradient of norm.weight' at 'imported'"):
         report.figure("gradient of norm.weight", "imported")
     assert report.figure("gradient of norm.weight", "Gradient").error < 1e-6
 
@@ -56,15 +66,6 @@ def test_inference() -> None:
     report = right(bert_layer("eager").eval(), x, backward=False)
     assert report.values == ("output",)
     assert report.departures[-1].verdict == "rounding"
-
-
-def test_the_gradient_of_a_keys_bias_is_what_cancellation_leaves() -> None:
-    x = torch.randn(2, 8, 64)
-    report = right(bert_layer("eager"), x, stages=("compiled",))
-    figure = report.figure("gradient of attention.self.key.bias", "compiled")
-    assert 0 < figure.error < 1e-5
-    assert figure.error_float64 is not None
-    assert figure.error_float64 < 1e-14
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -146,7 +147,7 @@ def test_an_input_that_is_given_back_and_one_that_is_written() -> None:
 def test_stages_are_checked() -> None:
     with pytest.raises(ValueError, match=r"no stage is called relay; choose among eager, captured"):
         compare(Block(), torch.randn(5, 12), stages=["relay", "compiled"])
-    with pytest.raises(TypeError, match="must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module"):
         compare("Block", torch.randn(5, 12))  # type: ignore[arg-type]
 
 
@@ -187,6 +188,5 @@ def test_the_report_as_json() -> None:
     report = compare(nn.Tanh(), torch.randn(3), stages=["captured"])
     data = json.loads(report.to_json())
     assert data["ok"] is True
-    assert {f["stage"] for f in data["figures"]} == {"eager", "captured"} - (
-        set() if "eager" in report.stages else {"eager"}
-    )
+    assert data["stages"] == list(report.stages)
+    assert {f["stage"] for f in data["figures"]} == set(report.stages)

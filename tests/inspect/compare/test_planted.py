@@ -19,8 +19,8 @@ from tvmbridge.frontend.registry import CONVERTERS
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.legalize.elementwise import unary_float
 from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
-from tvmbridge.passes.relax import lower_layer_norm
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
+from tvmbridge.passes.relax.normalizations import Formulas
 
 aten = torch.ops.aten
 
@@ -99,18 +99,13 @@ def test_a_wrong_epsilon_in_a_converter(plant: Callable[..., None], x: torch.Ten
     assert found.error_float64 > 1e-9
 
 
-class _OtherConstants:
-    """The module relax, but for constants a hundredth too large."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(relax, name)
-
-    def const(self, value: float, dtype: str) -> Any:
-        return relax.const(1.01 * value, dtype)
-
-
 def test_a_wrong_epsilon_in_a_pass(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
-    monkeypatch.setattr(lower_layer_norm, "relax", _OtherConstants())
+    right = Formulas.standardized
+
+    def wrong(self: Formulas, x: Any, axes: Any, epsilon: float) -> Any:
+        return right(self, x, axes, 1.01 * epsilon)
+
+    monkeypatch.setattr(Formulas, "standardized", wrong)
     found = mistake(Block(), x, stages=GRAPHS)
     assert (found.value, found.stage) == ("output", "LowerLayerNorm")
     assert found.operator == "relax.nn.layer_norm"
@@ -218,9 +213,7 @@ def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, backwa
     assert "tir_sigmoid" in found.becomes
 
 
-def test_a_wrong_kernel_in_backward_alone(
-    monkeypatch: pytest.MonkeyPatch, x: torch.Tensor
-) -> None:
+def test_a_wrong_kernel_in_backward_alone(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor) -> None:
     # Of all that this module computes only the gradient of gelu has an exponential.
     monkeypatch.setitem(LEGALIZE_MAP, "relax.exp", unary_float("sigmoid"))
     report: ComparisonReport = compare(Block(), x, stages=("passes", "compiled"))

@@ -44,7 +44,7 @@ class Precision:
     def of(cls, sample: Sample, backward: bool) -> Precision:
         """Run the reference."""
         reference = run_eager(sample, backward=backward)
-        eps = _unit(reference.trace)
+        eps = unit_of(reference.trace)
         measures = {
             name: Measure.of(reference.trace.steps[number].value, reference.noise[name], eps)
             for name, number in reference.trace.results.items()
@@ -95,7 +95,7 @@ class Precision:
         self.matchings.clear()
 
 
-def _unit(trace: Trace) -> float:
+def unit_of(trace: Trace) -> float:
     """The largest unit of rounding among the computed values."""
     computed = [s.value for s in trace.steps if not s.is_input and s.value.is_floating_point()]
     return max((torch.finfo(v.dtype).eps for v in computed), default=0.0)
@@ -163,6 +163,11 @@ class Comparison:
             return
         try:
             self.wide = Precision.of(self.sample.in_float64(), self.backward)
+            if unit_of(self.wide.reference.trace) > torch.finfo(torch.float64).eps:
+                self.notes.append(
+                    "parts of the module compute in a lower precision even when it is float64, so "
+                    "the bounds in float64 are wide"
+                )
         except Exception as error:
             self.notes.append(f"the module does not run in float64: {_first(error)}")
 

@@ -94,9 +94,21 @@ class Matching:
         chosen = candidates[0]
         operands = {self.in_after[o] for o in self.before.steps[chosen].operands}
         placed = [n for n in fronts if operands & set(self._roots(n))] or fronts
-        return Finding(
-            self.before.steps[chosen], tuple(self.after.steps[n] for n in _onward(placed, new))
-        )
+        replaced = self._until_read_again(chosen, _onward(placed, new))
+        return Finding(self.before.steps[chosen], tuple(self.after.steps[n] for n in replaced))
+
+    def _until_read_again(self, chosen: int, placed: list[int]) -> list[int]:
+        """``placed`` up to what reads the value as it was read before the stage."""
+        readers = [
+            {self.in_after[o] for o in step.operands if o != chosen} - {None}
+            for step in self.before.steps
+            if chosen in step.operands
+        ]
+        for position, number in enumerate(placed[1:], start=1):
+            roots = set(self._roots(number))
+            if any(others and others <= roots for others in readers):
+                return placed[:position]
+        return placed
 
     def _roots(self, number: int) -> list[int]:
         """Representatives of the operands of a step of ``after``."""

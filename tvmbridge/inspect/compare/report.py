@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -152,26 +152,26 @@ class ComparisonReport:
 
     def _summary(self) -> str:
         if self.mistakes:
-            return f"{len(self.mistakes)} mistakes"
+            return f"{len(self.mistakes)} mistake{'s' * (len(self.mistakes) > 1)}"
         found = {d.verdict for d in self.departures}
         return "rounding, no mistake" if found else "agrees"
 
 
 def _table(report: ComparisonReport) -> Table:
-    """A row for each stage, with the value that departs most of all its bound."""
+    """A row for each stage, with the value that departs most in units of its bound.
+
+    Stages whose figures are all those of the stage before share its row.
+    """
     own = report.dtype
     columns = ("stage", "value that departs most", own, "rounding up to", "float64", "up to", "")
     table = Table(*columns, title=f"departure from eager PyTorch ({own})")
     for column in table.columns[2:6]:
         column.justify = "right"
-    for stage in report.stages:
-        here = [f for f in report.figures if f.stage == stage]
-        if not here:
-            table.add_row(stage, "-", "", "", "", "", "no result yet")
-            continue
-        worst = max(here, key=_excess)
+    for stages, figures in _rows(report):
+        label = stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]}"
+        worst = max(figures, key=_excess)
         table.add_row(
-            stage,
+            label,
             worst.value,
             f"{worst.error:.1e}",
             f"{worst.bound:.1e}",
@@ -180,6 +180,20 @@ def _table(report: ComparisonReport) -> Table:
             f"[{_STYLES[worst.verdict]}]{worst.verdict}[/]",
         )
     return table
+
+
+def _rows(report: ComparisonReport) -> list[tuple[list[str], list[Figure]]]:
+    """Stages in order with their figures; equal neighbours together."""
+    rows: list[tuple[list[str], list[Figure]]] = []
+    for stage in report.stages:
+        here = [f for f in report.figures if f.stage == stage]
+        if rows and [replace(f, stage="") for f in here] == [
+            replace(f, stage="") for f in rows[-1][1]
+        ]:
+            rows[-1][0].append(stage)
+        elif here:
+            rows.append(([stage], here))
+    return rows
 
 
 def _excess(figure: Figure) -> float:

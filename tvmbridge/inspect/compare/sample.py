@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.libraries import register_caches
 from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.libraries import register_caches
 
 
 @dataclass

@@ -1,0 +1,145 @@
+"""Finds the products by which gradients flow back through products with a common left operand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvm import relax
+
+from tvmbridge.passes.base import shape_of
+from tvmbridge.passes.relax.parallel_products import Views, is_call, views_of
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The product ``var`` = ``cotangent`` @ ``weight`` of one weight."""
+
+    var: relax.Var
+    cotangent: relax.Var
+    weight: relax.Var
+
+    @property
+    def width(self) -> int:
+        return (shape_of(self.weight) or ())[0]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of products' gradients and of ``others``, bound to ``root``."""
+
+    root: relax.Var
+    others: tuple[relax.Expr, ...]
+
+
+class GradientGraph:
+    """Who reads what in a function with one dataflow block."""
+
+    def __init__(self, function: relax.Function) -> None:
+        bindings = [b for block in function.body.blocks for b in block.bindings]
+        self.parameters = {p.name: p for p in function.params}
+        self.bound = {b.var: b.value for b in bindings}
+        self.order = {b.var: i for i, b in enumerate(bindings)}
+        self.simple = len(function.body.blocks) == 1 and all(
+            isinstance(b, relax.VarBinding) for b in bindings
+        )
+        self.readers: dict[relax.Var, list[relax.Var | None]] = {}
+        for var, value in self.bound.items():
+            for operand in relax.analysis.free_vars(value):
+                self.readers.setdefault(operand, []).append(var)
+        for operand in relax.analysis.free_vars(function.body.body):
+            self.readers.setdefault(operand, []).append(None)
+        self.products = [v for v, e in self.bound.items() if is_call(e, "relax.matmul")]
+
+    def flows(self, names: tuple[str, ...]) -> list[Flow] | str:
+        """The products by which the gradient of the common input flows; or why there are none."""
+        if not self.simple:
+            return "not one dataflow block"
+        flows = []
+        for name in names:
+            weight = self.parameters.get(name)
+            found = []
+            for var in self.products:
+                cotangent, right = self.bound[var].args
+                shape = shape_of(cotangent)
+                if weight is None or views_of(right, self.bound) != (weight, ()):
+                    continue
+                if isinstance(cotangent, relax.Var) and shape is not None and len(shape) == 2:
+                    found.append(Flow(var, cotangent, weight))
+            if len(found) != 1:
+                return f"{len(found)} products with {name} instead of one"
+            flows += found
+        rows = {(shape_of(f.cotangent) or ())[0] for f in flows}
+        return flows if len(rows) == 1 else "they have different numbers of rows"
+
+    def _only_reader(self, var: relax.Var) -> relax.Var | None:
+        readers = self.readers.get(var, [])
+        return readers[0] if len(readers) == 1 else None
+
+    def _is_plain_sum(self, var: relax.Var | None) -> bool:
+        value = self.bound.get(var) if var is not None else None
+        if not is_call(value, "relax.add") or not isinstance(value, relax.Call):
+            return False
+        return all(shape_of(a) is not None and shape_of(a) == shape_of(var) for a in value.args)
+
+    def sum_of(self, flows: Sequence[Flow]) -> Sum | str:
+        """The one sum that all the products are terms of; or why there is none."""
+        leaves = []
+        roots = set()
+        for flow in flows:
+            var = flow.var
+            reader = self._only_reader(var)
+            while reader is not None and is_call(self.bound[reader], "relax.reshape"):
+                var, reader = reader, self._only_reader(reader)
+            leaves.append(var)
+            while reader is not None and self._is_plain_sum(reader):
+                var, reader = reader, self._only_reader(reader)
+            roots.add(var)
+        if len(roots) != 1 or roots & set(leaves):
+            return "they are not added up"
+        (root,) = roots
+        terms = self._terms(root, root)
+        if any(terms.count(leaf) != 1 for leaf in leaves):
+            return "they are not added up"
+        return Sum(root, tuple(t for t in terms if t not in leaves))
+
+    def _terms(self, var: relax.Expr, root: relax.Var) -> list[relax.Expr]:
+        if not isinstance(var, relax.Var) or not self._is_plain_sum(var):
+            return [var]
+        if var is not root and self._only_reader(var) is None:
+            return [var]
+        return [t for operand in self.bound[var].args for t in self._terms(operand, root)]
+
+    def stack_of(self, flows: Sequence[Flow]) -> dict[relax.Var, relax.Expr] | str:
+        """The weights' gradients, in order, with the input they read; or why there are none."""
+        found: dict[relax.Var, relax.Expr] = {}
+        inputs = []
+        for flow in flows:
+            cotangent = views_of(flow.cotangent, self.bound)
+            for var in self.products:
+                left, right = self.bound[var].args
+                if self._transposed(left) == cotangent and len(shape_of(right) or ()) == 2:
+                    found[var] = right
+                    inputs.append(views_of(right, self.bound))
+        if len(found) != len(flows) or any(i != inputs[0] for i in inputs):
+            return "not one product each, with a common input"
+        if any(not self._ancestors(var).isdisjoint(found) for var in found):
+            return "one depends on another"
+        return found
+
+    def _transposed(self, expr: relax.Expr) -> Views | None:
+        """What ``expr`` is the transpose of; None where it is no transpose."""
+        value = self.bound.get(expr) if isinstance(expr, relax.Var) else None
+        if not isinstance(value, relax.Call) or not is_call(value, "relax.permute_dims"):
+            return None
+        return views_of(value.args[0], self.bound)
+
+    def _ancestors(self, var: relax.Var) -> set[relax.Var]:
+        seen: set[relax.Var] = set()
+        pending = [*relax.analysis.free_vars(self.bound[var])]
+        while pending:
+            one = pending.pop()
+            if one not in seen and one in self.bound:
+                seen.add(one)
+                pending.extend(relax.analysis.free_vars(self.bound[one]))
+        return seen

@@ -1,0 +1,123 @@
+"""Concatenations of whole parameters become a parameter of their own.
+
+Before::
+
+    def main(x, w_q, w_k):
+        w = R.concat((w_q, w_k), axis=0)
+        y = R.matmul(x, R.permute_dims(w))
+
+After::
+
+    def main(x, w_q, w_k, packed_0):
+        y = R.matmul(x, R.permute_dims(packed_0))
+
+The caller passes the concatenated values, which are the memory of the parameters where they lie
+side by side. Nothing is concatenated by compiled code.
+
+Requires: parameters that are concatenated along their first dimension, as
+:func:`concatenated_parameters` lists them. Guarantees: one new parameter for each of the groups.
+Runs after: CombineParallelBatchMatmul. Runs before: the split, DispatchKernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.relax.parallel_products import is_call
+
+
+@dataclass(frozen=True)
+class LiftPackedWeights(RelaxPass):
+    """Take concatenated parameters as one.
+
+    Args:
+        groups: names of the function's parameters that are concatenated, in their order.
+        position: where the new parameters stand among the function's; None: at the end.
+        prefix: the new parameters are called ``prefix0``, ``prefix1`` ...
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    position: int | None = None
+    prefix: str = "packed_"
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        return map_functions(mod, lambda f: self._lift(f, report))
+
+    def _lift(self, function: relax.Function, report: PassReport) -> relax.Function:
+        lifted = _LiftMutator(function, self, report)
+        body = lifted.visit_expr(function.body)
+        if not lifted.added:
+            return function
+        position = len(function.params) if self.position is None else self.position
+        parameters = list(function.params)
+        parameters[position:position] = [lifted.added[g] for g in self.groups if g in lifted.added]
+        return relax.Function(
+            parameters, body, function.ret_ty, function.is_pure, function.attrs, function.span
+        )
+
+
+def concatenated_parameters(
+    function: relax.Function, allowed: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters that ``function`` concatenates along the first dimension.
+
+    Args:
+        allowed: the names among which they must be.
+    """
+    found: dict[tuple[str, ...], None] = {}
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            names = _members(binding.value, function)
+            if names and set(names) <= set(allowed):
+                found[names] = None
+    return tuple(found)
+
+
+def _members(value: relax.Expr, function: relax.Function) -> tuple[str, ...]:
+    """Names of the parameters whose concatenation ``value`` is; empty for anything else."""
+    if not is_call(value, "relax.concat") or not isinstance(value.args[0], relax.Tuple):
+        return ()
+    if value.attrs.axis is None or int(value.attrs.axis) != 0:
+        return ()
+    parameters = set(function.params)
+    fields = list(value.args[0].fields)
+    return tuple(f.name for f in fields) if all(f in parameters for f in fields) else ()
+
+
+@mutator
+class _LiftMutator(PyExprMutator):
+    def __init__(
+        self, function: relax.Function, lift: LiftPackedWeights, report: PassReport
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self.lift = lift
+        self.report = report
+        self.added: dict[tuple[str, ...], relax.Var] = {}
+        self.renamed: dict[relax.Var, relax.Var] = {}
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        names = _members(binding.value, self.function)
+        if names in self.lift.groups:
+            self.report.rewrote()
+            if names not in self.added:
+                number = self.lift.groups.index(names)
+                self.added[names] = relax.Var(f"{self.lift.prefix}{number}", binding.value.ty)
+            # Not a copy: what reads a weight must be seen to read an input.
+            self.renamed[binding.var] = self.added[names]
+            return
+        if names:
+            self.report.decline(", ".join(names), "not among the groups")
+        super().visit_var_binding_(binding)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.renamed.get(var, var)
+
+    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
+        return self.renamed.get(var, var)

@@ -1,0 +1,84 @@
+"""A small module, its task, and folders with records made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tvm.s_tir import Schedule
+from tvm.target import Target
+
+from tvmbridge.options import CompileOptions
+from tvmbridge.records import Folder, Task
+from tvmbridge.records.folder import Record, Verdict
+from tvmbridge.records.meta import target_json
+from tvmbridge.schedules.target import host_target
+from tvmbridge.tuning.collect import module_tasks
+
+Steps = Callable[[Schedule], None]
+SHAPE = (8, 48)
+
+
+class Softmax(nn.Module):
+    """One fused function with intermediate values, and no product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * 2, dim=-1)
+
+
+def sample() -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+
+
+def softmax_task() -> Task:
+    tasks, _, _ = module_tasks(
+        Softmax().eval(), (sample(),), {}, target=None, options=CompileOptions()
+    )
+    (task,) = tasks
+    return task
+
+
+def right(schedule: Schedule) -> None:
+    """A parallel outermost loop of the last block."""
+    block = schedule.get_sblock("T_softmax", func_name="main")
+    schedule.parallel(schedule.get_loops(block)[0])
+
+
+def wrong(schedule: Schedule) -> None:
+    """Exponentials of a row are all stored in one place."""
+    block = schedule.get_sblock("T_exp", func_name="main")
+    schedule.transform_layout(
+        block, ("write", 0), lambda i, j: (i, j % 2), assume_injective_transform=True
+    )
+
+
+def record_of(task: Task, steps: Steps, seconds: float, target: Target | None = None) -> Record:
+    schedule = Schedule(task.mod)
+    steps(schedule)
+    trace = json.loads(json.dumps(_plain(schedule.trace.as_json())))
+    return Record((trace, [seconds], target_json(target or host_target()), []))
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "value"):
+        return value.value
+    if isinstance(value, str | int | float) or value is None:
+        return value
+    return [_plain(item) for item in value]
+
+
+def plant(
+    log_dir: Path, task: Task, steps: Steps = right, *, seconds: float = 1e-6, rule: float = 2e-6
+) -> Folder:
+    """A folder with one record and the verdict that it took ``seconds``, the rule's ``rule``."""
+    folder = Folder.below(log_dir, host_target())
+    folder.open_for_writing()
+    index, key = folder.add_task(task)
+    record = record_of(task, steps, seconds)
+    folder.add_records(index, [record])
+    folder.add_verdict(Verdict(key, 1, rule, record.digest, seconds))
+    return folder

@@ -1,0 +1,213 @@
+"""Dropout in all its forms: eager PyTorch's numbers, forward and backward, in one byte each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_noise import Applied
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.dispatch import _dispatcher_of
+
+F = nn.functional
+Form = Callable[[torch.Tensor, bool], torch.Tensor]
+
+
+def _attention(**kwargs: object) -> Form:
+    def form(x: torch.Tensor, t: bool) -> torch.Tensor:
+        heads = x.reshape(1, 2, 6, 10)
+        mask = {k: v(heads) if callable(v) else v for k, v in kwargs.items()}
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 * t, **mask)  # type: ignore[arg-type]
+
+    return form
+
+
+def _grouped(x: torch.Tensor, t: bool) -> torch.Tensor:
+    key = x.reshape(1, 2, 6, 10)
+    query = torch.cat([key, key * 2], 1)
+    return F.scaled_dot_product_attention(query, key, key, dropout_p=0.3 * t, enable_gqa=True)
+
+
+FORMS: dict[str, Form] = {
+    "dropout": lambda x, t: F.dropout(x, 0.3, t),
+    "dropout, in place": lambda x, t: F.dropout(x * 2, 0.3, t, inplace=True),
+    "dropout, asked for": lambda x, t: F.dropout(x, 0.3, training=True),
+    "dropout, not asked for": lambda x, t: F.dropout(x, 0.3, training=False) * 2,
+    "dropout of nothing": lambda x, t: F.dropout(x, 0.0, t) * 2,
+    "dropout of all": lambda x, t: F.dropout(x, 1.0, t) + x,
+    "native_dropout": lambda x, t: torch.native_dropout(x, 0.3, t)[0],
+    "native_dropout, mask read": lambda x, t: x * torch.native_dropout(x, 0.3, t)[1],
+    "dropout1d": lambda x, t: F.dropout1d(x, 0.4, t),
+    "dropout1d, in place": lambda x, t: F.dropout1d(x * 2, 0.4, t, inplace=True),
+    "dropout2d": lambda x, t: F.dropout2d(x[:, :, None], 0.4, t),
+    "dropout3d": lambda x, t: F.dropout3d(x[:, :, None, None], 0.4, t),
+    "feature_dropout": lambda x, t: torch.feature_dropout(x, 0.4, t),
+    "alpha_dropout": lambda x, t: F.alpha_dropout(x, 0.4, t),
+    "alpha_dropout, in place": lambda x, t: F.alpha_dropout(x * 2, 0.4, t, inplace=True),
+    "alpha_dropout of all": lambda x, t: F.alpha_dropout(x, 1.0, t) + x,
+    "feature_alpha_dropout": lambda x, t: F.feature_alpha_dropout(x, 0.4, t),
+    "attention": _attention(),
+    "causal attention": _attention(is_causal=True, scale=0.7),
+    "masked attention": _attention(attn_mask=lambda h: h[..., :6] > -0.5),
+    "shifted attention": _attention(attn_mask=lambda h: h[..., :6]),
+    "grouped attention": _grouped,
+}
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x,
+    "permuted": lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+}
+
+
+def make(dtype: torch.dtype, layout: str = "contiguous") -> torch.Tensor:
+    x = torch.randn(3, 4, 10, generator=torch.Generator().manual_seed(5))
+    return LAYOUTS[layout](x.to(dtype)).detach().requires_grad_()
+
+
+def assert_same_step(ours: nn.Module, eager: nn.Module, x: torch.Tensor) -> None:
+    """Outputs, gradients and the generator's next number equal eager's."""
+    results = []
+    for module in (ours, eager):
+        torch.manual_seed(11)
+        leaf = x.detach().clone().requires_grad_()
+        y = module(leaf)
+        cotangent = torch.arange(y.numel()).reshape(y.shape).to(y.dtype) / y.numel()
+        results.append((y, *torch.autograd.grad(y, leaf, cotangent), torch.rand(3)))
+    half = x.dtype is torch.bfloat16
+    for mine, theirs in zip(*results, strict=True):
+        rtol, atol = (2**-6, 2**-8) if half else (1e-5, 1e-6)
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
+    assert torch.equal(results[0][-1], results[1][-1])
+
+
+def dispatched(form: Form, x: torch.Tensor) -> tuple[nn.Module, nn.Module]:
+    eager = Applied(form).train()
+    ours = copy.deepcopy(eager)
+    add_tvm_dispatch(ours, x)
+    return ours, eager
+
+
+def assert_masks_of_one_byte(module: nn.Module) -> None:
+    for variant in _dispatcher_of(module).specializations[0].variants.values():
+        assert all(n.spec.dtype is torch.bool for n in variant.compiled.captured.noise)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equals_eager(form: str) -> None:
+    x = make(torch.float32)
+    ours, eager = dispatched(FORMS[form], x)
+    assert_same_step(ours, eager, x)
+    assert_masks_of_one_byte(ours)
+    assert dispatch_report(ours).fallbacks == {}
+
+
+SWEEP = [
+    (form, dtype, layout)
+    for form in FORMS
+    for dtype in (torch.float32, torch.float64, torch.bfloat16)
+    for layout in LAYOUTS
+    if (dtype, layout) != (torch.float32, "contiguous")
+]
+FEW = [
+    ("dropout", torch.bfloat16, "contiguous"),
+    ("dropout", torch.float64, "permuted"),
+    ("alpha_dropout", torch.bfloat16, "permuted"),
+    ("dropout1d", torch.float32, "permuted"),
+]
+
+
+def _check(form: str, dtype: torch.dtype, layout: str) -> None:
+    x = make(dtype, layout)
+    ours, eager = dispatched(FORMS[form], x)
+    assert_same_step(ours, eager, x)
+    assert_masks_of_one_byte(ours)
+    assert dispatch_report(ours).fallbacks == {}
+
+
+@pytest.mark.parametrize(("form", "dtype", "layout"), FEW)
+def test_equals_eager_in_other_dtypes_and_layouts(
+    form: str, dtype: torch.dtype, layout: str
+) -> None:
+    _check(form, dtype, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("form", "dtype", "layout"), [s for s in SWEEP if s not in FEW])
+def test_equals_eager_everywhere(form: str, dtype: torch.dtype, layout: str) -> None:
+    _check(form, dtype, layout)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "AlphaDropout": (lambda: nn.AlphaDropout(0.4), (3, 4, 10)),
+    "FeatureAlphaDropout": (lambda: nn.FeatureAlphaDropout(0.4), (3, 4, 10)),
+    "Dropout2d": (lambda: nn.Dropout2d(0.4), (3, 4, 2, 5)),
+    "Dropout3d": (lambda: nn.Dropout3d(0.4), (3, 4, 2, 5, 1)),
+    "GRU": (lambda: _First(nn.GRU(10, 4, 2, dropout=0.4)), (3, 4, 10)),
+    "MultiheadAttention": (lambda: _Attending(), (3, 4, 10)),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(10, 2, 8, 0.4), (3, 4, 10)),
+}
+
+
+class _First(nn.Module):
+    """The first result of a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = self.inner(x)[0]
+        return first
+
+
+class _Attending(_First):
+    """Self-attention that returns its weights too, in which case it multiplies them itself."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.MultiheadAttention(10, 2, dropout=0.4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, weights = self.inner(x, x, x)
+        return y + weights.sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_equal_eager(name: str) -> None:
+    factory, shape = MODULES[name]
+    eager = factory().double().train()
+    ours, x = copy.deepcopy(eager), torch.randn(shape, dtype=torch.float64).requires_grad_()
+    add_tvm_dispatch(ours, x)
+    assert_same_step(ours, eager, x)
+    assert_masks_of_one_byte(ours)
+    assert dispatch_report(ours).fallbacks == {}
+
+
+def test_another_layout_goes_to_the_module_itself() -> None:
+    ours, eager = dispatched(lambda x, t: torch.tanh(F.dropout(x, 0.3, t)), make(torch.float32))
+    assert_same_step(ours, eager, make(torch.float32, "permuted"))
+    (reason,) = dispatch_report(ours).fallbacks
+    assert "laid out otherwise" in reason
+
+
+@pytest.mark.parametrize("draw", ["normal_", "uniform_", "exponential_", "bernoulli_"])
+def test_draws_in_place_follow_the_memory(draw: str) -> None:
+    """Into a slice of the argument: its elements lie apart, and so are filled one by one."""
+
+    def fill(x: torch.Tensor, training: bool) -> torch.Tensor:
+        getattr(x[:, :, ::2], draw)()
+        return x * 2
+
+    eager = Applied(fill).train()
+    ours, x = copy.deepcopy(eager), torch.randn(4, 6, 10)
+    results = []
+    with torch.no_grad():
+        add_tvm_dispatch(ours, x.clone())
+        for module in (ours, eager):
+            torch.manual_seed(2)
+            given = x.clone()
+            results.append((module(given), given, torch.rand(2)))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert dispatch_report(ours).tvm_calls == 1

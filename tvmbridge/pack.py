@@ -1,0 +1,172 @@
+"""A pack: parameters that share one piece of memory, side by side; and which may be moved there."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+# Compiled loops read whole vectors from such addresses; a slice elsewhere would be copied per call.
+_ALIGNMENT = 64
+_SAME_TYPE = "different shapes or dtypes"
+
+
+class _Slice(np.ndarray):
+    """The memory of one parameter in a pack; it keeps the pack alive."""
+
+    pack: Pack
+
+
+class Pack:
+    """Parameters in one tensor, concatenated along their first dimension.
+
+    It lives as long as the memory of any of them, so an address within it says that a parameter
+    is in it.
+
+    Args:
+        members: tensors of one dtype whose shapes differ in the first extent at most.
+    """
+
+    def __init__(self, members: Sequence[torch.Tensor]) -> None:
+        first = members[0]
+        rows = sum(m.shape[0] for m in members)
+        # Memory made in inference mode could not be trained on later.
+        with torch.inference_mode(False):
+            self.tensor = torch.empty((rows, *first.shape[1:]), dtype=first.dtype)
+        begin = self.tensor.data_ptr()
+        sizes = [m.numel() * m.element_size() for m in members]
+        self.pointers = [begin, *(begin + end for end in accumulate(sizes))][:-1]
+        self.end = begin + sum(sizes)
+        self._members: list[weakref.ref[torch.Tensor]] = []
+
+    def holds(self, members: Sequence[torch.Tensor]) -> bool:
+        """Whether the memory of ``members`` is that of the pack, in its order."""
+        if len(members) != len(self.pointers):
+            return False
+        for member, pointer in zip(members, self.pointers, strict=True):
+            if member.data_ptr() != pointer or not member.is_contiguous() or member.is_neg():
+                return False
+        return True
+
+    def in_use(self) -> bool:
+        """Whether the parameters that were moved into the pack are all still there."""
+        members = [m for m in (reference() for reference in self._members) if m is not None]
+        return self.holds(members)
+
+    def overlaps(self, member: torch.Tensor) -> bool:
+        """Whether ``member`` lies in the pack."""
+        return self.pointers[0] <= member.data_ptr() < self.end
+
+    def take_in(self, members: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Move ``members`` into the pack; the result keeps their old memory alive."""
+        memory = self.tensor.view(torch.uint8).reshape(-1).numpy()
+        begin = self.pointers[0]
+        old = []
+        with torch.inference_mode(False), torch.no_grad():
+            for member, pointer in zip(members, self.pointers, strict=True):
+                size = member.numel() * member.element_size()
+                part = memory[pointer - begin :][:size].view(_Slice)
+                part.pack = self
+                moved = torch.frombuffer(part, dtype=member.dtype).view(member.shape)
+                moved.copy_(member)
+                old.append(member.detach())
+                member.data = moved
+        self._members = [weakref.ref(m) for m in members]
+        _live.add(self)
+        return old
+
+
+_live: weakref.WeakSet[Pack] = weakref.WeakSet()
+
+
+def pack_of(members: Sequence[torch.Tensor]) -> Pack | None:
+    """The pack that ``members`` lie in, in its order."""
+    return next((pack for pack in list(_live) if pack.holds(members)), None)
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many tensors (and other things) hold the storage of ``tensor``."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+# What a tensor's storage counts when nobody else holds it.
+_ALONE = _holders(torch.empty(1))
+
+
+def unmovable(parameter: object, module: nn.Module) -> str | None:
+    """Why the memory of ``parameter`` must stay where it is; None where nobody else can hold it.
+
+    Args:
+        parameter: a tensor that belongs to ``module``, whose other tensors may share its storage
+            as long as they do not overlap with it.
+    """
+    if type(parameter) is not nn.Parameter:
+        return "it is not a plain parameter"
+    if parameter.layout is not torch.strided or parameter.device.type != "cpu":
+        return "it is not a dense tensor on the CPU"
+    if not parameter.is_contiguous() or parameter.is_neg() or parameter.is_conj():
+        return "its memory is not in its order"
+    if parameter.is_inference() or not parameter.is_leaf or parameter.numel() == 0:
+        return "it is no leaf with memory of its own"
+    if parameter.is_shared():
+        return "it is shared with other processes"
+    storage = parameter.untyped_storage()
+    mates = {
+        id(t): t
+        for t in (*module.parameters(), *module.buffers())
+        if t.layout is torch.strided and t.untyped_storage()._cdata == storage._cdata
+    }
+    if _holders(parameter) - _ALONE != len(mates) - 1 or id(parameter) not in mates:
+        return "something else holds its memory, a view or a tied parameter"
+    if any(_overlap(parameter, t) for t in mates.values() if t is not parameter):
+        return "another parameter or buffer shares its memory"
+    if not storage.resizable() and not _in_a_pack(parameter) and not _in_a_file(parameter):
+        return "its memory was not allocated by PyTorch"
+    return None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the memory of the contiguous ``one`` can be that of ``other``."""
+    if not other.is_contiguous():
+        return True
+    begin, end = (t.data_ptr() for t in (one, other))
+    return begin < end + other.nbytes and end < begin + one.nbytes
+
+
+def _in_a_pack(tensor: torch.Tensor) -> bool:
+    return any(pack.overlaps(tensor) for pack in _live)
+
+
+def _in_a_file(tensor: torch.Tensor) -> bool:
+    """Whether the memory is a private mapping of a file, as that of loaded weights often is."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        span, access, _, _, inode, *_ = line.split()
+        begin, end = (int(address, 16) for address in span.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return access.endswith("p") and inode != "0"
+    return False
+
+
+def unpackable(members: Sequence[torch.Tensor]) -> str | None:
+    """Why tensors that may each be moved cannot be one pack; None when they can."""
+    first = members[0]
+    if len({id(m) for m in members}) < len(members):
+        return "a parameter stands in it twice"
+    for member in members:
+        if not member.dim() or member.dtype != first.dtype or member.shape[1:] != first.shape[1:]:
+            return _SAME_TYPE
+        if member is not members[-1] and member.nbytes % _ALIGNMENT:
+            return "a parameter would begin at an address that is not aligned"
+    for pack in list(_live):
+        if any(pack.overlaps(m) for m in members) and pack.in_use() and not pack.holds(members):
+            return "a parameter is packed with others"
+    return None

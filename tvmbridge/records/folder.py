@@ -1,0 +1,243 @@
+"""The folder of one target: MetaSchedule's database, and what each task's tuning came to.
+
+``database_workload.json`` and ``database_tuning_record.json`` are in MetaSchedule's own format.
+``verdicts.json`` has a line for each time that the tuning of a task came to an end: how fast the
+rule's kernel is on the same machine, and which record was found to be right and faster. Only a
+record that a verdict names is ever applied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tvm.target import Target
+
+from tvmbridge.errors import BridgeError
+from tvmbridge.records.jsonlines import append_lines, locked, read_lines
+from tvmbridge.records.meta import NAME as META
+from tvmbridge.records.meta import Meta, read_meta, target_json, target_name, write_meta
+from tvmbridge.records.tasks import Task, parse_workload, workload_key
+
+logger = logging.getLogger(__name__)
+
+WORKLOADS = "database_workload.json"
+RECORDS = "database_tuning_record.json"
+VERDICTS = "verdicts.json"
+FAILED_SECONDS = 1e10  # MetaSchedule's sign for a candidate that did not run
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What tuning a task came to.
+
+    Args:
+        task: the key of the task.
+        trials: candidates measured in all, also by earlier runs.
+        rule_seconds: the time of the kernel that is used without a record; None: it did not run.
+        schedule: digest of the record that is right and faster than the rule, or None.
+        seconds: the time of that record, measured in turns with the rule's.
+        finished: there is nothing left to try, whatever the number of trials.
+        reason: why there is no record to apply.
+    """
+
+    task: str
+    trials: int
+    rule_seconds: float | None
+    schedule: str | None
+    seconds: float | None
+    finished: bool = False
+    reason: str = ""
+
+    @property
+    def applies(self) -> bool:
+        """Whether the record that it names is to be used."""
+        return (
+            self.schedule is not None
+            and self.seconds is not None
+            and self.rule_seconds is not None
+            and self.seconds < self.rule_seconds
+        )
+
+    @staticmethod
+    def parse(value: Any) -> Verdict | None:
+        """A verdict from its JSON, None where it is none."""
+        try:
+            verdict = Verdict(**value)
+            numbers = (verdict.trials, verdict.rule_seconds or 0, verdict.seconds or 0)
+            valid = isinstance(verdict.task, str) and all(n >= 0 for n in numbers)
+        except TypeError:
+            return None
+        return verdict if valid else None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measured schedule, as JSON: MetaSchedule's trace, seconds, target, arguments."""
+
+    content: tuple[Any, Any, Any, Any]
+
+    @property
+    def trace(self) -> Any:
+        """The scheduling steps."""
+        return self.content[0]
+
+    @property
+    def seconds(self) -> float:
+        """The shortest measured time, :data:`FAILED_SECONDS` where there is none."""
+        return min((float(s) for s in self.content[1] or ()), default=FAILED_SECONDS)
+
+    @property
+    def digest(self) -> str:
+        """What the schedule is called in a verdict."""
+        text = json.dumps(self.trace, separators=(",", ":"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @staticmethod
+    def parse(value: Any, target: dict[str, Any]) -> tuple[int, Record] | None:
+        """A line's workload index and record, None where it is none or of another target."""
+        if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], int)):
+            return None
+        content = value[1]
+        if not (isinstance(content, list) and len(content) == 4 and isinstance(content[2], dict)):
+            return None
+        seconds = content[1]
+        if not isinstance(seconds, list) or not all(isinstance(s, int | float) for s in seconds):
+            return None
+        mine = {name: content[2].get(name) for name in target}
+        return (value[0], Record(tuple(content))) if mine == target else None
+
+
+@dataclass
+class Entry:
+    """All that a folder knows of a task; ``names`` are the keys by which files call it."""
+
+    task: Task
+    names: set[str]
+    records: list[Record]
+    verdict: Verdict | None = None
+
+    @property
+    def chosen(self) -> Record | None:
+        """The record to apply, if there is one."""
+        verdict = self.verdict
+        if verdict is None or not verdict.applies:
+            return None
+        return next((r for r in self.records if r.digest == verdict.schedule), None)
+
+    @property
+    def trials(self) -> int:
+        """Candidates measured so far."""
+        return max(len(self.records), self.verdict.trials if self.verdict else 0)
+
+
+class Folder:
+    """One target's folder below a log directory."""
+
+    def __init__(self, path: Path, target: Target) -> None:
+        self.path = path
+        self.target = target
+
+    @staticmethod
+    def below(log_dir: str | Path, target: Target) -> Folder:
+        """The folder of ``target`` in ``log_dir``; it need not exist."""
+        return Folder(Path(log_dir) / target_name(target), target)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is anything to read."""
+        return (self.path / WORKLOADS).is_file()
+
+    def refusal(self) -> str | None:
+        """Why the records may not be applied; None if they may."""
+        meta = read_meta(self.path)
+        return meta if isinstance(meta, str) else meta.refusal(self.target)
+
+    def open_for_writing(self) -> None:
+        """Create the folder and its META.json, or see that they fit.
+
+        Raises:
+            BridgeError: it is of another target or TVM, or cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with locked(self.path):
+                if not (self.path / META).exists() and not self.exists:
+                    write_meta(self.path, Meta.of(self.target))
+        except OSError as error:
+            raise BridgeError(
+                f"{self.path} cannot be written ({error}); name another log_dir"
+            ) from error
+        reason = self.refusal()
+        if reason is not None:
+            raise BridgeError(
+                f"records cannot be added to {self.path}: {reason}; name another log_dir, or "
+                "move the folder away"
+            )
+
+    def load(self) -> dict[Task, Entry]:
+        """What is known of each task; damaged lines are skipped, each with a warning."""
+        by_line = self._tasks_by_line()
+        entries: dict[Task, Entry] = {}
+        for named in by_line:
+            if named is not None:
+                entry = entries.setdefault(named[0], Entry(named[0], set(), []))
+                entry.names.add(named[1])
+        wanted = target_json(self.target)
+        skipped = 0
+        for value in read_lines(self.path / RECORDS):
+            parsed = Record.parse(value, wanted)
+            named = by_line[parsed[0]] if parsed and 0 <= parsed[0] < len(by_line) else None
+            if parsed is not None and named is not None:
+                entries[named[0]].records.append(parsed[1])
+            elif value is not None:
+                skipped += 1
+        if skipped:
+            logger.warning(
+                "%s: %d lines are no records for this target, or of no known task; they were "
+                "skipped",
+                self.path / RECORDS,
+                skipped,
+            )
+        by_name = {name: entry for entry in entries.values() for name in entry.names}
+        for value in read_lines(self.path / VERDICTS):
+            verdict = Verdict.parse(value)
+            if verdict is not None and verdict.task in by_name:
+                by_name[verdict.task].verdict = verdict
+        return entries
+
+    def _tasks_by_line(self) -> list[tuple[Task, str] | None]:
+        return [_parsed_workload(value) for value in read_lines(self.path / WORKLOADS)]
+
+    def add_task(self, task: Task) -> tuple[int, str]:
+        """The line number and the key of ``task`` in the folder, appended if it was missing."""
+        with locked(self.path):
+            lines = self._tasks_by_line()
+            for index, named in enumerate(lines):
+                if named is not None and named[0] == task:
+                    return index, named[1]
+            append_lines(self.path / WORKLOADS, [task.workload])
+            return len(lines), task.key
+
+    def add_records(self, index: int, records: Sequence[Record]) -> None:
+        """Append measured schedules of the task in line ``index``."""
+        with locked(self.path):
+            append_lines(self.path / RECORDS, [[index, list(r.content)] for r in records])
+
+    def add_verdict(self, verdict: Verdict) -> None:
+        """Append what tuning a task came to; later lines count."""
+        with locked(self.path):
+            append_lines(self.path / VERDICTS, [asdict(verdict)])
+
+
+def _parsed_workload(value: Any) -> tuple[Task, str] | None:
+    try:
+        structural, encoded = value
+        return parse_workload(str(structural), str(encoded)), workload_key([structural, encoded])
+    except Exception:  # TVM has no narrower class for what it cannot parse
+        return None

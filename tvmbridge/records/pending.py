@@ -1,0 +1,88 @@
+"""The list of tasks that compilation met and nobody has tuned yet."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tvmbridge.records.folder import Folder
+from tvmbridge.records.jsonlines import append_lines, locked, read_lines, replace_file
+from tvmbridge.records.tasks import Task, parse_workload
+
+logger = logging.getLogger(__name__)
+
+NAME = "pending.json"
+MOST_TASKS = 2000
+MOST_BYTES = 64_000_000
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A task without a record: how often it is called, and where it was met."""
+
+    task: Task
+    weight: int
+    origin: str
+
+
+def read_pending(folder: Folder) -> list[Pending]:
+    """The list without what is damaged or doubled, the weightiest first."""
+    found: dict[Task, Pending] = {}
+    for value in read_lines(folder.path / NAME):
+        pending = _parse(value)
+        if pending is not None and pending.task not in found:
+            found[pending.task] = pending
+    return sorted(found.values(), key=lambda p: -p.weight)
+
+
+def _parse(value: Any) -> Pending | None:
+    try:
+        structural, encoded = value["task"]
+        task = parse_workload(str(structural), str(encoded))
+        return Pending(task, int(value["weight"]), str(value["origin"]))
+    except Exception:  # TVM has no narrower class for what it cannot parse
+        return None
+
+
+def note_pending(folder: Folder, tasks: Mapping[Task, int], origin: str) -> int:
+    """Add the tasks that the list lacks; return how many of ``tasks`` it then has.
+
+    It does not raise: compilation goes on without a list that cannot be written.
+    """
+    try:
+        folder.open_for_writing()
+        with locked(folder.path):
+            known = {pending.task for pending in read_pending(folder)}
+            path = folder.path / NAME
+            size = path.stat().st_size if path.exists() else 0
+            new = [task for task in tasks if task not in known]
+            room = max(0, MOST_TASKS - len(known)) if size < MOST_BYTES else 0
+            lines = [_line(Pending(task, tasks[task], origin)) for task in new[:room]]
+            if lines:
+                append_lines(path, lines)
+    except Exception as error:  # whatever is wrong with the list, the compilation is not
+        logger.warning("tasks without a record could not be noted: %s", error)
+        return 0
+    if len(new) > room:
+        logger.warning("%s is full: work it off with `tvmbridge tune --pending`", path)
+    return len(tasks) - max(0, len(new) - room)
+
+
+def _line(pending: Pending) -> dict[str, Any]:
+    return {"task": pending.task.workload, "weight": pending.weight, "origin": pending.origin}
+
+
+def remove_pending(folder: Folder, done: Iterable[Task]) -> None:
+    """Take what was tuned off the list.
+
+    Raises:
+        OSError: the list cannot be written.
+    """
+    finished = set(done)
+    with locked(folder.path):
+        left = [p for p in read_pending(folder) if p.task not in finished]
+        lines = [json.dumps(_line(p), separators=(",", ":")) + "\n" for p in left]
+        replace_file(folder.path / NAME, "".join(lines))

@@ -1,0 +1,168 @@
+"""The public functions of tuning."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tvmbridge.build import resolve_target
+from tvmbridge.capture import normalize_sample
+from tvmbridge.options import CompileOptions
+from tvmbridge.records import Folder, Task
+from tvmbridge.records.library import DEFAULT_LOG_DIR
+from tvmbridge.records.pending import read_pending, remove_pending
+from tvmbridge.tuning.collect import module_tasks
+from tvmbridge.tuning.progress import TuningProgress
+from tvmbridge.tuning.run import Clock, Outcome, Tuner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where a run ends: candidates for each task, seconds in all; None: no bound of that kind.
+
+    Raises:
+        ValueError: a limit leaves nothing to do.
+    """
+
+    trials: int | None = None
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.trials is not None and self.trials < 1:
+            raise ValueError(f"trials must be at least 1, not {self.trials}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout must be more than 0 seconds, not {self.timeout}")
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What a run of tuning came to.
+
+    Args:
+        folder: the folder of the target, with the records.
+        outcomes: each task, with its number of calls and what is known of it now.
+        external: calls of PyTorch's kernels, which are not tuned.
+    """
+
+    folder: Path
+    outcomes: tuple[Outcome, ...]
+    external: int
+
+    @property
+    def tuned(self) -> int:
+        """Tasks for which a record is faster than the rule."""
+        return sum(o.verdict is not None and o.verdict.applies for o in self.outcomes)
+
+    @property
+    def unfinished(self) -> int:
+        """Tasks for which there was no time."""
+        return sum(o.verdict is None for o in self.outcomes)
+
+    @property
+    def saved_seconds(self) -> float:
+        """Seconds that the records save in one call of the compiled functions, as measured."""
+        saved = 0.0
+        for o in self.outcomes:
+            if o.verdict is not None and o.verdict.applies:
+                saved += o.weight * ((o.verdict.rule_seconds or 0) - (o.verdict.seconds or 0))
+        return saved
+
+    def __str__(self) -> str:
+        lines = [str(outcome) for outcome in self.outcomes]
+        lines.append(
+            f"{len(self.outcomes)} tasks: {self.tuned} faster by a record than by rule, "
+            f"{self.unfinished} without time; {self.external} external kernels"
+        )
+        lines.append(f"saved in a call: {self.saved_seconds * 1e6:.0f} µs; records: {self.folder}")
+        return "\n".join(lines)
+
+
+def tune(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR,
+    trials: int | None = None,
+    timeout: float | None = None,
+    options: CompileOptions | dict[str, Any] | None = None,
+) -> TuningReport:
+    """Search for faster schedules of the loops that ``module`` compiles to, and keep them.
+
+    MetaSchedule proposes candidates; each is compiled, checked against the kernel that is used
+    without a record, and measured, in a process of its own. What was measured is written to
+    ``log_dir/<target>/`` batch by batch, so that a run that is ended loses one batch at most, and
+    the next goes on where it was. Compilation finds the records by itself (docs/tuning.md).
+
+    Args:
+        module: forward and backward are tuned in train mode, forward in eval mode.
+        sample_input: a tensor, or a tuple of positional arguments.
+        sample_kwargs: keyword arguments of forward.
+        target: as for :func:`add_tvm_dispatch`; the measuring machine must run its code.
+        log_dir: the directory of the records.
+        trials: candidates to be measured for each task in all, also by earlier runs; None: by the
+            size of the task.
+        timeout: seconds for the whole run; None: until all is done.
+        options: as for :func:`add_tvm_dispatch`.
+
+    Raises:
+        TypeError, ValueError: an argument cannot be used.
+        BridgeError: the module cannot be compiled, the directory cannot be written or has records
+            of another TVM version, or a package that tuning needs is missing.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    limits = Limits(trials, timeout)
+    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    clock = Clock(limits.timeout)
+    tasks, external, resolved = module_tasks(
+        module, args, kwargs, target=target, options=CompileOptions.of(options)
+    )
+    folder = Folder.below(Path(log_dir), resolved)
+    return TuningReport(
+        folder.path, tuple(tune_tasks(folder, tasks, limits.trials, clock)), external
+    )
+
+
+def tune_pending(
+    log_dir: str | os.PathLike[str] = DEFAULT_LOG_DIR,
+    *,
+    target: Any = None,
+    trials: int | None = None,
+    timeout: float | None = None,
+) -> TuningReport:
+    """Work off the list of tasks that compilation noted in ``log_dir`` for this target.
+
+    Arguments and errors are those of :func:`tune`.
+    """
+    limits = Limits(trials, timeout)
+    folder = Folder.below(Path(log_dir), resolve_target(target))
+    pending = read_pending(folder)
+    tasks = {p.task: p.weight for p in pending}
+    outcomes = tune_tasks(folder, tasks, limits.trials, Clock(limits.timeout)) if tasks else []
+    if tasks:
+        remove_pending(folder, (o.task for o in outcomes if o.done))
+    return TuningReport(folder.path, tuple(outcomes), 0)
+
+
+def tune_tasks(
+    folder: Folder, tasks: Mapping[Task, int], trials: int | None, clock: Clock
+) -> list[Outcome]:
+    """Tune ``tasks`` and write what comes of it to ``folder``."""
+    folder.open_for_writing()
+    logger.info("%d tasks for %s", len(tasks), folder.path)
+    with TuningProgress(len(tasks)) as progress:
+        tuner = Tuner(folder, trials, clock, progress)
+        try:
+            return tuner.run(tasks)
+        finally:
+            tuner.close()

@@ -1,0 +1,56 @@
+"""The tasks of a module: what compilation would schedule for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from tvm.target import Target
+
+from tvmbridge.build import fuse
+from tvmbridge.compiled import Stages, lower_module
+from tvmbridge.dispatcher import Dispatcher, with_own_forward
+from tvmbridge.options import CompileOptions
+from tvmbridge.records import Task, count_tasks
+from tvmbridge.records.tasks import count_calls
+from tvmbridge.types import PassRecord
+
+
+def module_tasks(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    target: Any,
+    options: CompileOptions,
+) -> tuple[dict[Task, int], int, Target]:
+    """The tasks with their number of calls, the number of external kernels, and the target.
+
+    They are those of forward and backward for a module in train mode, of forward in eval mode.
+    """
+    needs_grad = module.training and _anything_requires_grad(module, (args, dict(kwargs)))
+    records: list[PassRecord] = []
+    installed = module.__dict__.get("forward")
+    original = installed.original if isinstance(installed, Dispatcher) else None
+    with with_own_forward(module, original) if original is not None else nullcontext():
+        lowered = lower_module(
+            module,
+            args,
+            kwargs,
+            needs_grad=needs_grad,
+            target=target,
+            options=options,
+            records=records,
+            measure=Stages().measure,
+        )
+    mod = fuse(lowered.mod, lowered.target, records, measure=options.measure_kernels)
+    return count_tasks(mod), count_calls(mod)[""], lowered.target
+
+
+def _anything_requires_grad(module: nn.Module, sample: Any) -> bool:
+    tensors = [*module.parameters(), *pytree.tree_leaves(sample)]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

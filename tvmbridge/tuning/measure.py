@@ -1,0 +1,171 @@
+"""Compiling, checking and timing scheduled functions; runs in a worker process.
+
+Loops run on PyTorch's threads, as they do in compiled modules.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.target import Target
+
+from tvmbridge.build import COMPILER_CONFIG
+from tvmbridge.records.library import apply_trace
+from tvmbridge.schedules import schedule_function
+from tvmbridge.schedules.threads import share_torch_threads
+from tvmbridge.tuning.samples import buffer_types, disagreement, sample_inputs
+
+_REPEATS = 5
+_REPEAT_SECONDS = 0.01
+_RACE_ROUNDS = 12
+_GIVE_UP = 10.0  # times the rule's kernel: not worth measuring well
+
+
+class WrongResultError(Exception):
+    """A candidate does not compute what the function says."""
+
+
+@dataclass
+class _Bench:
+    """One task: the kernel in use without a record, inputs, and what it makes of them."""
+
+    mod: tvm.IRModule
+    target: Target
+    rule: Callable[..., None]
+    inputs: list[list[torch.Tensor]]
+    expected: list[list[torch.Tensor]]
+    writable: list[int]
+    seconds: float
+
+
+_bench: _Bench | None = None
+
+
+def set_up(module: str, target: str) -> list[float]:
+    """Prepare to measure schedules of a function; return the seconds of the rule's kernel."""
+    global _bench
+    torch.set_grad_enabled(False)
+    share_torch_threads()
+    resolved = Target(target)
+    mod = tvm.ir.load_json(module)
+    function = mod["main"]
+    inputs = sample_inputs(buffer_types(function))
+    with resolved:
+        scheduled = schedule_function(function, resolved)
+    rule = _compile(function if scheduled is None else scheduled, resolved)
+    writable = _written(function)
+    expected = [_run(rule, tensors, writable) for tensors in inputs]
+    _bench = _Bench(mod, resolved, rule, inputs, expected, writable, math.inf)
+    seconds = _time(rule, inputs[0], math.inf)
+    _bench.seconds = min(seconds)
+    return seconds
+
+
+def measure(module: str) -> list[float]:
+    """The seconds of a call of a scheduled function, a few times; it is checked before.
+
+    Raises:
+        WrongResultError: its results differ from those of the rule's kernel.
+    """
+    bench = _prepared()
+    kernel = _checked(tvm.ir.load_json(module)["main"], bench)
+    return _time(kernel, bench.inputs[0], _GIVE_UP * bench.seconds)
+
+
+def race(traces: Sequence[Any]) -> list[float | None]:
+    """The shortest seconds of the rule's kernel and of each record's, run in turns.
+
+    The records are applied as compilation does it. None stands for one that is wrong or does not
+    compile.
+    """
+    bench = _prepared()
+    kernels: list[Callable[..., None] | None] = [bench.rule]
+    for trace in traces:
+        try:
+            kernels.append(_checked(apply_trace(bench.mod, trace), bench))
+        except Exception:
+            kernels.append(None)
+    best = [math.inf] * len(kernels)
+    for _ in range(_RACE_ROUNDS):
+        for i, kernel in enumerate(kernels):
+            if kernel is not None:
+                best[i] = min(best[i], *_time(kernel, bench.inputs[0], math.inf, repeats=2))
+    return [None if math.isinf(seconds) else seconds for seconds in best]
+
+
+def _prepared() -> _Bench:
+    if _bench is None:
+        raise RuntimeError("set_up was not called in this process")
+    return _bench
+
+
+def _compile(function: tirx.PrimFunc, target: Target) -> Callable[..., None]:
+    main = function.with_attr("global_symbol", "main")
+    with tvm.transform.PassContext(config=COMPILER_CONFIG):
+        return tvm.tirx.build(tvm.IRModule({"main": main}), target=target)["main"]
+
+
+def _written(function: tirx.PrimFunc) -> list[int]:
+    """The positions of the parameters that the function writes."""
+    root = function.body.block
+    buffers = {region.buffer for region in root.writes}
+    stores: list[tirx.BufferStore] = []
+    tvm_ffi.structural_walk(function.body, (tirx.BufferStore, stores.append))
+    buffers |= {store.buffer for store in stores}
+    return [i for i, param in enumerate(function.params) if param in buffers]
+
+
+def _run(
+    kernel: Callable[..., None], tensors: Sequence[torch.Tensor], writable: Sequence[int]
+) -> list[torch.Tensor]:
+    """Results in fresh memory, filled before with what no kernel may leave there."""
+    args = list(tensors)
+    for i in writable:
+        args[i] = _garbage(tensors[i])
+    kernel(*args)
+    return [args[i] for i in writable]
+
+
+def _garbage(like: torch.Tensor) -> torch.Tensor:
+    if like.dtype.is_floating_point:
+        return torch.full_like(like, math.nan)
+    return torch.ones_like(like) if like.dtype is torch.bool else torch.full_like(like, 77)
+
+
+def _checked(function: tirx.PrimFunc, bench: _Bench) -> Callable[..., None]:
+    kernel = _compile(function, bench.target)
+    for tensors, expected in zip(bench.inputs, bench.expected, strict=True):
+        results = _run(kernel, tensors, bench.writable)
+        for result, wanted in zip(results, expected, strict=True):
+            reason = disagreement(result, wanted)
+            if reason is not None:
+                raise WrongResultError(reason)
+    return kernel
+
+
+def _time(
+    kernel: Callable[..., None], args: Sequence[torch.Tensor], limit: float, repeats: int = _REPEATS
+) -> list[float]:
+    """Mean seconds of a call, for each repeat; one only if it is slower than ``limit``."""
+    kernel(*args)
+    start = time.perf_counter()
+    kernel(*args)
+    once = time.perf_counter() - start
+    if once > limit:
+        return [once]
+    number = max(1, min(10_000, int(_REPEAT_SECONDS / max(once, 1e-7))))
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(number):
+            kernel(*args)
+        seconds.append((time.perf_counter() - start) / number)
+    return seconds
