@@ -8,7 +8,7 @@ PyTorch's autograd recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -23,7 +23,8 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.capture import without_autocast
 from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.refusal import first_paragraph
 from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
@@ -106,7 +107,7 @@ class Rehearsal:
             stack.enter_context(conversions_without_effect())
             stack.enter_context(_tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
-            results = pytree.tree_leaves(forward(*args, **kwargs))
+            results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
@@ -135,6 +136,17 @@ class Rehearsal:
                 )
             ordered.append(value)
         return ordered
+
+
+def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except BridgeError:
+        raise
+    except Exception as error:
+        raise UnsupportedOperatorError(
+            f"forward cannot be run again on fake tensors: {first_paragraph(error)}"
+        ) from error
 
 
 @contextmanager

@@ -107,11 +107,7 @@ def document(measured: Measured) -> str:
         _summary(results),
         _usage(),
         _table("Forward", forward, results),
-<<<<<<< HEAD
         _table("Gradients", gradients, results),
-=======
-        _table('Gradients, `joint="auto"`', gradients, results),
->>>>>>> main
         _admitted(),
     ]
     return "\n".join(parts)
