@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,12 @@ from torch import nn
 
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
-from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
-from tvmbridge.specialization import Mode, Signature, Specialization
-
-logger = logging.getLogger(__name__)
+from tvmbridge.signature import Signature
+from tvmbridge.specialization import Mode, Specialization
 
 
 def add_tvm_dispatch(
@@ -59,18 +57,18 @@ def add_tvm_dispatch(
     installed = module.__dict__.get("forward")
     if isinstance(installed, Dispatcher):
         dispatcher = installed
+        dispatcher.renew_after_fork()
     else:
-        dispatcher = Dispatcher(module, module.forward, target, chosen)
+        dispatcher = Dispatcher(module, installed, target, chosen)
     register_caches(module)
     specialization = _find_or_add(dispatcher, args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
     needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)
-    mode = Mode(module.training, needs_grad)
+    mode = Mode.of_now(module.training, needs_grad)
     if mode not in specialization.variants:
         dispatcher.compile(specialization, mode, args, kwargs)
     if specialization not in dispatcher.specializations:
-        dispatcher.specializations.append(specialization)
-        _drop_oldest(dispatcher)
+        dispatcher.add(specialization)
     module.__dict__["forward"] = dispatcher
     return module
 
@@ -83,13 +81,6 @@ def _find_or_add(
         if leaves is not None and specialization.signature.mismatch(leaves) is None:
             return specialization
     return Specialization(Signature(args, kwargs))
-
-
-def _drop_oldest(dispatcher: Dispatcher) -> None:
-    limit = dispatcher.options.max_specializations
-    while len(dispatcher.specializations) > limit:
-        dropped = dispatcher.specializations.pop(0)
-        logger.info("dropped the oldest specialisation %s", dropped.signature)
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
@@ -108,11 +99,10 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
         ValueError: the module is not dispatched.
     """
     dispatcher = _dispatcher_of(module)
-    own = own_instance_forward(dispatcher)
-    if own is None:
+    if dispatcher.own is None:
         del module.__dict__["forward"]
     else:
-        module.__dict__["forward"] = own
+        module.__dict__["forward"] = dispatcher.own
     return module
 
 
@@ -145,6 +135,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     return DispatchReport(
         tvm_calls=sum(r.calls for r in reports),
         fallbacks=dict(dispatcher.fallbacks),
+        dropped=dispatcher.dropped,
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
         packs=dispatcher.packing.reports(),

@@ -29,8 +29,8 @@ class CompileOptions:
         recompute: operators that ``min_cut`` may compute again all the same, by their names in
             Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
             (``"aten.convolution.default"``).
-        max_specializations: how many input signatures one module keeps compiled; further ones
-            go to the module's own forward.
+        max_specializations: how many input signatures one module keeps compiled; when there are
+            more, the one that was not used for longest is dropped.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
         combine_matmuls: whether products with a common left operand, such as query, key and value,

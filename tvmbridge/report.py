@@ -62,18 +62,24 @@ class PackReport:
 
 @dataclass(frozen=True)
 class DispatchReport:
-    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation."""
+    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
+
+    ``dropped`` counts the specialisations that gave way to newer ones.
+    """
 
     tvm_calls: int
     fallbacks: dict[str, int]
     aten_calls: list[str]
     specializations: list[SpecializationReport]
+    dropped: int = 0
     packs: tuple[PackReport, ...] = ()
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=110)
         console.print(f"calls served by TVM: {self.tvm_calls}")
         console.print(_specialization_table(self.specializations))
+        if self.dropped:
+            console.print(f"specialisations dropped, not used for longest: {self.dropped}")
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)
