@@ -9,7 +9,9 @@ from torch import nn
 
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
+from tvmbridge.checks import CheckPolicy
 from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.inspect.check import Checker
 from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
@@ -43,6 +45,7 @@ def add_tvm_dispatch(
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
+        ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check.
         CaptureError: forward refuses the sample, or torch.export cannot capture it.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
         BuildError: the target is unknown, or TVM cannot compile for it.
@@ -51,6 +54,7 @@ def add_tvm_dispatch(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
+    policy = CheckPolicy.of_now(chosen.check)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     if target is not None:
         resolve_target(target)
@@ -60,6 +64,8 @@ def add_tvm_dispatch(
         dispatcher.renew_after_fork()
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
+        if policy.word != "never":
+            dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
     specialization = _find_or_add(dispatcher, args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
@@ -121,6 +127,8 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             joint=variant.compiled.joint,
             joint_reason=variant.compiled.joint_reason,
             calls=variant.calls,
+            checked=variant.checked,
+            checked_gradients=variant.checked_gradients,
             seconds=dict(variant.compiled.seconds),
             residual_bytes=variant.compiled.residual_bytes,
             residuals=variant.compiled.residuals,
@@ -139,4 +147,5 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
         packs=dispatcher.packing.reports(),
+        unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
     )

@@ -23,7 +23,7 @@ from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.refusal import raise_if_forward_refuses
-from tvmbridge.specialization import Mode, Specialization, Variant
+from tvmbridge.specialization import Checks, Mode, Specialization, Variant
 from tvmbridge.standins import STAND_IN, tensors_of
 from tvmbridge.state import ModuleState
 from tvmbridge.surroundings import refused_now
@@ -65,6 +65,7 @@ class Dispatcher:
         self.specializations: tuple[Specialization, ...] = ()
         self.fallbacks: Counter[str] = Counter()
         self.packing = Packing(module)
+        self.checker: Checks | None = None
         self.dropped = 0
         self._process = os.getpid()
         self._uses = itertools.count(1)
@@ -113,6 +114,8 @@ class Dispatcher:
             reason = variant.mismatch(leaves, tensors)
             if reason is None:
                 specialization.last_use = next(self._uses)
+                if self.checker is not None:
+                    return self.checker.run(self.module, variant, leaves, tensors, (args, kwargs))
                 return variant.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or "nothing is compiled", args, kwargs)
 
@@ -236,6 +239,7 @@ class Dispatcher:
             s.rebound(memo, duplicate.packing) for s in self.specializations
         )
         duplicate.packing.claim_like(self.packing)
+        duplicate.checker = None if self.checker is None else self.checker.renewed()
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from tvmbridge.aliasing import made_again
 from tvmbridge.arguments import Arguments, rebuild
@@ -62,6 +64,8 @@ class Variant:
         self.state = state
         self.compiled = compiled
         self.calls = 0
+        self.checked = 0
+        self.checked_gradients = 0
         self._counting = threading.Lock()
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
@@ -178,6 +182,10 @@ class Variant:
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
+
+    def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Draw the noise and run the code: the computed outputs, in order."""
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
@@ -187,7 +195,7 @@ class Variant:
             results = self._run_inference(primals)
         with self._counting:
             self.calls += 1
-        return self._assemble(results, leaves, tensors, arguments)
+        return results
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         loaded = self.compiled.loaded
@@ -196,13 +204,14 @@ class Variant:
             results[i] = results[i].clone()
         return results
 
-    def _assemble(
+    def assemble(
         self,
         results: Sequence[torch.Tensor],
         leaves: Sequence[Any],
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
+        """Write mutations back, and rebuild what forward returns from the computed outputs."""
         captured = self.compiled.captured
         computed = iter(results)
         flat: list[Any] = []
@@ -224,6 +233,25 @@ class Variant:
             base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
             assert base is not None
             flat[number] = made_again(alias, base)
+
+
+class Checks(Protocol):
+    """Serves calls in place of :meth:`Variant.run`, and checks some of them."""
+
+    unchecked: Counter[str]
+
+    def run(
+        self,
+        module: nn.Module,
+        variant: Variant,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
+    ) -> Any:
+        """What the call returns."""
+
+    def renewed(self) -> Checks:
+        """The same for a copy of the module."""
 
 
 class Specialization:
