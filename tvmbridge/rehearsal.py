@@ -8,7 +8,7 @@ PyTorch's autograd recording.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
     as_captured,
     plain_checkpoints,
@@ -109,7 +110,7 @@ class Rehearsal:
             stack.enter_context(conversions_without_effect())
             stack.enter_context(tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
-            results = pytree.tree_leaves(forward(*args, **kwargs))
+            results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
@@ -138,3 +139,14 @@ class Rehearsal:
                 )
             ordered.append(value)
         return ordered
+
+
+def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except BridgeError:
+        raise
+    except Exception as error:
+        raise UnsupportedOperatorError(
+            f"forward cannot be run again on fake tensors: {first_paragraph(error)}"
+        ) from error
