@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.attributes import MISSING
 from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
+from tvmbridge.dispatcher import undisturbed
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.inspect.compare.sample import Sample
@@ -54,7 +56,7 @@ def explain(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), undisturbed():
         return _Explanation(type(module).__name__, chosen).of(module, args, kwargs)
 
 
@@ -153,8 +155,8 @@ def _anything_requires_grad(
 
 def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     frozen = {f"argument {i}": _shown(value) for i, value in captured.constants.items()}
-    for (path, name), value in captured.values.items():
-        if not callable(value):
+    for (path, name), value in sorted(captured.values.items(), key=lambda item: item[0]):
+        if value is not MISSING and not callable(value):
             frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
     return {
         "noise": tuple(_draws(captured)),
