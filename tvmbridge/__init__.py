@@ -45,7 +45,14 @@ if not versions.running_doctor():
         VersionError,
     )
     from tvmbridge.frontend import to_relax
-    from tvmbridge.inspect import ComparisonReport, Departure, ExplainReport, compare, explain, visualize
+    from tvmbridge.inspect import (
+        ComparisonReport,
+        Departure,
+        ExplainReport,
+        compare,
+        explain,
+        visualize,
+    )
     from tvmbridge.options import CompileOptions
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune

@@ -22,7 +22,7 @@ from tvmbridge.checks import CheckPolicy
 from tvmbridge.errors import NumericsError
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
-from tvmbridge.inspect.compare.route import title
+from tvmbridge.inspect.compare.inputs import title
 from tvmbridge.options import CompileOptions
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.specialization import Variant
@@ -180,7 +180,9 @@ class _Check:
         names = [self._titles[i] for i in self._differentiated]
         judge = self._judge(True, self._all_cotangents(arrived))
         expected = self._twin.gradients(arrived, names)
-        given = [None if g is None else g.detach() for g in (gradients[i] for i in self._differentiated)]
+        given = [
+            None if g is None else g.detach() for g in (gradients[i] for i in self._differentiated)
+        ]
         labels = [f"gradient of {name}" for name in names]
         self._compare(
             judge,

@@ -101,9 +101,7 @@ class Judge:
         with restarted(self._states), torch.enable_grad():
             try:
                 chosen = frozenset(stages)
-                return look(
-                    Comparison(self._sample, self._backward, chosen, self._options, ())
-                )
+                return look(Comparison(self._sample, self._backward, chosen, self._options, ()))
             except Exception as error:
                 return f"its operator was not found: {first_paragraph(error)}"
 

@@ -11,10 +11,12 @@ import torch
 import tvm
 from tvm import relax
 
+from tvmbridge.aliasing import made_again
 from tvmbridge.compiled import LoweredModule, lower_module
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.eager import Reference, state_name
 from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
+from tvmbridge.inspect.compare.inputs import base_after, title
 from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace, TraceBuilder, tensors_in
@@ -159,12 +161,14 @@ class Route:
                 yield state_name(output.target or ""), output
 
     def add_returned_inputs(self, builder: TraceBuilder) -> None:
-        """Outputs that are inputs given back."""
-        positions = {d.position: d for d in self.inputs if d.kind is InputKind.USER}
-        for name, output in self._outputs():
-            if output.alias_of is not None:
-                value = self.tensor(positions[output.alias_of])
-                builder.results[name] = builder.given(name, value)
+        """Outputs that share memory with a tensor: made of it as it is after forward."""
+        outputs = list(self._outputs())
+        users = [name for name, output in outputs if output.kind is OutputKind.USER]
+        for name, output in outputs:
+            if output.alias is not None:
+                base = base_after(output.alias, users, self.inputs, self.tensor, builder)
+                if base is not None:
+                    builder.results[name] = builder.given(name, made_again(output.alias, base))
 
     # The stages --------------------------------------------------------------------------------
 
@@ -275,13 +279,6 @@ class Route:
             numbers=dict(enumerate(sources)),
         )
         return forward, backward
-
-
-def title(descriptor: InputDescriptor) -> str:
-    """The name of an input as users know it."""
-    if descriptor.kind is InputKind.USER:
-        return f"input {descriptor.position}"
-    return descriptor.target or descriptor.name
 
 
 def _has_dropout(function: relax.Function) -> bool:

@@ -214,7 +214,7 @@ def _uses(counts: Mapping[str, int], captured: fx.Graph) -> tuple[OperatorUse, .
             lines.setdefault(str(node.target), {})[source] = None
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return tuple(
-        OperatorUse(name, count, tuple(lines.get(name) or lines.get(_forward_of(name), ())))
+        OperatorUse(name, count, tuple(lines.get(name) or lines.get(_forward_of(name)) or ()))
         for name, count in ordered
     )
 
