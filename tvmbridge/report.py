@@ -71,7 +71,7 @@ class DispatchReport:
     packs: tuple[PackReport, ...] = ()
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), force_jupyter=False, width=110)
+        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
         console.print(f"calls served by TVM: {self.tvm_calls}")
         console.print(_specialization_table(self.specializations))
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
