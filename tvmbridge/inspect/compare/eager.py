@@ -11,10 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.capture import without_autocast
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace
+from tvmbridge.standins import without_autocast
 
 # Runs with moved roundings; the largest of the departures is the scale of rounding.
 _RUNS = 3
