@@ -1,4 +1,4 @@
-"""When calls are checked against eager PyTorch: ``CompileOptions.check`` and ``TVMBRIDGE_CHECK``."""
+"""Which calls are checked against eager PyTorch, by the option or by ``TVMBRIDGE_CHECK``."""
 
 from __future__ import annotations
 

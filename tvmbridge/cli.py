@@ -1,4 +1,7 @@
-"""The command line: ``python -m tvmbridge doctor | demo | visualize | explain | compare | tune``."""
+"""The command line, ``python -m tvmbridge COMMAND``.
+
+The commands are doctor, demo, visualize, explain, compare and tune.
+"""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class Dispatcher:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with _COMPILING, tracing_here(), _undisturbed():
+        with _COMPILING, tracing_here(), undisturbed():
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)
             except NotApartError:
@@ -259,7 +259,7 @@ def _original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Call
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Within it the modes of the caller that are about calls do not reach the compilation."""
     with (
         torch.inference_mode(False),

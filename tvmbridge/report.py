@@ -23,8 +23,9 @@ class SpecializationReport:
     calls in the code by how their kernel came to be: tuned, scheduled by rule, external.
     beyond its inputs and outputs (draws of dropout are counted), ``residuals`` the same by value,
     the largest first; operators are counted by ATen overload. ``joint`` is the source of the joint
-    function, ``joint_reason`` says why it is not ``relax``. ``checked`` counts the calls that agreed
-    with the module's own forward (``CompileOptions.check``), ``checked_gradients`` the backwards.
+    function, ``joint_reason`` says why it is not ``relax``. ``checked`` counts the calls that
+    agreed with the module's own forward (``CompileOptions.check``), ``checked_gradients`` the
+    backwards.
     """
 
     mode: str

@@ -88,6 +88,21 @@ def test_mutations() -> None:
     assert "writes its input 0" in str(report)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.unused = 3, 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_frozen_attributes() -> None:
+    report = explain(Scaled().eval(), torch.randn(3))
+    assert report.frozen == {"scale": "3"}
+    assert "frozen: scale = 3" in str(report)
+
+
 class Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:

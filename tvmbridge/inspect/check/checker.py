@@ -1,8 +1,8 @@
 """The checker: serves calls as the dispatcher does, and checks those that are due.
 
-A checked call runs twice: by the module's own forward, on copies, and by the compiled code. Outputs,
-buffers, arguments and the generator are compared at once, gradients when backward comes, for the
-cotangents that come. What is left behind is what compiled code alone leaves.
+A checked call runs twice: by the module's own forward, on copies, and by the compiled code.
+Outputs, state, arguments and the generator are compared at once, gradients when backward comes, for
+the cotangents that come. What is left behind is what compiled code alone leaves.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.attributes import MISSING
 from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
+from tvmbridge.dispatcher import undisturbed
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.inspect.compare.sample import Sample
@@ -54,7 +56,7 @@ def explain(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), undisturbed():
         return _Explanation(type(module).__name__, chosen).of(module, args, kwargs)
 
 
@@ -81,7 +83,7 @@ class _Explanation:
         try:
             lowered = self._lower(sample, needs_grad)
         except BridgeError as error:
-            self._look_at_graph(sample, needs_grad, error)
+            self._look_at_graph(sample, needs_grad)
             return self._refused(str(error), error)
         except Exception as error:
             reason = f"{type(error).__name__}: {first_paragraph(error)}"
@@ -112,7 +114,7 @@ class _Explanation:
             module=self.name, ok=False, stage=self.stage, reason=reason, source=source, **self.known
         )
 
-    def _look_at_graph(self, sample: Sample, needs_grad: bool, error: BridgeError) -> None:
+    def _look_at_graph(self, sample: Sample, needs_grad: bool) -> None:
         """Capture again, to tell what the graph has although it goes no further."""
         args, kwargs, _ = sample.arguments()
         try:
@@ -120,12 +122,10 @@ class _Explanation:
                 captured = capture(sample.module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
                 self.known |= _of_captured(captured)
                 graph = captured.program.graph
-            elif isinstance(error, UnsupportedOperatorError):
-                # PyTorch has a graph, whose operators are what is refused.
+            else:
+                # PyTorch may have a graph all the same, whose operators are what is refused.
                 program = torch.export.export(sample.module, args, kwargs, strict=False)
                 graph = program.run_decompositions().graph
-            else:
-                return
         except Exception:
             return  # the reason is known already
         self.known["refused"] = tuple(_refused_operators(graph))
@@ -155,8 +155,8 @@ def _anything_requires_grad(
 
 def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     frozen = {f"argument {i}": _shown(value) for i, value in captured.constants.items()}
-    for (path, name), value in captured.values.items():
-        if not callable(value):
+    for (path, name), value in sorted(captured.values.items(), key=lambda item: item[0]):
+        if value is not MISSING and not callable(value):
             frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
     return {
         "noise": tuple(_draws(captured)),
@@ -227,7 +227,7 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
     found: dict[str, tuple[list[str], str]] = {}
     for node in graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or "::_assert" in target._schema.name:
+        if not isinstance(target, torch._ops.OpOverload) or _tells_sizes(target):
             continue
         try:
             refuse_what_cannot_run(node)
@@ -237,3 +237,8 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
     for name, (sources, reason) in found.items():
         lines = tuple(dict.fromkeys(s for s in sources if s))
         yield OperatorUse(name, len(sources), lines, reason)
+
+
+def _tells_sizes(target: torch._ops.OpOverload) -> bool:
+    """Whether it is about sizes, or checks something, and computes no tensor."""
+    return target._schema.name.startswith(("aten::_assert", "aten::sym_"))

@@ -59,9 +59,9 @@ class ExplainReport:
     ``joint_reason`` tell where the joint function comes from (None in inference) and why it is not
     ``relax``. ``residuals`` are the values that forward keeps for backward by ``residual_policy``,
     the largest first. ``frozen`` are numbers, strings and containers that would be constants of the
-    code, by name: arguments that are no tensors, and attributes that forward reads as far as they
-    are known; calls that come with others are not served by this code. ``packs`` names the weights of
-    products that would become one.
+    code, by name: arguments that are no tensors, and attributes that forward reads; calls that come
+    with others are not served by this code. ``packs`` names the weights of products that would
+    become one.
     """
 
     module: str
