@@ -61,16 +61,12 @@ def verdict(plant: Plant) -> Verdict:
     return Verdict(plant, caught, time.perf_counter() - start, output)
 
 
-def unclean(plants: Sequence[Plant], workers: int) -> list[str]:
+def unclean(plants: Sequence[Plant], workers: int) -> dict[tuple[str, ...], str]:
     """The selections that do not pass without any plant, with pytest's words."""
     selections = list(dict.fromkeys(plant.tests for plant in plants))
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(run_tests, selections)
-        return [
-            f"{' '.join(tests)} does not pass as it is:\n{output}"
-            for tests, (status, output) in zip(selections, found, strict=True)
-            if status
-        ]
+        found = zip(selections, pool.map(run_tests, selections), strict=True)
+        return {tests: output for tests, (status, output) in found if status}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,21 +85,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{plant.part:10} {plant.name:40} {' '.join(plant.tests)}")
         return 0
     failures = unclean(plants, options.workers)
-    for failure in failures:
-        print(failure)
-    if failures:
-        return 1
+    for tests, output in failures.items():
+        print(f"does not pass without a mistake: {' '.join(tests)}\n{output}")
+    tried = [plant for plant in plants if plant.tests not in failures]
     missed = 0
     with ThreadPoolExecutor(options.workers) as pool:
-        for found in pool.map(verdict, plants):
+        for found in pool.map(verdict, tried):
             word = "caught" if found.caught else "NOT CAUGHT"
             print(f"{found.plant.part:10} {found.plant.name:40} {word} {found.seconds:.0f} s")
             sys.stdout.flush()
             if not found.caught:
                 missed += 1
                 print(found.last[-800:])
-    print(f"{len(plants) - missed} of {len(plants)} caught")
-    return 1 if missed else 0
+    print(f"{len(tried) - missed} of {len(plants)} caught")
+    return 1 if missed or failures else 0
 
 
 if __name__ == "__main__":

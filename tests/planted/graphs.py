@@ -39,7 +39,8 @@ GRAPHS = (
         "promotion of a quotient",
         "converters",
         "tvmbridge.frontend.elementwise",
-        "return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))\n\n\n@converts(aten.max",
+        "return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))\n"
+        "\n\n@converts(aten.max",
         "whole = a.meta['val'].dtype if isinstance(a, fx.Node) else dtype\n"
         "    quotient = relax.op.floor_divide if not whole.is_floating_point else relax.op.divide\n"
         "    return ctx.cast(quotient(ctx.tensor(a, whole), ctx.tensor(b, whole)), whole, dtype)"
