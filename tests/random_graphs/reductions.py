@@ -25,7 +25,7 @@ SORTED = """{a}.amax({d}, keepdim={k})|{a}.amin({d}, keepdim={k})|{a}.max({d})[0
 NORMS = ["{a}.norm(dim={d}, keepdim={k})", "F.normalize({a}, dim={d})", "{a}.std({d}, keepdim={k})"]
 
 PRODUCTS = """{a} @ {a}.mT|{a}.mT @ {a}|torch.einsum('...i,...j->...ij', {a}, {a})
-torch.matmul({a}, {a}[..., -1, :, None])|torch.bmm({a}[None].flatten(0, -3), {a}[None].flatten(0, -3).mT)
+torch.matmul({a}, {a}[..., -1, :, None])|torch.bmm({a}.flatten(0, -3), {a}.flatten(0, -3).mT)
 torch.einsum('...ij,...kj->...ik', {a}, {a} * 0.5)
 F.scaled_dot_product_attention({a}[None], {a}[None] * 0.5, {a}[None] + 1)""".replace(
     "\n", "|"
