@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.libraries import BOOKKEEPING
 from tvmbridge.patches import patched_here
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
@@ -68,7 +69,9 @@ def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[st
     values: dict[tuple[str, str], Any] = {}
     for name, attribute in reads:
         owner = module.get_submodule(name)
-        if any(attribute in d for d in (owner._parameters, owner._buffers, owner._modules)):
+        if attribute in BOOKKEEPING or any(
+            attribute in d for d in (owner._parameters, owner._buffers, owner._modules)
+        ):
             continue
         value = owner.__dict__.get(attribute, MISSING)
         if not isinstance(value, torch.Tensor):

@@ -26,7 +26,6 @@ from tvmbridge.noise import find_noise
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
 from tvmbridge.refusal import (
     first_paragraph,
-    foreign_draws_refused,
     raise_if_forward_refuses,
     user_line,
 )
@@ -134,7 +133,6 @@ def _export(
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             with (
                 cumulative_averages_on_tensors(module),
-                foreign_draws_refused(),
                 conversions_without_effect(),
                 watched_forward(module) as watch,
             ):

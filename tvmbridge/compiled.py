@@ -168,8 +168,8 @@ def lower_module(
             packs,
         )
     with measure("import"):
-        if captured.training:
-            refuse_other_draws(Rehearsal(module, args, kwargs, captured))
+        # Export drops draws that nothing reads, in evaluation too.
+        refuse_other_draws(Rehearsal(module, args, kwargs, captured))
         imported = import_graph(captured)
     with measure("passes"):
         mod = run_passes(imported.mod, inference_passes(), records)

@@ -26,7 +26,7 @@ from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Mode, Specialization, Variant
 from tvmbridge.standins import STAND_IN, tensors_of
 from tvmbridge.state import ModuleState
-from tvmbridge.surroundings import refused_now
+from tvmbridge.surroundings import refused_now, tracing_here
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class Dispatcher:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with _COMPILING, undisturbed():
+        with _COMPILING, tracing_here(), undisturbed():
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)
             except NotApartError:

@@ -255,7 +255,7 @@ def _impurities() -> Iterator[list[str]]:
         ):
             yield found
         if random.getstate() != python:
-            found.append("draws from Python's random module")
+            found.append("draws from random")
         if repr(numpy.random.get_state()) != repr(numbers):
             found.append("draws from numpy.random")
     finally:

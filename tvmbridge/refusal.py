@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
@@ -34,32 +30,6 @@ def raise_if_forward_refuses(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
         ) from error
-
-
-@contextmanager
-def foreign_draws_refused() -> Iterator[None]:
-    """Refuse to capture a forward that draws from ``random`` or ``numpy.random``.
-
-    What it draws while it is traced would stand in the compiled code for good. Both generators are
-    left as they were.
-
-    Raises:
-        CaptureError: one of them was used.
-    """
-    before = random.getstate(), numpy.random.get_state()
-    pickled = [pickle.dumps(state) for state in before]
-    try:
-        yield
-        after = random.getstate(), numpy.random.get_state()
-        for name, old, state in zip(("random", "numpy.random"), pickled, after, strict=True):
-            if pickle.dumps(state) != old:
-                raise CaptureError(
-                    f"forward draws numbers from {name}, which compiled code would not draw "
-                    "again; draw them with PyTorch, or outside of forward"
-                )
-    finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
 
 
 def first_paragraph(error: BaseException | None) -> str:

@@ -86,7 +86,7 @@ class DispatchReport:
         return sum(s.checked for s in self.specializations)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110)
+        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
         console.print(f"calls served by TVM: {self.tvm_calls}")
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows[str(number)] = asdict(outcome)
         if outcome.result != "right":
             print(f"{number}: {outcome.result}: {outcome.reason[:400]}")
-        if outcome.result in BAD:
+        if outcome.result in BAD or "BuildError" in outcome.reason:
             print(f"{program.source()}\n{program.script()}")
             rows[str(number)]["program"] = program.to_json()
         sys.stdout.flush()

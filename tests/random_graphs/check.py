@@ -103,13 +103,14 @@ def _run(module: Drawn, inputs: list[torch.Tensor], *, gradients: bool) -> Found
     state = {"buffers": buffers, "generator": torch.get_rng_state()}
     tensors = [leaf for _, leaf in leaves(results) if isinstance(leaf, torch.Tensor)]
     passed = [[a is b for b in inputs] for a in tensors]
-    found = {"results": results, "state": state, "passed": passed}
+    # Views that eager PyTorch takes of its inputs may require gradients even under no_grad.
+    found = {"results": _detached(results), "state": state, "passed": passed}
     if not gradients:
         return found
     wanted = list({id(t): t for t in tensors if t.requires_grad}.values())
     generator = torch.Generator().manual_seed(3)
     cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in wanted]
-    kept = {"results": _detached(results), "needs": [t.requires_grad for t in tensors]}
+    kept = {"needs": [t.requires_grad for t in tensors]}
     if wanted:
         torch.autograd.backward(wanted, cotangents)
     grads = [x.grad for x in inputs], {name: p.grad for name, p in module.named_parameters()}

@@ -15,7 +15,7 @@ def reduced(program: Program, check: Callable[[Program], Outcome], tries: int = 
     Lines are left out in ever smaller pieces, then leaves; ``check`` runs at most ``tries`` times.
     What no longer runs in eager PyTorch is not tried.
     """
-    kind = check(program).result
+    kind = _kind(check(program))
     names = [name for name in _results(program) if name != program.returned]
     left = tries
 
@@ -24,7 +24,7 @@ def reduced(program: Program, check: Callable[[Program], Outcome], tries: int = 
         if left <= 0 or candidate == program or not _runs(candidate):
             return False
         left -= 1
-        return check(candidate).result == kind
+        return _kind(check(candidate)) == kind
 
     for name in names:
         candidate = replace(program, returned=name)
@@ -45,6 +45,11 @@ def reduced(program: Program, check: Callable[[Program], Outcome], tries: int = 
         if fails(replace(program, leaves=leaves)):
             program = replace(program, leaves=leaves)
     return program
+
+
+def _kind(outcome: Outcome) -> tuple[str, ...]:
+    """The result, the mode, and the first word of what is said of it."""
+    return (outcome.result, *[part.split(".")[0] for part in outcome.reason.split(": ")[:2]])
 
 
 def _results(program: Program) -> list[str]:

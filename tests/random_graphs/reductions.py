@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import strategies as st
 
 from tests.random_graphs.author import Author, Candidate
@@ -26,7 +25,7 @@ SORTED = """{a}.amax({d}, keepdim={k})|{a}.amin({d}, keepdim={k})|{a}.max({d})[0
 NORMS = ["{a}.norm(dim={d}, keepdim={k})", "F.normalize({a}, dim={d})", "{a}.std({d}, keepdim={k})"]
 
 PRODUCTS = """{a} @ {a}.mT|{a}.mT @ {a}|torch.einsum('...i,...j->...ij', {a}, {a})
-torch.matmul({a}, {a}[..., -1, :, None])|torch.bmm({a}[None].flatten(0, -3), {a}[None].flatten(0, -3).mT)
+torch.matmul({a}, {a}[..., -1, :, None])|torch.bmm({a}.flatten(0, -3), {a}.flatten(0, -3).mT)
 torch.einsum('...ij,...kj->...ik', {a}, {a} * 0.5)
 F.scaled_dot_product_attention({a}[None], {a}[None] * 0.5, {a}[None] + 1)""".replace(
     "\n", "|"
@@ -83,7 +82,9 @@ def layer(draw: st.DrawFn, author: Author) -> Candidate | None:
     kind = draw(st.sampled_from(["linear", "layer_norm", "batch_norm", "conv1d", "linear"]))
     if kind == "batch_norm":
         return _batch_norm(author, a)
-    shape = {"linear": (draw(st.integers(1, 4)), width), "layer_norm": (width,)}.get(kind, (2, 1, 2))
+    shape = {"linear": (draw(st.integers(1, 4)), width), "layer_norm": (width,)}.get(
+        kind, (2, 1, 2)
+    )
     weight = _parameter(draw, author, shape)
     if kind == "conv1d":
         return Candidate(f"F.conv1d({a}.reshape(-1, 1, {width}), {weight}, padding=1)", (a, weight))
@@ -119,5 +120,3 @@ def _batch_norm(author: Author, a: str) -> Candidate | None:
     mean = author.leaf(Leaf(f"b{count}", "buffer", shape, author.dtype, "normal"))
     variance = f"torch.ones({shape[0]}, dtype={a}.dtype)"
     return Candidate(f"F.batch_norm({a}, {mean}, {variance}, training=self.training)", (a, mean))
-
-

@@ -65,7 +65,7 @@ def run_programs(
                 except queue.Empty:
                     return
                 outcome = served.outcome(program)
-                if outcome.result in ("wrong", "error"):
+                if outcome.result in ("wrong", "error") or "BuildError" in outcome.reason:
                     program = served.reduced(program)
                 with lock:
                     record(number, outcome, program)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from hypothesis import strategies as st
 
 from tests.random_graphs.author import Author, Candidate
@@ -98,5 +97,3 @@ def gathered(draw: st.DrawFn, author: Author) -> Candidate | None:
     ]
     text = draw(st.sampled_from(templates)).format(a=table, i=i)
     return Candidate(text, (table, i), exact=True)
-
-

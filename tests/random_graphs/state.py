@@ -19,9 +19,8 @@ THROUGH = """{a}[..., 0] = 1.5|{a}[..., :1].add_(2.0)|{a}[-1] *= 0.5|{a}.select(
 ).split("|")
 
 BUFFERS = """{b}.mul_(0.9).add_({a}.detach().mean())|{b}.add_(1)|{b}.copy_({b} * 0.5)
-self.{n} = {b} * 0.5 + 1|{b}[:1].add_({a}.detach().sum())|{b}.lerp_({b} + {a}.detach().mean(), 0.1)""".replace(
-    "\n", "|"
-).split("|")
+self.{n} = {b} * 0.5 + 1|{b}[:1].add_({a}.detach().sum())
+{b}.lerp_({b} + {a}.detach().mean(), 0.1)""".replace("\n", "|").split("|")
 
 
 def inplace(draw: st.DrawFn, author: Author) -> Candidate | None:

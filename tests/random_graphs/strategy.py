@@ -71,9 +71,7 @@ def _returned(draw: st.DrawFn, author: Author) -> str:
     made = [name for name in author.names if name.startswith("v")] or author.names
     chosen = [name for name in reversed(made) if name not in author.used][:4] or made[-1:]
     if draw(st.integers(0, 3)) == 2:
-        chosen.append(
-            draw(st.sampled_from([n for n in author.names if not n.startswith("self.")]))
-        )
+        chosen.append(draw(st.sampled_from([n for n in author.names if not n.startswith("self.")])))
     if not any(author.value(name).requires_grad for name in chosen):
         # Without it there would be nothing to train.
         chosen.append("torch.sin(self.p0)")

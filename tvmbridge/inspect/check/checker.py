@@ -22,7 +22,7 @@ from tvmbridge.checks import CheckPolicy
 from tvmbridge.errors import NumericsError
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
-from tvmbridge.inspect.compare.route import title
+from tvmbridge.inspect.compare.inputs import title
 from tvmbridge.options import CompileOptions
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.specialization import Variant

@@ -16,6 +16,7 @@ from tvmbridge.compiled import LoweredModule, lower_module
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.eager import Reference, state_name
 from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
+from tvmbridge.inspect.compare.inputs import base_name, title, with_strides
 from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace, TraceBuilder, tensors_in
@@ -168,12 +169,12 @@ class Route:
         aliased = [(n, o.alias) for n, o in self._outputs() if o.alias is not None]
         # Views of outputs come after what they are views of.
         for name, alias in sorted(aliased, key=lambda pair: pair[1].kind is None):
-            base = users[int(alias.key)] if alias.kind is None else state_name(_base_name(alias))
+            base = users[int(alias.key)] if alias.kind is None else state_name(base_name(alias))
             number = builder.results.get(base)
             if number is None:
                 number = builder.given(base, self._base(alias))
             if alias.shape is not None:
-                whole = _with_strides(builder.steps[number].value, alias.base_stride)
+                whole = with_strides(builder.steps[number].value, alias.base_stride)
                 number = builder.computed(name, "view", "", (number,), made_again(alias, whole))
             builder.results[name] = number
 
@@ -294,23 +295,6 @@ class Route:
             numbers=dict(enumerate(sources)),
         )
         return forward, backward
-
-
-def _base_name(alias: OutputAlias) -> str:
-    return f"input {alias.key}" if alias.kind is InputKind.USER else str(alias.key)
-
-
-def _with_strides(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The same values, laid out as the base of a view was when the view was captured."""
-    made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return made.copy_(value)
-
-
-def title(descriptor: InputDescriptor) -> str:
-    """The name of an input as users know it."""
-    if descriptor.kind is InputKind.USER:
-        return f"input {descriptor.position}"
-    return descriptor.target or descriptor.name
 
 
 def _has_dropout(function: relax.Function) -> bool:
