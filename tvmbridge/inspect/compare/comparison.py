@@ -13,8 +13,9 @@ from tvmbridge.inspect.compare.eager import Reference, run_eager
 from tvmbridge.inspect.compare.locate import Finding, Matching, source_of
 from tvmbridge.inspect.compare.machine import CompiledCode
 from tvmbridge.inspect.compare.report import ComparisonReport, Departure, Figure
-from tvmbridge.inspect.compare.route import Route, Stage
+from tvmbridge.inspect.compare.route import Route
 from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.compare.stages import Stage
 from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.inspect.compare.verdict import AGREES, MISTAKE, ROUNDING, Measure, verdict
 from tvmbridge.options import CompileOptions

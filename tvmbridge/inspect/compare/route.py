@@ -19,26 +19,13 @@ from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
 from tvmbridge.inspect.compare.inputs import base_name, title, with_strides
 from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.compare.stages import Stage, stages_of
 from tvmbridge.inspect.compare.trace import Trace, TraceBuilder, tensors_in
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights
 from tvmbridge.pipeline import AnyPass, observed_passes
 from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputKind, PassRecord
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A stage of the way: its name, the group it belongs to, and its module.
-
-    ``mod`` is None for a captured program. ``changed`` is False for a pass that left its module as
-    it was: it need not be evaluated again.
-    """
-
-    name: str
-    group: str
-    mod: tvm.IRModule | None
-    changed: bool = True
 
 
 @dataclass
@@ -91,7 +78,7 @@ class Route:
                 packing=Packing(sample.module),
             )
         kept = [step for step in seen if any(step[0] is record for record in records)]
-        stages = [Stage("captured", "captured", None), *_stages(lowered, kept)]
+        stages = [Stage("captured", "captured", None), *stages_of(lowered, kept)]
         route = cls(sample, reference, lowered, stages, records)
         route.draws = route._draws()
         return route
@@ -317,21 +304,3 @@ def _has_dropout(function: relax.Function) -> bool:
         for block in function.body.blocks
         for b in block.bindings
     )
-
-
-def _stages(
-    lowered: LoweredModule, seen: Sequence[tuple[PassRecord, tvm.IRModule, tvm.IRModule]]
-) -> Iterator[Stage]:
-    """The imported module, the module after each pass, and the split."""
-    yield Stage("imported", "imported", seen[0][1] if seen else lowered.mod)
-    counts: dict[str, int] = {}
-    last = seen[0][1] if seen else None
-    for record, before, after in seen:
-        if last is not None and not before.same_as(last):
-            yield Stage("joint function", "passes", before)
-        counts[record.name] = counts.get(record.name, 0) + 1
-        name = record.name if counts[record.name] == 1 else f"{record.name} {counts[record.name]}"
-        yield Stage(name, "passes", after, record.changed)
-        last = after
-    if lowered.split is not None:
-        yield Stage("split", "passes", lowered.mod)
