@@ -3,6 +3,7 @@
 from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
     activations,
     backward,
+    compiled,
     creation,
     elementwise,
     linear,
