@@ -10,6 +10,7 @@ from tvmbridge.frontend import (  # noqa: F401  (each module enters its converte
     logic,
     nn,
     norms,
+    pooling,
     reductions,
     shapes,
 )

@@ -106,10 +106,16 @@ def packed_call(
 
 
 def call_overload(
-    overload: str, args: Sequence[Any], tensors: Sequence[relax.Expr], type_: relax.Type
+    overload: str,
+    args: Sequence[Any],
+    tensors: Sequence[relax.Expr],
+    type_: relax.Type,
+    *,
+    compiled: bool = False,
 ) -> relax.Call:
     """An ATen call with one result; ``{"tensor": i}`` in ``args`` stands for ``tensors[i]``."""
-    spec = json.dumps({"op": overload, "args": list(args), "kwargs": {}, "results": None})
+    content = {"op": overload, "args": list(args), "kwargs": {}, "results": None}
+    spec = json.dumps({**content, "compiled": True} if compiled else content)
     return packed_call(ATEN_CALL, spec, tensors, type_)
 
 
