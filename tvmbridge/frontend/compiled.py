@@ -4,6 +4,7 @@ pass knows what they mean, and become loops of :mod:`tvmbridge.legalize.aten` wh
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from tvmbridge.kernels.aten_call import emit_aten_call
 aten = torch.ops.aten
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
+# A remainder is a call of the C library for each element.
+_FEW = 4096
+_QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -70,6 +74,9 @@ def _rounded_quotient(
     dtype = result_dtype(node)
     if rounding_mode is None:
         raise Declined("a division that does not round")
+    by_remainder = node.target not in _QUOTIENTS or rounding_mode == "floor"
+    if dtype.is_floating_point and by_remainder and prod(shape_of(node)) > _FEW:
+        raise Declined("a remainder of many floats, for which PyTorch has vectors")
     if not dtype.is_floating_point and (isinstance(b, fx.Node) or not 0 < b < 2**31):
         raise Declined("integers divided by what may be zero")
     return _compiled(ctx, node)

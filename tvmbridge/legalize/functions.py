@@ -103,6 +103,6 @@ FUNCTIONS: dict[str, ScalarFunction] = {
     "sqrt": by_dtype(tirx.sqrt, tirx.sqrt),
     **{
         name: by_dtype(getattr(float32_inverse, name), libm(name))
-        for name in "log1p expm1 cosh asinh acosh atanh asin acos atan".split()
+        for name in ["log1p", "expm1", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan"]
     },
 }

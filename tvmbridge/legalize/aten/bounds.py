@@ -56,6 +56,4 @@ def _with_assertion(function: tirx.PrimFunc, extent: int, error: str, least: int
         message = [StringImm(f"index out of bounds for a dimension with size {extent}")]
         return tirx.SeqStmt([tirx.AssertStmt(inside, StringImm(error), message), store])
 
-    return function.with_body(
-        tvm_ffi.structural_map(function.body, (tirx.BufferStore, guarded))
-    )
+    return function.with_body(tvm_ffi.structural_map(function.body, (tirx.BufferStore, guarded)))

@@ -13,11 +13,11 @@ from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.elementwise import REDUCTION
 from tvmbridge.legalize.functions import FLOATS, is_nan
 from tvmbridge.legalize.lets import constant
-from tvmbridge.legalize.reductions import reduce, reducer_for, static_shape
+from tvmbridge.legalize.reductions import cast, reduce, reducer_for, static_shape
 
 
-def _place(x: te.Tensor, axis: int, kind: str, keep: bool) -> tuple[te.Tensor, te.Tensor]:
-    """The extremum along ``axis`` and its index."""
+def _place(x: te.Tensor, axis: int, kind: str, keep: bool) -> te.Tensor:
+    """The index of the extremum along ``axis``."""
     dtype, shape = str(x.dtype), static_shape(x)
     best = reduce(x, [axis], reducer_for(kind, dtype), f"T_{kind}", True)
 
@@ -27,15 +27,13 @@ def _place(x: te.Tensor, axis: int, kind: str, keep: bool) -> tuple[te.Tensor, t
         found = value.equal(top)
         if dtype in FLOATS:
             found = tirx.Or(found, is_nan(value))
-        return tirx.Select(found, _index(i[axis]), constant(shape[axis], "int64"))
+        # In int32: narrowed to it, an index of int64 would no longer fit the other branch.
+        place = tirx.Cast("int32", i[axis])
+        return tirx.Select(found, place, constant(shape[axis], "int32"))
 
     places = te.compute(x.shape, candidate, name="T_candidates")
-    index = reduce(places, [axis], reducer_for("min", "int64"), f"T_arg{kind}", keep)
-    return best, index
-
-
-def _index(axis: Expr) -> Expr:
-    return tirx.Cast("int64", axis)
+    least = reduce(places, [axis], reducer_for("min", "int32"), "T_least", keep)
+    return cast(least, "int64", f"T_arg{kind}")
 
 
 def _arg_extremum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -51,7 +49,7 @@ def _arg_extremum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> E
     axis = dim % rank
 
     def compute(values: te.Tensor) -> te.Tensor:
-        return _place(values, axis, kind, keep)[1]
+        return _place(values, axis, kind, keep)
 
     attrs = {"op_pattern": REDUCTION}
     found = bb.call_te(compute, x, primfunc_name_hint=f"arg{kind}", primfunc_attrs=attrs)

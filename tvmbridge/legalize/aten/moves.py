@@ -47,9 +47,7 @@ def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     x, listed = arguments["self"], arguments["indices"]
     shape = _shape(x)
     axes = [axis for axis, index in enumerate(listed) if index is not None]
-    indices = [
-        checked(bb, listed[a], shape[a], "IndexError", negative=True) for a in axes
-    ]
+    indices = [checked(bb, listed[a], shape[a], "IndexError", negative=True) for a in axes]
     rank = len(_shape(call)) - (len(shape) - len(axes))
     start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
 

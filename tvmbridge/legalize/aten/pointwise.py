@@ -129,7 +129,7 @@ _BITWISE: dict[str, Any] = {
 POINTWISE: dict[str, Compile] = {
     **{
         f"aten.{name}.default": unary(name)
-        for name in "log1p expm1 cosh asinh acosh atanh asin acos atan".split()
+        for name in ["log1p", "expm1", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan"]
     },
     **{
         f"aten.bitwise_{name}.Scalar": pointwise(function, "self", "other")

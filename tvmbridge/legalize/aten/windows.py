@@ -59,9 +59,7 @@ def _padded(x: te.Tensor, windows: _Windows, value: Expr) -> te.Tensor:
     return te.compute([n + 2 * e for n, e in zip(shape, edges, strict=True)], element, name="pad")
 
 
-def _reduced(
-    x: te.Tensor, shape: Sequence[int], windows: _Windows, reducer: Reducer
-) -> te.Tensor:
+def _reduced(x: te.Tensor, shape: Sequence[int], windows: _Windows, reducer: Reducer) -> te.Tensor:
     front = len(shape) - len(windows.size)
     axes = [te.reduce_axis((0, n), name=f"w{d}") for d, n in enumerate(windows.size)]
 
