@@ -77,12 +77,12 @@ def _search_path() -> str:
 
 
 class Worker:
-    """One worker process."""
+    """One worker process, which runs a module that serves tasks as JSON lines."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.conformance.worker") -> None:
         self._errors = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115  (lives with the worker)
         self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", "-m", "tests.conformance.worker"],
+            [sys.executable, "-X", "faulthandler", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,0 +1,1 @@
+"""Mistakes planted on purpose, to show that the suite catches them."""

@@ -1,0 +1,105 @@
+"""The command ``python -m tests.planted``: plants each mistake in turn and runs its tests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests.planted.plant import ROOT, VARIABLE, Plant
+from tests.planted.table import PLANTS
+
+# What pytest answers when tests ran and some failed.
+SOME_FAILED = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests of a plant said."""
+
+    plant: Plant
+    caught: bool
+    seconds: float
+    last: str
+
+
+def run_tests(tests: Sequence[str], plant: str = "", timeout: float = 600.0) -> tuple[int, str]:
+    """Run a selection in a process of its own; its exit status and the end of its output.
+
+    A process that crashes or takes too long has not passed: its status is negative.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider"]
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, VARIABLE: plant, "PYTHONPATH": os.pathsep.join(search)}
+    try:
+        done = subprocess.run(
+            [*command, "-p", "tests.planted.plugin", *tests],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return -1, f"nothing for {timeout:.0f} s"
+    return done.returncode, (done.stdout + done.stderr)[-3000:]
+
+
+def verdict(plant: Plant) -> Verdict:
+    """Whether the tests of ``plant`` fail with it.
+
+    A crash counts as caught too, since nobody overlooks it; that no test ran does not.
+    """
+    start = time.perf_counter()
+    status, output = run_tests(plant.tests, plant.name)
+    caught = status == SOME_FAILED or status < 0
+    return Verdict(plant, caught, time.perf_counter() - start, output)
+
+
+def unclean(plants: Sequence[Plant], workers: int) -> dict[tuple[str, ...], str]:
+    """The selections that do not pass without any plant, with pytest's words."""
+    selections = list(dict.fromkeys(plant.tests for plant in plants))
+    with ThreadPoolExecutor(workers) as pool:
+        found = zip(selections, pool.map(run_tests, selections), strict=True)
+        return {tests: output for tests, (status, output) in found if status}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line for each plant; 1 when one is not caught or a selection fails without it."""
+    parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
+    parser.add_argument("names", nargs="*", help="mistakes; all of them by default")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--list", action="store_true", help="print the table and stop")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.names if name not in PLANTS]
+    if unknown:
+        raise SystemExit(f"no such mistakes: {', '.join(unknown)}; there are {', '.join(PLANTS)}")
+    plants = [PLANTS[name] for name in options.names] or list(PLANTS.values())
+    if options.list:
+        for plant in plants:
+            print(f"{plant.part:10} {plant.name:40} {' '.join(plant.tests)}")
+        return 0
+    failures = unclean(plants, options.workers)
+    for tests, output in failures.items():
+        print(f"does not pass without a mistake: {' '.join(tests)}\n{output}")
+    tried = [plant for plant in plants if plant.tests not in failures]
+    missed = 0
+    with ThreadPoolExecutor(options.workers) as pool:
+        for found in pool.map(verdict, tried):
+            word = "caught" if found.caught else "NOT CAUGHT"
+            print(f"{found.plant.part:10} {found.plant.name:40} {word} {found.seconds:.0f} s")
+            sys.stdout.flush()
+            if not found.caught:
+                missed += 1
+                print(found.last[-800:])
+    print(f"{len(tried) - missed} of {len(plants)} caught")
+    return 1 if missed or failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""Mistakes in the split, the legalisation and the schedules."""
+
+from __future__ import annotations
+
+from tests.planted.plant import Plant
+
+_LEGALIZE = "tests/legalize"
+
+COMPILED_CODE = (
+    Plant(
+        "residuals swapped",
+        "split",
+        "tvmbridge.split",
+        "inputs = [*coloring.reads, *kept, *residuals, *cotangents]",
+        "inputs = [*coloring.reads, *kept, *reversed(residuals), *cotangents]",
+        ("tests/test_split.py", "tests/test_residual_policies.py", "-k", "joint_function or steps"),
+    ),
+    Plant(
+        "a kept output mistaken for another",
+        "split",
+        "tvmbridge.split",
+        "kept[residual] = owner[root]",
+        "kept[residual] = min(owner.values())",
+        ("tests/test_split.py", "tests/test_residual_policies.py"),
+    ),
+    Plant(
+        "a fragile value computed again",
+        "split",
+        "tvmbridge.coloring.graph",
+        "decides = not operators.is_smooth(value)",
+        "decides = False",
+        ("tests/coloring/test_random_graphs.py",),
+    ),
+    Plant(
+        "cotangents of a gradient forgotten",
+        "split",
+        "tvmbridge.split",
+        "reads[binding.var] = none.union(*(reads.get(v, none) for v in operands))",
+        "reads[binding.var] = none",
+        ("tests/test_split.py",),
+    ),
+    Plant(
+        "an axis left out of a reduction",
+        "kernels",
+        "tvmbridge.legalize.reductions",
+        "return sorted(int(axis) % ndim for axis in axes)",
+        "return sorted(int(axis) % ndim for axis in axes)[:1]",
+        (f"{_LEGALIZE}/test_reductions.py",),
+    ),
+    Plant(
+        "halves summed in halves",
+        "kernels",
+        "tvmbridge.legalize.reductions",
+        'return "float32" if dtype in HALF else dtype',
+        "return dtype",
+        (f"{_LEGALIZE}/test_reductions.py",),
+    ),
+    Plant(
+        "a float64 root by way of float32",
+        "kernels",
+        "tvmbridge.legalize.functions",
+        '"sqrt": by_dtype(tirx.sqrt, tirx.sqrt)',
+        '"sqrt": by_dtype(tirx.sqrt, lambda x: '
+        'tirx.Cast("float64", tirx.sqrt(tirx.Cast("float32", x))))',
+        (f"{_LEGALIZE}/test_functions.py", "-k", "float64"),
+    ),
+    Plant(
+        "NaN lost by a maximum",
+        "kernels",
+        "tvmbridge.legalize.elementwise",
+        "tirx.Or(better(a, b), is_nan(a))",
+        "better(a, b)",
+        (f"{_LEGALIZE}/test_nan.py",),
+    ),
+    Plant(
+        "NaN lost by clamp",
+        "kernels",
+        "tvmbridge.legalize.elementwise",
+        "tirx.Select(value < edge, edge, value)",
+        "tirx.Select(value >= edge, value, edge)",
+        ("tests/frontend/test_traps.py", _LEGALIZE, "-k", "nan"),
+    ),
+)

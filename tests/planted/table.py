@@ -1,0 +1,10 @@
+"""The planted mistakes, and the tests that must catch them."""
+
+from __future__ import annotations
+
+from tests.planted.compiled_code import COMPILED_CODE
+from tests.planted.graphs import GRAPHS
+from tests.planted.plant import Plant
+from tests.planted.serving import SERVING
+
+PLANTS: dict[str, Plant] = {plant.name: plant for plant in (*GRAPHS, *COMPILED_CODE, *SERVING)}

@@ -1,0 +1,1 @@
+"""Modules drawn at random, run through TVM and held against eager PyTorch."""

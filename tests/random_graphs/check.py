@@ -1,0 +1,146 @@
+"""A program in eager PyTorch and through TVM, compared."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tvmbridge
+from tests.architectures.compare import Tolerance, difference, leaves, magnitude
+from tests.random_graphs.program import Drawn, Program
+from tvmbridge.errors import BridgeError
+
+SEED = 2
+# Rounding that a line may add, in units of the last place of the largest value around.
+UNITS = 2000.0
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a program.
+
+    ``result`` is *right*, *refused*, *wrong* or *error*; *invalid* where eager PyTorch raises. In
+    the parent *crash* and *timeout* come to that.
+    """
+
+    result: str
+    reason: str = ""
+    joint: str = ""
+    seconds: float = 0.0
+
+
+def is_valid(program: Program) -> bool:
+    """Whether eager PyTorch runs it, backward included."""
+    try:
+        for training in (True, False):
+            _run(program.build().train(training), program.inputs(), gradients=training)
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    return True
+
+
+def check(program: Program) -> Outcome:
+    """Run forward and backward in train mode, and forward in eval mode, both ways."""
+    start = time.perf_counter()
+    if not is_valid(program):
+        return Outcome("invalid")
+    joint = ""
+    for training in (True, False):
+        name = "train" if training else "eval"
+        try:
+            found, joint_here = _dispatched(program, training)
+        except BridgeError as error:
+            return Outcome("refused", f"{name}: {_text(error)}", joint, _since(start))
+        except Exception as error:
+            return Outcome("error", f"{name}: {_text(error)}", joint, _since(start))
+        joint = joint or joint_here
+        if isinstance(found, str):
+            return Outcome("refused", f"{name}: fell back: {found}", joint, _since(start))
+        expected = _run(program.build().train(training), program.inputs(), gradients=training)
+        tolerance = _tolerance(program, expected, training)
+        for what in expected:
+            departure = difference(found[what], expected[what], tolerance)
+            if departure:
+                return Outcome("wrong", f"{name}: {what}{departure}", joint, _since(start))
+    return Outcome("right", "", joint, _since(start))
+
+
+def _since(start: float) -> float:
+    return time.perf_counter() - start
+
+
+def _text(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)[-2:]
+    places = "; ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in frames)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]} ({places})"
+
+
+def _dispatched(program: Program, training: bool) -> tuple[Found | str, str]:
+    """What compiled code gives (or why it did not serve the call), and the joint source.
+
+    The sample has other values than the call.
+    """
+    module = program.build().train(training)
+    with torch.set_grad_enabled(training):
+        sample = tuple(program.inputs(seed=1))
+        tvmbridge.add_tvm_dispatch(module, sample, options=dict(program.options))
+    found = _run(module, program.inputs(), gradients=training)
+    report = tvmbridge.dispatch_report(module)
+    return next(iter(report.fallbacks), found), report.specializations[-1].joint or ""
+
+
+def _run(module: Drawn, inputs: list[torch.Tensor], *, gradients: bool) -> Found:
+    """Results, which of them are arguments, state afterwards, and gradients."""
+    torch.manual_seed(SEED)
+    with torch.set_grad_enabled(gradients):
+        results = module(*inputs)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    state = {"buffers": buffers, "generator": torch.get_rng_state()}
+    tensors = [leaf for _, leaf in leaves(results) if isinstance(leaf, torch.Tensor)]
+    passed = [[a is b for b in inputs] for a in tensors]
+    # Views that eager PyTorch takes of its inputs may require gradients even under no_grad.
+    found = {"results": _detached(results), "state": state, "passed": passed}
+    if not gradients:
+        return found
+    wanted = list({id(t): t for t in tensors if t.requires_grad}.values())
+    generator = torch.Generator().manual_seed(3)
+    cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in wanted]
+    kept = {"needs": [t.requires_grad for t in tensors]}
+    if wanted:
+        torch.autograd.backward(wanted, cotangents)
+    grads = [x.grad for x in inputs], {name: p.grad for name, p in module.named_parameters()}
+    return {**found, **kept, "gradients": grads}
+
+
+def _detached(results: Any) -> Any:
+    if isinstance(results, torch.Tensor):
+        return results.detach().clone()
+    if isinstance(results, dict):
+        return {key: _detached(value) for key, value in results.items()}
+    return type(results)(_detached(value) for value in results)
+
+
+def _tolerance(program: Program, expected: Found, training: bool) -> Tolerance:
+    """Rounding for as many lines; in float32 also what eager PyTorch's own results are off by."""
+    epsilon = torch.finfo(getattr(torch, program.dtype)).eps
+    bound = UNITS * epsilon * len(program.lines)
+    if program.dtype != "float32":
+        return Tolerance(bound, bound)
+    bound = 8 * epsilon * len(program.lines)
+    module = program.build(torch.float64).train(training)
+    exact = _run(module, program.inputs(dtype=torch.float64), gradients=training)
+    errors, largest = [0.0], 0.0
+    for what in expected:
+        pairs = zip(leaves(expected[what]), leaves(exact[what]), strict=False)
+        for (_, a), (_, b) in pairs:
+            if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel():
+                off = (a.detach().double() - b.detach().double()).abs()
+                errors.append(magnitude(off))
+                largest = max(largest, magnitude(b))
+    own = 8 * max(errors) / largest if largest else 0.0
+    return Tolerance(bound, bound + min(own, 1e-3))

@@ -1,0 +1,115 @@
+"""Programs drawn from a seed, and run in worker processes that may crash."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.conformance.runner import Worker, WorkerDied
+from tests.random_graphs.check import Outcome
+from tests.random_graphs.program import Program
+from tests.random_graphs.strategy import programs
+
+# A worker's compilers leave memory behind; a new one starts with little.
+PROGRAMS_OF_A_WORKER = 60
+
+
+def drawn(count: int, number: int) -> list[Program]:
+    """The first ``count`` different programs of a seed."""
+    found: dict[Program, None] = {}
+
+    @seed(number)
+    @settings(
+        max_examples=2 * count + 20,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(programs())
+    def collect(program: Program) -> None:
+        if len(found) < count:
+            found[program] = None
+
+    collect()
+    return list(found)
+
+
+def run_programs(
+    chosen: Sequence[tuple[int, Program]],
+    record: Callable[[int, Outcome, Program], None],
+    *,
+    workers: int = 1,
+    timeout: float = 120.0,
+) -> None:
+    """Check numbered programs.
+
+    Args:
+        record: gets number, outcome and, of what failed, a smaller program; one call at a time.
+        timeout: seconds for one program.
+    """
+    waiting: queue.SimpleQueue[tuple[int, Program]] = queue.SimpleQueue()
+    for item in chosen:
+        waiting.put(item)
+    lock = threading.Lock()
+
+    def serve() -> None:
+        served = Served(timeout)
+        try:
+            while True:
+                try:
+                    number, program = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                outcome = served.outcome(program)
+                if outcome.result in ("wrong", "error") or "BuildError" in outcome.reason:
+                    program = served.reduced(program)
+                with lock:
+                    record(number, outcome, program)
+        finally:
+            served.worker.close()
+
+    threads = [threading.Thread(target=serve) for _ in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+class Served:
+    """A worker process that is replaced when it dies or has served for long."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.worker = Worker("tests.random_graphs.worker")
+        self._count = 0
+
+    def _renew(self) -> None:
+        self.worker.close()
+        self.worker, self._count = Worker("tests.random_graphs.worker"), 0
+
+    def outcome(self, program: Program) -> Outcome:
+        """What comes of a program; a worker's death is an outcome, too."""
+        if self._count >= PROGRAMS_OF_A_WORKER:
+            self._renew()
+        self._count += 1
+        task = {"program": program.to_json(), "reduce": False}
+        try:
+            (answer,) = self.worker.run(task, self.timeout)
+            return Outcome(**answer["outcome"])
+        except WorkerDied as death:
+            self._renew()
+            return Outcome(death.result, str(death))
+
+    def reduced(self, program: Program) -> Program:
+        """A smaller program that fails as well, or the same one where that takes too long."""
+        task = {"program": program.to_json(), "reduce": True}
+        try:
+            (answer,) = self.worker.run(task, 5 * self.timeout)
+            return Program.from_json(answer["reduced"])
+        except WorkerDied:
+            self._renew()
+            return program

@@ -1,0 +1,74 @@
+"""Some drawn programs in the default suite; more with ``-m slow``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.random_graphs.__main__ import BAD, main
+from tests.random_graphs.check import Outcome, check, is_valid
+from tests.random_graphs.program import Leaf, Program
+from tests.random_graphs.reduce import reduced
+from tests.random_graphs.runner import drawn
+from tests.random_graphs.strategy import programs
+
+
+@settings(
+    max_examples=25,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
+@given(programs(most=20))
+def test_drawn_program(program: Program) -> None:
+    outcome = check(program)
+    assert outcome.result not in BAD, f"{outcome}\n{program.source()}\n{program.script()}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_three_hundred_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--count", "300", "--seed", "11", "--workers", "2"]) == 0, capsys.readouterr().out
+
+
+X = Leaf("x0", "input", (3,), "float64", "grid", True)
+
+
+def program(*lines: str) -> Program:
+    return Program("float64", (X,), lines, f"(v{len(lines) - 1},)")
+
+
+def test_a_seed_gives_the_same_programs() -> None:
+    first, second = drawn(8, 5), drawn(8, 5)
+    assert first == second
+    assert len(set(first)) == 8
+
+
+def test_a_program_survives_its_text() -> None:
+    for original in drawn(8, 6):
+        assert Program.from_json(original.to_json()) == original
+
+
+def test_a_reproduction_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(program("v0 = x0 * 2").script(), {})
+    assert "result='right'" in capsys.readouterr().out
+
+
+def test_what_eager_refuses_is_invalid() -> None:
+    assert not is_valid(program("v0 = torch.exp(x0)", "v1 = v0.mul_(2) * 3 + x0[5]"))
+    assert check(program("v0 = x0.view(7)")).result == "invalid"
+
+
+def test_what_is_not_needed_is_left_out() -> None:
+    lines = ("v0 = x0 + 1", "v1 = v0 * 2", "v2 = torch.cos(v0)", "v3 = v2 + v1")
+    original = replace(program(*lines), returned="(v3, v2, v1,)")
+
+    def has_cosine(candidate: Program) -> Outcome:
+        return Outcome("wrong" if "cos" in candidate.source() else "right")
+
+    smallest = reduced(original, has_cosine)
+    assert smallest.lines == ("v0 = x0 + 1", "v2 = torch.cos(v0)")
+    assert smallest.returned == "v2"
