@@ -8,8 +8,8 @@ After::
 
     lv = R.call_tir(log1p, (x,), out_ty=...)
 
-Requires: the operator of each marked call is in ``tvmbridge.legalize.aten.COMPILED``. Guarantees: no
-marked call is left; others are untouched.
+Requires: the operator of each marked call is in ``tvmbridge.legalize.aten.COMPILED``.
+Guarantees: no marked call is left; others are untouched.
 Runs after: the split (until then an ATen call says what it means). Runs before: FuseOps.
 """
 
