@@ -4,8 +4,8 @@ In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors
 is JSON: ``{"op": overload, "args": [...], "kwargs": {...}, "results": [...]}``. Among the
 arguments ``{"tensor": i}`` stands for the i-th tensor; dtypes, layouts, memory formats and devices
 are tagged strings. ``results`` lists which of the operator's results the graph has (an operator
-may return None in some places). With ``"compiled": true`` no kernel of PyTorch is called in the end:
-``tvmbridge.legalize`` has loops for the operator with these arguments.
+may return None in some places). With ``"compiled": true`` no kernel of PyTorch is called in
+the end: ``tvmbridge.legalize.aten`` has loops for the operator with these arguments.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def call_overload(
     compiled: bool = False,
 ) -> relax.Call:
     """An ATen call with one result; ``{"tensor": i}`` in ``args`` stands for ``tensors[i]``."""
-    content = {"op": overload, "args": list(args), "kwargs": {}, "results": None}
+    content: dict[str, Any] = {"op": overload, "args": list(args), "kwargs": {}, "results": None}
     spec = json.dumps({**content, "compiled": True} if compiled else content)
     return packed_call(ATEN_CALL, spec, tensors, type_)
 
