@@ -15,6 +15,7 @@ from tvmbridge.build import fuse
 from tvmbridge.compiled import Stages, lower_module
 from tvmbridge.dispatcher import Dispatcher, with_own_forward
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
 from tvmbridge.types import PassRecord
@@ -36,6 +37,7 @@ def module_tasks(
     records: list[PassRecord] = []
     installed = module.__dict__.get("forward")
     original = installed.original if isinstance(installed, Dispatcher) else None
+    packing = installed.packing if isinstance(installed, Dispatcher) else Packing(module)
     with with_own_forward(module, original) if original is not None else nullcontext():
         lowered = lower_module(
             module,
@@ -46,6 +48,7 @@ def module_tasks(
             options=options,
             records=records,
             measure=Stages().measure,
+            packing=packing,
         )
     mod = fuse(lowered.mod, lowered.target, records, measure=options.measure_kernels)
     return count_tasks(mod), count_calls(mod)[""], lowered.target

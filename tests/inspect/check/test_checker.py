@@ -140,6 +140,15 @@ def test_outputs_without_a_cotangent_and_frozen_parameters() -> None:
     assert dispatch_report(module).specializations[0].checked_gradients == 2
 
 
+def test_tied_weights_have_one_gradient() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[2].weight = module[0].weight
+    x = torch.randn(2, 4)
+    add_tvm_dispatch(module, x, options={"check": "always"})
+    module(x).sum().backward()
+    assert dispatch_report(module).specializations[0].checked_gradients == 1
+
+
 def test_forward_that_is_a_closure_over_the_module_is_not_checked() -> None:
     module = nn.Linear(3, 3).eval()
     own = module.forward

@@ -125,9 +125,7 @@ class Shared(nn.Module):
 def test_outputs_that_share_memory(training: bool) -> None:
     x = torch.randn(4, 6, requires_grad=training)
     report = right(Shared().train(training), x, stages=("captured", "imported", "compiled"))
-    assert [v for v in report.values if v.startswith("output")] == [
-        f"output[{i}]" for i in range(6)
-    ]
+    assert set(report.values) >= {f"output[{i}]" for i in range(6)}
     assert ("gradient of input 0" in report.values) is training
 
 

@@ -98,7 +98,12 @@ class _Check:
         captured = variant.compiled.captured
         primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
         self._titles = [title(d) for d in primals]
-        self._differentiated = [i for i, d in enumerate(primals) if d.requires_grad]
+        # A tied parameter is several primals, of which one may have the gradient of all.
+        self._differentiated: dict[str, list[int]] = {}
+        for i, name in enumerate(self._titles):
+            if primals[i].requires_grad:
+                tied = captured.aliases.get(name, name)
+                self._differentiated.setdefault(tied, []).append(i)
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         results: list[Sequence[torch.Tensor]] = []
@@ -177,12 +182,10 @@ class _Check:
             for name, c in zip(outputs, cotangents, strict=True)
             if c is not None and name is not None
         }
-        names = [self._titles[i] for i in self._differentiated]
+        names = list(self._differentiated)
         judge = self._judge(True, self._all_cotangents(arrived))
         expected = self._twin.gradients(arrived, names)
-        given = [
-            None if g is None else g.detach() for g in (gradients[i] for i in self._differentiated)
-        ]
+        given = [_sum([gradients[i] for i in numbers]) for numbers in self._differentiated.values()]
         labels = [f"gradient of {name}" for name in names]
         self._compare(
             judge,
@@ -207,3 +210,8 @@ class _Check:
         leaves = self._twin.outcome.leaves.items()
         tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
         return {n: arrived.get(n, torch.zeros_like(t.detach())) for n, t in tensors.items()}
+
+
+def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [g.detach() for g in gradients if g is not None]
+    return sum(present[1:], present[0]) if present else None

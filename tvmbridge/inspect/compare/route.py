@@ -21,6 +21,8 @@ from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace, TraceBuilder, tensors_in
 from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
+from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights
 from tvmbridge.pipeline import AnyPass, observed_passes
 from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputKind, PassRecord
 
@@ -86,6 +88,7 @@ class Route:
                 records=records,
                 measure=lambda _: nullcontext(),
                 passes=passes,
+                packing=Packing(sample.module),
             )
         kept = [step for step in seen if any(step[0] is record for record in records)]
         stages = [Stage("captured", "captured", None), *_stages(lowered, kept)]
@@ -118,8 +121,17 @@ class Route:
         return getattr(self.sample.module.get_submodule(path), name).detach().contiguous()
 
     def primals(self) -> list[torch.Tensor]:
-        """Inputs, state and draws, in calling order."""
-        return [*(self.tensor(d) for d in self.inputs), *self._noise(False), *self._noise(True)]
+        """Inputs, state, draws and packed weights, in calling order."""
+        plain = [*(self.tensor(d) for d in self.inputs), *self._noise(False)]
+        return [*plain, *self._noise(True), *self._packs()]
+
+    def _packs(self) -> list[torch.Tensor]:
+        """The packed weights, concatenated here: the module's own stay where they are."""
+        module = self.sample.module
+        return [
+            torch.cat([module.get_parameter(name).detach() for name in names])
+            for names in self.lowered.packs
+        ]
 
     def _noise(self, masks: bool) -> list[torch.Tensor]:
         return [
@@ -243,6 +255,8 @@ class Route:
         plain = [*(self.tensor(d) for d in self.inputs), *self._noise(False)]
         masks = self._noise(True)
         arguments = plain if _has_dropout(function) else [*plain, *masks]
+        if any(p.name.startswith(LiftPackedWeights.prefix) for p in function.params):
+            arguments = [*arguments, *self._packs()]
         appended = len(function.params) > len(arguments)
         if appended:
             arguments = [*arguments, *self.cotangents()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,8 +125,11 @@ class _Explanation:
                 graph = captured.program.graph
             else:
                 # PyTorch may have a graph all the same, whose operators are what is refused.
-                program = torch.export.export(sample.module, args, kwargs, strict=False)
-                graph = program.run_decompositions().graph
+                with warnings.catch_warnings():
+                    # torch.export copies its own tree specs in a way that torch deprecates.
+                    warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)
+                    program = torch.export.export(sample.module, args, kwargs, strict=False)
+                    graph = program.run_decompositions().graph
         except Exception:
             return  # the reason is known already
         self.known["refused"] = tuple(_refused_operators(graph))
