@@ -3,12 +3,14 @@
 from tvmbridge.frontend import (  # noqa: F401  (each module enters its converters)
     activations,
     backward,
+    compiled,
     creation,
     elementwise,
     linear,
     logic,
     nn,
     norms,
+    pooling,
     reductions,
     shapes,
 )

@@ -38,7 +38,7 @@ def _full_of_shape(
     return _full(node, value)
 
 
-@converts(aten.full_like.default)
+@converts(aten.full_like.default, aten.fill.Scalar)
 def _full_like(
     ctx: Importer, node: fx.Node, x: fx.Node, value: int | float | bool, **_: Any
 ) -> relax.Expr:

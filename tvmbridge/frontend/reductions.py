@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.kernels.aten_call import call_overload
 
 aten = torch.ops.aten
 
@@ -84,6 +86,47 @@ def _count(
     flags = ctx.cast(ctx.tensor(x, torch.bool), torch.bool, torch.int32)
     extreme = ctx.emit(op(flags, axes_of(x, dims), keepdim))
     return relax.op.not_equal(extreme, relax.const(0, "int32"))
+
+
+@converts(aten.linalg_vector_norm.default, dtypes=FLOATS)
+def _vector_norm(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    order: int | float = 2,
+    dims: Any = None,
+    keepdim: bool = False,
+    **_: Any,
+) -> relax.Expr:
+    value = ctx.tensor(x, result_dtype(node))
+    axes = axes_of(x, dims)
+    if order == 2:
+        square = ctx.emit(relax.op.multiply(value, value))
+        return relax.op.sqrt(ctx.emit(relax.op.sum(square, axes, keepdim)))
+    size = ctx.emit(relax.op.abs(value))
+    if order == 1:
+        return relax.op.sum(size, axes, keepdim)
+    if order == math.inf:
+        return relax.op.max(size, axes, keepdim)
+    raise Declined("a norm of an unusual order")
+
+
+@converts(aten.max.dim, aten.min.dim, dtypes=NUMBERS)
+def _extremum_and_place(
+    ctx: Importer, node: fx.Node, x: fx.Node, dim: int, keepdim: bool = False
+) -> tuple[relax.Expr, ...]:
+    """Values by one reduction, places as argmax and argmin find them: the first of equal ones."""
+    shape = shape_of(x)
+    if not shape:
+        raise Declined("an extremum of a 0-d tensor")
+    largest = node.target is aten.max.dim
+    op = relax.op.max if largest else relax.op.min
+    values = ctx.emit(op(ctx.value(x), [dim % len(shape)], keepdim))
+    type_ = relax.TensorType([int(n) for n in node.meta["val"][1].shape], "int64")
+    name = "aten.argmax.default" if largest else "aten.argmin.default"
+    args = [{"tensor": 0}, dim % len(shape), keepdim]
+    places = call_overload(name, args, [ctx.value(x)], type_, compiled=True)
+    return values, ctx.emit(places)
 
 
 @converts(aten._softmax.default, aten._log_softmax.default, dtypes=FLOATS)

@@ -4,7 +4,8 @@ In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors
 is JSON: ``{"op": overload, "args": [...], "kwargs": {...}, "results": [...]}``. Among the
 arguments ``{"tensor": i}`` stands for the i-th tensor; dtypes, layouts, memory formats and devices
 are tagged strings. ``results`` lists which of the operator's results the graph has (an operator
-may return None in some places).
+may return None in some places). With ``"compiled": true`` no kernel of PyTorch is called in
+the end: ``tvmbridge.legalize.aten`` has loops for the operator with these arguments.
 """
 
 from __future__ import annotations
@@ -34,9 +35,19 @@ _TAGS: dict[type, str] = {
 
 
 def emit_aten_call(
-    builder: relax.BlockBuilder, node: fx.Node, values: Mapping[fx.Node, Any]
+    builder: relax.BlockBuilder,
+    node: fx.Node,
+    values: Mapping[fx.Node, Any],
+    *,
+    compiled: bool = False,
 ) -> Any:
     """Emit the ATen call of an fx node; a variable, or a tuple of them (None where ATen has None).
+
+    Args:
+        builder: where it is emitted.
+        node: the node.
+        values: the Relax values of the nodes that it reads.
+        compiled: mark it as one that is replaced by loops before the module is compiled.
 
     Raises:
         UnsupportedOperatorError: an argument has no JSON form.
@@ -45,14 +56,13 @@ def emit_aten_call(
     results = node.meta["val"]
     several = isinstance(results, tuple | list)
     fakes = _results_read(node) if several else [results]
-    spec = json.dumps(
-        {
-            "op": str(node.target),
-            "args": [_encode(a, node, tensors, values) for a in node.args],
-            "kwargs": {k: _encode(v, node, tensors, values) for k, v in node.kwargs.items()},
-            "results": [i for i, f in enumerate(fakes) if f is not None] if several else None,
-        }
-    )
+    content = {
+        "op": str(node.target),
+        "args": [_encode(a, node, tensors, values) for a in node.args],
+        "kwargs": {k: _encode(v, node, tensors, values) for k, v in node.kwargs.items()},
+        "results": [i for i, f in enumerate(fakes) if f is not None] if several else None,
+    }
+    spec = json.dumps({**content, "compiled": True} if compiled else content)
     types = [
         relax.TensorType([int(s) for s in f.shape], to_relax_dtype(_true_dtype(node, f)))
         for f in fakes
@@ -96,10 +106,16 @@ def packed_call(
 
 
 def call_overload(
-    overload: str, args: Sequence[Any], tensors: Sequence[relax.Expr], type_: relax.Type
+    overload: str,
+    args: Sequence[Any],
+    tensors: Sequence[relax.Expr],
+    type_: relax.Type,
+    *,
+    compiled: bool = False,
 ) -> relax.Call:
     """An ATen call with one result; ``{"tensor": i}`` in ``args`` stands for ``tensors[i]``."""
-    spec = json.dumps({"op": overload, "args": list(args), "kwargs": {}, "results": None})
+    content: dict[str, Any] = {"op": overload, "args": list(args), "kwargs": {}, "results": None}
+    spec = json.dumps({**content, "compiled": True} if compiled else content)
     return packed_call(ATEN_CALL, spec, tensors, type_)
 
 
@@ -159,6 +175,14 @@ def aten_call_operator(call: relax.Call) -> str | None:
     if not isinstance(callee, relax.ExternFunc) or callee.global_symbol != ATEN_CALL:
         return None
     return str(json.loads(call.args[1].value)["op"])
+
+
+def compiled_call(call: relax.Call) -> dict[str, Any] | None:
+    """The content of the spec of an ATen call that is to become loops; None for any other call."""
+    if aten_call_operator(call) is None:
+        return None
+    content: dict[str, Any] = json.loads(call.args[1].value)
+    return content if content.get("compiled") else None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -154,11 +154,16 @@ def exp_nonpositive(x: Expr) -> Expr:
     return lets.close(tirx.Select(x < _f32(-87.0), _f32(0.0), value))
 
 
+def reduce_exponent(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
+    """Return (n as int32, e^r - 1) with ``x = n ln 2 + r`` and ``|r| <= ln 2 / 2``."""
+    n, r = _reduce(lets, x)
+    return n, lets.bind(r + r * r * horner(r, _EXP), "p")
+
+
 def expm1_nonnegative(lets: Lets, x: Expr) -> Expr:
     """e^x - 1 for ``0 <= x <= 80``, with full relative precision near 0."""
-    n, r = _reduce(lets, x)
+    n, p = reduce_exponent(lets, x)
     scale = lets.bind(_power_of_two(n), "scale")
-    p = lets.bind(r + r * r * horner(r, _EXP), "p")
     return lets.bind(p * scale + (scale - _f32(1.0)), "expm1")
 
 

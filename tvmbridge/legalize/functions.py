@@ -11,7 +11,7 @@ from collections.abc import Callable
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.legalize import float32
+from tvmbridge.legalize import float32, float32_inverse
 from tvmbridge.legalize.lets import Lets, constant, dtype_of
 
 ScalarFunction = Callable[[Expr], Expr]
@@ -101,4 +101,8 @@ FUNCTIONS: dict[str, ScalarFunction] = {
     "silu": by_dtype(_silu(float32.exp), _silu(libm("exp"))),
     "rsqrt": by_dtype(_rsqrt, _rsqrt),
     "sqrt": by_dtype(tirx.sqrt, tirx.sqrt),
+    **{
+        name: by_dtype(getattr(float32_inverse, name), libm(name))
+        for name in ["log1p", "expm1", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan"]
+    },
 }

@@ -1,0 +1,53 @@
+"""ATen calls that compiled code has loops for become calls of these loops.
+
+Before::
+
+    lv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.log1p.default", "compiled": true}', x)
+
+After::
+
+    lv = R.call_tir(log1p, (x,), out_ty=...)
+
+Requires: the operator of each marked call is in ``tvmbridge.legalize.aten.COMPILED``.
+Guarantees: no marked call is left; others are untouched.
+Runs after: the split (until then an ATen call says what it means). Runs before: FuseOps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.kernels.aten_call import compiled_call
+from tvmbridge.legalize.aten import compile_aten_call
+from tvmbridge.passes.base import PassReport, RelaxPass
+
+
+@dataclass(frozen=True)
+class CompileAtenCalls(RelaxPass):
+    """Replace marked ATen calls by loops."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        rewriter = _CallMutator(mod, report)
+        for name, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                rewriter.builder_.update_func(name, rewriter.visit_expr(function))
+        return rewriter.builder_.get() if report.rewrites else mod
+
+
+@mutator
+class _CallMutator(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
+        super().__init__(mod)
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.builder_.normalize(super().visit_call_(call))
+        content = compiled_call(call)
+        if content is None:
+            return call
+        self.report.rewrote()
+        return compile_aten_call(self.builder_, call, content)

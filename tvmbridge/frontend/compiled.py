@@ -1,0 +1,111 @@
+"""Converters of operators that Relax has none for: they stay ATen calls in the graph, so that every
+pass knows what they mean, and become loops of :mod:`tvmbridge.legalize.aten` when it is compiled.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.kernels.aten_call import emit_aten_call
+
+aten = torch.ops.aten
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+# A remainder is a call of the C library for each element.
+_FEW = 4096
+_QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
+_INDICES = (torch.int32, torch.int64)
+
+
+def _compiled(ctx: Importer, node: fx.Node) -> Any:
+    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+
+
+@converts(
+    aten.log1p.default,
+    aten.expm1.default,
+    aten.cosh.default,
+    aten.asinh.default,
+    aten.acosh.default,
+    aten.atanh.default,
+    aten.asin.default,
+    aten.acos.default,
+    aten.atan.default,
+    aten.atan2.default,
+    dtypes=COMPUTED | HALVES,
+)
+def _function(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+    return _compiled(ctx, node)
+
+
+@converts(aten.elu.default, dtypes=FLOATS | HALVES)
+def _elu(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+    return _compiled(ctx, node)
+
+
+@converts(
+    aten.bitwise_and.Scalar,
+    aten.bitwise_or.Scalar,
+    aten.bitwise_xor.Scalar,
+    dtypes=frozenset({torch.int32, torch.int64}),
+)
+def _bitwise_by_number(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+    return _compiled(ctx, node)
+
+
+@converts(
+    aten.fmod.Scalar,
+    aten.fmod.Tensor,
+    aten.div.Tensor_mode,
+    aten.div.Scalar_mode,
+    dtypes=NUMBERS,
+)
+def _rounded_quotient(
+    ctx: Importer, node: fx.Node, a: fx.Node, b: Any, rounding_mode: str | None = "trunc"
+) -> Any:
+    dtype = result_dtype(node)
+    if rounding_mode is None:
+        raise Declined("a division that does not round")
+    by_remainder = node.target not in _QUOTIENTS or rounding_mode == "floor"
+    if dtype.is_floating_point and by_remainder and prod(shape_of(node)) > _FEW:
+        raise Declined("a remainder of many floats, for which PyTorch has vectors")
+    if not dtype.is_floating_point and (isinstance(b, fx.Node) or not 0 < b < 2**31):
+        raise Declined("integers divided by what may be zero")
+    return _compiled(ctx, node)
+
+
+@converts(aten.index.Tensor, dtypes=MOVED)
+def _index(ctx: Importer, node: fx.Node, x: fx.Node, indices: Any) -> Any:
+    for index in indices:
+        if index is not None and index.meta["val"].dtype not in _INDICES:
+            raise Declined("an index that is no integer")
+    return _compiled(ctx, node)
+
+
+@converts(aten.gather.default, aten.index_select.default, dtypes=MOVED)
+def _gather(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, **_: Any) -> Any:
+    if index.meta["val"].dtype not in _INDICES or not shape_of(x) or not shape_of(index):
+        raise Declined("0-d tensors, or indices of another dtype")
+    return _compiled(ctx, node)
+
+
+@converts(aten.diagonal.default, aten.slice_scatter.default, dtypes=MOVED)
+def _move(ctx: Importer, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
+    if any(result_dtype(n) != result_dtype(x) for n in node.all_input_nodes):
+        raise Declined("a source of another dtype")
+    return _compiled(ctx, node)
+
+
+@converts(aten.argmax.default, aten.argmin.default, dtypes=NUMBERS)
+def _argument(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+    if not shape_of(x):
+        raise Declined("an extremum of a 0-d tensor")
+    return _compiled(ctx, node)

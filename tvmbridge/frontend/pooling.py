@@ -1,0 +1,147 @@
+"""Converters of pooling and of interpolation by whole factors.
+
+Windows that tile the input are a reshape and a mean; all others are loops of
+:mod:`tvmbridge.legalize.aten.windows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+from tvm import relax
+
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.registry import FLOATS, MOVED, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.kernels.aten_call import emit_aten_call
+
+aten = torch.ops.aten
+
+
+def per_dimension(value: int | Sequence[int], count: int) -> list[int]:
+    """A number, or one for each dimension, as one for each dimension."""
+    listed = [value] if isinstance(value, int) else list(value)
+    return listed * count if len(listed) == 1 else listed
+
+
+def _tiled(shape: Sequence[int], windows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The shape with each of the last dimensions as (windows, window), and the windows' axes."""
+    front = len(shape) - len(windows)
+    inner = [n for d, w in zip(shape[front:], windows, strict=True) for n in (d // w, w)]
+    return [*shape[:front], *inner], [front + 2 * i + 1 for i in range(len(windows))]
+
+
+def _mean_of_tiles(ctx: Importer, node: fx.Node, x: fx.Node, windows: Sequence[int]) -> relax.Expr:
+    shape, axes = _tiled(shape_of(x), windows)
+    tiles = ctx.emit(relax.op.reshape(ctx.value(x), shape))
+    return relax.op.mean(tiles, axes)
+
+
+def _even_windows(inputs: Sequence[int], outputs: Sequence[int]) -> list[int]:
+    if any(i % o for i, o in zip(inputs, outputs, strict=True)):
+        raise Declined("windows of different sizes")
+    return [i // o for i, o in zip(inputs, outputs, strict=True)]
+
+
+@converts(
+    aten.adaptive_avg_pool1d.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+    dtypes=FLOATS,
+)
+def _adaptive_mean(ctx: Importer, node: fx.Node, x: fx.Node, size: Sequence[int]) -> relax.Expr:
+    count = len(size)
+    windows = _even_windows(shape_of(x)[-count:], shape_of(node)[-count:])
+    return _mean_of_tiles(ctx, node, x, windows)
+
+
+_DIMENSIONS = {
+    aten.avg_pool1d.default: 1,
+    aten.avg_pool2d.default: 2,
+    aten.avg_pool3d.default: 3,
+}
+
+
+@converts(*_DIMENSIONS, dtypes=FLOATS)
+def _mean_of_windows(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    count = _DIMENSIONS[node.target]  # type: ignore[index]
+    windows = per_dimension(kernel, count)
+    steps = per_dimension(stride or windows, count)
+    edges = per_dimension(padding, count)
+    if ceil_mode or divisor_override or (any(edges) and not count_include_pad):
+        raise Declined("windows that are not all divided by their size")
+    inputs = shape_of(x)[-count:]
+    tiles = all(n % w == 0 for n, w in zip(inputs, windows, strict=True))
+    if steps == windows and not any(edges) and tiles:
+        return _mean_of_tiles(ctx, node, x, windows)
+    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+
+
+@converts(aten.max_pool2d_with_indices.default, dtypes=FLOATS | {torch.int64})
+def _largest_of_windows(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    if any(user.args[1:] != (0,) for user in node.users) or not node.users:
+        raise Declined("the indices are read")
+    if ceil_mode or result_dtype(x) not in FLOATS:
+        raise Declined("windows that reach over the edge")
+    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+
+
+@converts(
+    aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default, dtypes=FLOATS
+)
+def _mean_of_tiles_backward(
+    ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node, *rest: Any
+) -> relax.Expr:
+    inputs, outputs = shape_of(x)[-2:], shape_of(grad)[-2:]
+    windows = _even_windows(inputs, outputs)
+    if rest:
+        kernel, stride, padding, ceil_mode, _, divisor = rest
+        steps = per_dimension(stride or kernel, 2)
+        plain = not any(per_dimension(padding, 2)) and not ceil_mode and not divisor
+        if not plain or per_dimension(kernel, 2) != windows or steps != windows:
+            raise Declined("windows that do not tile the input")
+    number = ctx.tensor(float(prod(windows)), result_dtype(node))
+    share = ctx.emit(relax.op.divide(ctx.value(grad), number))
+    shape, axes = _tiled(shape_of(x), windows)
+    single = [1 if axis in axes else n for axis, n in enumerate(shape)]
+    wide = ctx.emit(relax.op.broadcast_to(ctx.emit(relax.op.reshape(share, single)), shape))
+    return relax.op.reshape(wide, shape_of(node))
+
+
+@converts(aten.upsample_nearest2d.vec, dtypes=MOVED)
+def _repeated(
+    ctx: Importer, node: fx.Node, x: fx.Node, size: Any, factors: Sequence[float] | None = None
+) -> relax.Expr:
+    """Each element as a tile: only where both factors are whole."""
+    shape = shape_of(x)
+    tiles = _even_windows(shape_of(node)[-2:], shape[-2:])
+    if factors is not None and any(f != t for f, t in zip(factors, tiles, strict=True)):
+        raise Declined("a factor that is not whole")
+    single = [*shape[:-2], shape[-2], 1, shape[-1], 1]
+    wide = [*shape[:-2], shape[-2], tiles[0], shape[-1], tiles[1]]
+    values = ctx.emit(relax.op.reshape(ctx.value(x), single))
+    return relax.op.reshape(ctx.emit(relax.op.broadcast_to(values, wide)), shape_of(node))

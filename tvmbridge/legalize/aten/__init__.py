@@ -1,0 +1,29 @@
+"""Loops for ATen operators that Relax has no operator for.
+
+The frontend marks an ATen call as ``compiled`` when :data:`COMPILED` has its operator; the pass
+CompileAtenCalls replaces such calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import relax
+from tvm.ir import Call, Expr
+
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.aten.extrema import EXTREMA
+from tvmbridge.legalize.aten.moves import MOVES
+from tvmbridge.legalize.aten.pointwise import POINTWISE
+from tvmbridge.legalize.aten.windows import WINDOWS
+
+COMPILED: dict[str, Compile] = {**POINTWISE, **MOVES, **EXTREMA, **WINDOWS}
+
+
+def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
+    """Loops for a marked ATen call whose spec has ``content``, emitted with ``bb``."""
+    arguments = Arguments.of(content, list(call.args[2:]))
+    return COMPILED[content["op"]](bb, call, arguments)
+
+
+__all__ = ["COMPILED", "compile_aten_call"]

@@ -1,0 +1,47 @@
+"""The arguments of an ATen call, by the names that the operator's schema has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from tvm import relax
+from tvm.ir import Call, Expr
+
+from tvmbridge.kernels.aten_call import resolve_overload
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The operator's name and its arguments; tensors are Relax expressions."""
+
+    op: str
+    values: dict[str, Any]
+
+    @classmethod
+    def of(cls, content: dict[str, Any], tensors: Sequence[Expr]) -> Arguments:
+        """The arguments in the content of a call's spec, defaults included."""
+        schema = resolve_overload(content["op"])._schema.arguments
+        values = {a.name: a.default_value for a in schema if a.has_default_value()}
+        names = [a.name for a in schema]
+        values |= {n: _filled(v, tensors) for n, v in zip(names, content["args"], strict=False)}
+        values |= {n: _filled(v, tensors) for n, v in content["kwargs"].items()}
+        return cls(content["op"], values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+
+Compile: TypeAlias = Callable[[relax.BlockBuilder, Call, Arguments], Expr]
+
+
+def _filled(value: Any, tensors: Sequence[Expr]) -> Any:
+    if isinstance(value, list):
+        return [_filled(v, tensors) for v in value]
+    if isinstance(value, dict):
+        ((tag, content),) = value.items()
+        if tag == "tensor":
+            return tensors[content]
+        return float(content) if tag == "float" else content
+    return value

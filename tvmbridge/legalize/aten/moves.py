@@ -1,0 +1,125 @@
+"""ATen operators that move elements, by indices that are tensors or by fixed patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr
+
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.aten.bounds import checked
+from tvmbridge.legalize.comparisons import element_of
+from tvmbridge.legalize.elementwise import INJECTIVE
+from tvmbridge.legalize.lets import constant
+
+
+def _shape(expr: Expr) -> list[int]:
+    return [int(extent) for extent in expr.ty.shape.values]
+
+
+def _moved(
+    bb: relax.BlockBuilder,
+    call: Call,
+    name: str,
+    tensors: Sequence[Expr],
+    element: Callable[[Sequence[te.Tensor], tuple[Expr, ...]], Expr],
+) -> Expr:
+    """Loops over the result, whose element at indices is ``element(tensors, indices)``."""
+    shape = _shape(call)
+
+    def compute(*args: te.Tensor) -> te.Tensor:
+        return te.compute(shape, lambda *i: element(args, i), name=f"T_{name}")
+
+    attrs = {"op_pattern": INJECTIVE}
+    return bb.call_te(compute, *tensors, primfunc_name_hint=name, primfunc_attrs=attrs)
+
+
+def _wide(index: Expr) -> Expr:
+    return tirx.Cast("int64", index)
+
+
+def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Advanced indexing: the dimensions that are indexed become those of the indices' broadcast.
+
+    They stand where the first of them stood, or in front if they are not next to each other.
+    """
+    x, listed = arguments["self"], arguments["indices"]
+    shape = _shape(x)
+    axes = [axis for axis, index in enumerate(listed) if index is not None]
+    indices = [checked(bb, listed[a], shape[a], "IndexError", negative=True) for a in axes]
+    rank = len(_shape(call)) - (len(shape) - len(axes))
+    start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
+
+    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
+        inner = i[start : start + rank]
+        rest = iter([*i[:start], *i[start + rank :]])
+        found = {
+            axis: _wide(element_of(t, inner)) for axis, t in zip(axes, tensors[1:], strict=True)
+        }
+        return tensors[0](*[found[a] if a in found else next(rest) for a in range(len(shape))])
+
+    return _moved(bb, call, "index", [x, *indices], element)
+
+
+def _gather(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    x, shape = arguments["self"], _shape(arguments["self"])
+    dim = arguments["dim"] % len(shape)
+    index = checked(bb, arguments["index"], shape[dim], "RuntimeError", negative=False)
+
+    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
+        return tensors[0](*[_wide(tensors[1](*i)) if a == dim else n for a, n in enumerate(i)])
+
+    return _moved(bb, call, "gather", [x, index], element)
+
+
+def _index_select(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    x, shape = arguments["self"], _shape(arguments["self"])
+    dim = arguments["dim"] % len(shape)
+    index = checked(bb, arguments["index"], shape[dim], "IndexError", negative=False)
+
+    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
+        return tensors[0](*[_wide(tensors[1](n)) if a == dim else n for a, n in enumerate(i)])
+
+    return _moved(bb, call, "index_select", [x, index], element)
+
+
+def _diagonal(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    x, offset = arguments["self"], arguments["offset"]
+    rank = len(_shape(x))
+    first, second = (arguments[name] % rank for name in ("dim1", "dim2"))
+
+    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
+        rest = iter(i[:-1])
+        places = {first: i[-1] + max(0, -offset), second: i[-1] + max(0, offset)}
+        return tensors[0](*[places[a] if a in places else next(rest) for a in range(rank)])
+
+    return _moved(bb, call, "diagonal", [x], element)
+
+
+def _slice_scatter(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """``src`` where a slice of the result lies, elsewhere the input."""
+    shape = _shape(call)
+    dim = arguments["dim"] % len(shape)
+    limits = slice(arguments["start"], arguments["end"], arguments["step"])
+    first, last, step = limits.indices(shape[dim])
+    count = len(range(first, last, step))
+
+    def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
+        place = i[dim] - constant(first, "int64")
+        inside = tirx.And(place >= 0, place < count * step)
+        if step > 1:
+            inside = tirx.And(inside, tirx.floormod(place, step).equal(constant(0, "int64")))
+        row = [tirx.floordiv(place, step) if a == dim else n for a, n in enumerate(i)]
+        return tirx.if_then_else(inside, tensors[1](*row), tensors[0](*i))
+
+    return _moved(bb, call, "slice_scatter", [arguments["self"], arguments["src"]], element)
+
+
+MOVES: dict[str, Compile] = {
+    "aten.index.Tensor": _index,
+    "aten.gather.default": _gather,
+    "aten.index_select.default": _index_select,
+    "aten.diagonal.default": _diagonal,
+    "aten.slice_scatter.default": _slice_scatter,
+}

@@ -1,0 +1,144 @@
+"""Element-wise ATen operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr
+
+from tvmbridge.legalize.arithmetic import opaque
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.comparisons import element_of
+from tvmbridge.legalize.elementwise import BROADCAST, ELEMENTWISE
+from tvmbridge.legalize.float32 import copy_sign
+from tvmbridge.legalize.float32_inverse import atan2
+from tvmbridge.legalize.functions import FLOATS, FUNCTIONS, HALF
+from tvmbridge.legalize.lets import Lets, constant, dtype_of
+
+Scalar = Callable[..., Expr]
+
+
+def _computed(dtype: str) -> str:
+    return "float32" if dtype in HALF else dtype
+
+
+def pointwise(function: Scalar, *operands: str) -> Compile:
+    """Loops that apply ``function`` to the operands, numbers or tensors, in the result's dtype."""
+
+    def compile_call(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+        shape = [int(extent) for extent in call.ty.shape.values]
+        result = str(call.ty.dtype.dtype)
+        wide = _computed(result)
+        values = [arguments[name] for name in operands]
+        tensors = [v for v in values if isinstance(v, Expr)]
+
+        def compute(*args: te.Tensor) -> te.Tensor:
+            def element(*i: Expr) -> Expr:
+                rest = iter(args)
+                sides = [
+                    tirx.Cast(wide, element_of(next(rest), i))
+                    if isinstance(v, Expr)
+                    else constant(v, wide)
+                    for v in values
+                ]
+                value = function(*sides)
+                value = opaque(value) if wide in FLOATS else value
+                return tirx.Cast(result, value) if wide != result else value
+
+            return te.compute(shape, element, name="T_" + arguments.op.split(".")[1])
+
+        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
+        hint = arguments.op.split(".")[1]
+        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
+        return bb.call_te(compute, *tensors, primfunc_name_hint=hint, primfunc_attrs=attrs)
+
+    return compile_call
+
+
+def _angle(y: Expr, x: Expr) -> Expr:
+    if dtype_of(y) == "float64":
+        return tirx.call_pure_extern("float64", "atan2", y, x)
+    return atan2(y, x)
+
+
+def _remainder(a: Expr, b: Expr) -> Expr:
+    """The remainder with the sign of ``a``."""
+    dtype = dtype_of(a)
+    if dtype not in FLOATS:
+        return tirx.truncmod(a, b)
+    return tirx.call_pure_extern(dtype, "fmodf" if dtype == "float32" else "fmod", a, b)
+
+
+def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    alpha, scale, inner = (float(arguments[n]) for n in ("alpha", "scale", "input_scale"))
+
+    def function(x: Expr) -> Expr:
+        lets, dtype = Lets(), dtype_of(x)
+        x, zero = lets.bind(x, "x"), constant(0.0, dtype)
+        low = lets.bind(tirx.Select(x > zero, zero, x), "low")
+        bent = FUNCTIONS["expm1"](opaque(low * constant(inner, dtype)))
+        negative = opaque(bent) * constant(alpha * scale, dtype)
+        return lets.close(tirx.Select(x > zero, x * constant(scale, dtype), negative))
+
+    return pointwise(function, "self")(bb, call, arguments)
+
+
+def _divided(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Quotients rounded towards zero or down."""
+    down = arguments["rounding_mode"] == "floor"
+
+    def function(a: Expr, b: Expr) -> Expr:
+        if dtype_of(a) not in FLOATS:
+            return tirx.floordiv(a, b) if down else tirx.truncdiv(a, b)
+        return _floor_quotient(a, b) if down else tirx.trunc(tirx.div(a, opaque(b)))
+
+    return pointwise(function, "self", "other")(bb, call, arguments)
+
+
+def _floor_quotient(a: Expr, b: Expr) -> Expr:
+    """The quotient rounded down, by the exact remainder, as Python and PyTorch define it."""
+    lets, dtype = Lets(), dtype_of(a)
+    a, b = lets.bind(opaque(a), "a"), lets.bind(opaque(b, sign="uint"), "b")
+    zero, one = constant(0.0, dtype), constant(1.0, dtype)
+    plain = lets.bind(opaque(a / b), "plain")
+    rest = lets.bind(opaque(_remainder(a, b)), "rest")
+    exact = lets.bind(opaque((a - rest) / b), "exact")
+    below = tirx.And(rest < zero, b > zero)
+    above = tirx.And(rest > zero, b < zero)
+    lowered = lets.bind(tirx.Select(tirx.Or(below, above), opaque(exact - one), exact), "lowered")
+    floor = lets.bind(tirx.floor(lowered), "floor")
+    nearest = tirx.Select(opaque(lowered - floor) > constant(0.5, dtype), floor + one, floor)
+    signed = copy_sign(zero, plain) if dtype == "float32" else plain * zero
+    value = lets.bind(tirx.Select(lowered.equal(zero), signed, nearest), "value")
+    return lets.close(tirx.Select(b.equal(zero), plain, value))
+
+
+def unary(name: str) -> Compile:
+    """Loops for a function of :data:`FUNCTIONS`."""
+    return pointwise(FUNCTIONS[name], "self")
+
+
+_BITWISE: dict[str, Any] = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+}
+
+POINTWISE: dict[str, Compile] = {
+    **{
+        f"aten.{name}.default": unary(name)
+        for name in ["log1p", "expm1", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan"]
+    },
+    **{
+        f"aten.bitwise_{name}.Scalar": pointwise(function, "self", "other")
+        for name, function in _BITWISE.items()
+    },
+    "aten.atan2.default": pointwise(_angle, "self", "other"),
+    "aten.fmod.Scalar": pointwise(_remainder, "self", "other"),
+    "aten.fmod.Tensor": pointwise(_remainder, "self", "other"),
+    "aten.div.Tensor_mode": _divided,
+    "aten.div.Scalar_mode": _divided,
+    "aten.elu.default": _elu,
+}
