@@ -24,7 +24,7 @@ GRAPHS = (
         "tvmbridge.frontend.shapes",
         "    index %= shape[dim]\n",
         "    index = max(index, 0)\n",
-        (_TRAPS, "-k", "select of the last"),
+        (_TRAPS, "-k", "select and last"),
         quick=True,
     ),
     Plant(
@@ -33,7 +33,7 @@ GRAPHS = (
         "tvmbridge.frontend.shapes",
         "first, last, _ = slice(start, end, step)",
         "first, last, _ = slice(abs(start or 0), end, step)",
-        (_TRAPS, "-k", "negative starts"),
+        (_TRAPS, "-k", "negative and starts"),
     ),
     Plant(
         "promotion of a quotient",
@@ -69,7 +69,7 @@ GRAPHS = (
         "tvmbridge.frontend.elementwise",
         "if dtype.is_floating_point and (_is_zero(ctx, a) or _is_zero(ctx, b)):",
         "if False:",
-        (_TRAPS, "-k", "nan"),
+        (_TRAPS, "-k", "nan and product"),
     ),
     Plant(
         "scale of erf's gradient",
