@@ -17,10 +17,10 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check tune bench clean
+.PHONY: help demo test check tune notebooks bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' PYTEST_ARGS DEMO_ARGS"
 
 demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTorch
@@ -37,6 +37,9 @@ check: $(READY_DEV) ## Lint, format and types
 tune: $(READY_DEV) ## Go on with the tuning records that come with tvmbridge; TIMEOUT in seconds
 	$(BIN)/python -m tvmbridge tune $(addprefix benchmarks.layers:,$(TUNED)) --timeout $(TIMEOUT)
 	$(BIN)/python -m tvmbridge tune --prune tuning_logs
+
+notebooks: $(READY_DEV) ## Run the notebooks and store their outputs
+	$(BIN)/python -m tests.notebooks --write
 
 bench: $(READY_DEV) ## Run the measurements
 	$(BIN)/python -m pytest -m bench -s benchmarks tests $(PYTEST_ARGS)

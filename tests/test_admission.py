@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,27 +19,29 @@ X = torch.randn(3, 4)
 
 
 @pytest.fixture
-def without_relu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_relu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table as it is, but relu is proven for float64 only."""
     table = {section: dict(names) for section, names in admitted_table().items()}
     table["converters"]["aten.relu.default"] = frozenset({"float64"})
     monkeypatch.setattr(admission, "admitted_table", lambda: table)
-    yield
 
 
-def test_an_unproven_converter_is_not_used(without_relu: None) -> None:
+@pytest.mark.usefixtures("without_relu")
+def test_an_unproven_converter_is_not_used() -> None:
     _, report = run(lambda x: x.relu() + 1, X)
     specialization = report.specializations[0]
     assert set(specialization.aten_operators) == {"aten.relu.default"}
     assert set(specialization.native_operators) == {"aten.add.Tensor"}
 
 
-def test_it_is_used_in_the_dtypes_that_are_proven(without_relu: None) -> None:
+@pytest.mark.usefixtures("without_relu")
+def test_it_is_used_in_the_dtypes_that_are_proven() -> None:
     _, report = run(lambda x: x.relu(), X.double())
     assert not report.specializations[0].aten_operators
 
 
-def test_everything_is_tried_when_asked_for(without_relu: None) -> None:
+@pytest.mark.usefixtures("without_relu")
+def test_everything_is_tried_when_asked_for() -> None:
     with observed(everything=True) as seen:
         _, report = run(lambda x: x.relu(), X)
     assert not report.specializations[0].aten_operators

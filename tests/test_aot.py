@@ -114,12 +114,12 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.last_shape: tuple[int, ...] = ()
         self.norm = nn.BatchNorm1d(6)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        self.last_shape = tuple(x.shape)
         return self.drop(self.norm(x)).cumsum(0)
 
 

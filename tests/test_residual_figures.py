@@ -13,7 +13,7 @@ from benchmarks.residuals import aot_bytes, eager_bytes, ours
 
 def small_resnet() -> Made:
     torch.manual_seed(7)
-    return ResNet(width=4, stages=2, blocks=1).train(), torch.randn(2, 3, 8, 8)
+    return ResNet(width=4, stages=2, blocks=2).train(), torch.randn(2, 3, 8, 8)
 
 
 SMALL: dict[str, Callable[[], Made]] = {

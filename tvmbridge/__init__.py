@@ -13,6 +13,7 @@ __all__ = [
     "CompileOptions",
     "Departure",
     "DispatchReport",
+    "ExplainReport",
     "NumericsError",
     "PassError",
     "TuningReport",
@@ -22,6 +23,7 @@ __all__ = [
     "capture",
     "compare",
     "dispatch_report",
+    "explain",
     "remove_tvm_dispatch",
     "to_relax",
     "tune",
@@ -43,7 +45,14 @@ if not versions.running_doctor():
         VersionError,
     )
     from tvmbridge.frontend import to_relax
-    from tvmbridge.inspect import ComparisonReport, Departure, compare, visualize
+    from tvmbridge.inspect import (
+        ComparisonReport,
+        Departure,
+        ExplainReport,
+        compare,
+        explain,
+        visualize,
+    )
     from tvmbridge.options import CompileOptions
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune

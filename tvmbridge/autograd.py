@@ -7,14 +7,20 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch._C as _C
 
 from tvmbridge.compiled import CompiledModule
+from tvmbridge.errors import BridgeError
 from tvmbridge.packing import Packing
 from tvmbridge.types import InputKind, OutputKind
 
 _NO_DOUBLE_BACKWARD = (
-    b"tvmbridge does not support double backward: its compiled backward has no derivative. "
-    b"Call remove_tvm_dispatch(module), or run the module's own forward, for create_graph=True"
+    "tvmbridge does not support double backward: its compiled backward has no derivative. "
+    "Call remove_tvm_dispatch(module), or run the module's own forward, for create_graph=True"
+)
+_NO_BATCHES = (
+    "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
+    "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
 )
 
 
@@ -88,6 +94,8 @@ class _CompiledFunction(torch.autograd.Function):
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
+        # Not saved for backward: it reads none of them, and they may be written into meanwhile.
+        ctx.sources = [p for p in primals if p.requires_grad]
         guards = [primals[i] for i in call.guarded]
         ctx.save_for_backward(*call.kept_primals(primals), *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
@@ -97,13 +105,17 @@ class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: TrainingCall = ctx.call
+        _refuse_batched(cotangents)
         with torch.no_grad():
             saved = ctx.saved_tensors
             saved = saved[: len(saved) - len(call.guarded)]
             with call.packing:
                 gradients = _run_backward(call, saved, cotangents)
         if torch.is_grad_enabled():
-            gradients = _refuse_second_derivative(gradients, cotangents)
+            arrived_tensors = [c for c in cotangents if c is not None]
+            gradients = _refuse_second_derivative(gradients, [*ctx.sources, *arrived_tensors])
+        elif not _C._autograd._get_current_graph_task_keep_graph():
+            ctx.sources = ()
         parts = call.parts
         arrived = {n for n, o in enumerate(parts.cotangent_of) if cotangents[o] is not None}
         placed: list[torch.Tensor | None] = [None] * call.num_primals
@@ -139,10 +151,27 @@ def _run_backward(
 
 
 def _refuse_second_derivative(
-    gradients: list[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+    gradients: list[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients that raise, with a reason, when somebody differentiates them."""
-    refuse = torch._C._functions.DelayedError(_NO_DOUBLE_BACKWARD, len(gradients))
-    anchored = [g.detach().requires_grad_() for g in gradients]
-    refused = refuse(*anchored)
-    return list(refused) if isinstance(refused, tuple) else [refused]
+    """Gradients that raise, with a reason, when somebody differentiates them by ``sources``."""
+    if not any(s.requires_grad for s in sources):
+        return gradients
+    results: Sequence[torch.Tensor] = _Refused.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
+    return list(results)
+
+
+class _Refused(torch.autograd.Function):
+    """The identity of the first ``count`` tensors, which cannot be differentiated by any."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        raise BridgeError(_NO_DOUBLE_BACKWARD)
+
+
+def _refuse_batched(cotangents: Sequence[torch.Tensor | None]) -> None:
+    if any(c is not None and not _C._has_storage(c) for c in cotangents):
+        raise BridgeError(_NO_BATCHES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ from tvmbridge.decompositions import decomposition_table, kept_whole_under_autog
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
+from tvmbridge.observation import NotApartError, Observation, Stage, staged
 from tvmbridge.refusal import (
     first_paragraph,
-    foreign_draws_refused,
     raise_if_forward_refuses,
     user_line,
 )
+from tvmbridge.standins import tensors_of, without_autocast
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -80,26 +81,45 @@ def capture(
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
     register_caches(module)
+    try:
+        stage = staged(module, args, kwargs, needs_grad)
+        return capture_staged(stage, args, kwargs, needs_grad)
+    except NotApartError:
+        stage = staged(module, args, kwargs, needs_grad, apart=False)
+        return capture_staged(stage, args, kwargs, needs_grad)
+
+
+def capture_staged(
+    stage: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+) -> CapturedGraph:
+    """Trace the module of ``stage``; otherwise as :func:`capture`."""
+    module, seen = stage.module, stage.observation
     program, changed = _export(module, args, kwargs, needs_grad)
-    leaves, in_spec = pytree.tree_flatten((args, kwargs))
+    if seen is None:
+        raise CaptureError(
+            f"forward of {type(module).__name__} cannot be watched: "
+            f"{first_paragraph(stage.failure)}"
+        ) from stage.failure
+    leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     inputs, constant_tensors = _describe_inputs(module, program, leaves)
     return CapturedGraph(
         program=program,
         training=module.training,
         in_spec=in_spec,
-        out_spec=program.call_spec.out_spec,
+        out_spec=seen.structure,
         inputs=inputs,
-        outputs=_describe_outputs(program, inputs),
+        outputs=_with_aliases(_describe_outputs(program), seen),
         noise=find_noise(program.graph),
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
+        values=seen.values,
         changed_arguments=changed,
     )
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], needs_grad: bool
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> tuple[ExportedProgram, tuple[Any, ...]]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
@@ -113,12 +133,11 @@ def _export(
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             with (
                 cumulative_averages_on_tensors(module),
-                foreign_draws_refused(),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
                 watched_forward(module) as watch,
             ):
-                program = torch.export.export(module, args, kwargs, strict=False)
+                program = torch.export.export(module, args, dict(kwargs), strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
             return program, watch.changed
@@ -149,17 +168,6 @@ def _spell_out_total_dropout(program: ExportedProgram) -> None:
     program.graph.eliminate_dead_code()
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Within it autocast is off, as it is wherever compiled code is called."""
-    with torch.autocast("cpu", enabled=False):
-        if torch.cuda.is_available():
-            with torch.autocast("cuda", enabled=False):
-                yield
-        else:
-            yield
-
-
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return {n.name: n.meta["val"] for n in program.graph.nodes if "val" in n.meta}
 
@@ -180,6 +188,9 @@ def _describe_inputs(
     described: list[InputDescriptor] = []
     constants: dict[str, torch.Tensor] = {}
     position = -1
+    state = (*module.named_parameters(), *module.named_buffers())
+    owned = {t.data_ptr(): name for name, t in state if type(t) in (torch.Tensor, nn.Parameter)}
+    named = {id(t): name for name, t in reversed(tensors_of(module).items())}
     for spec in program.graph_signature.input_specs:
         kind = _INPUT_KINDS.get(spec.kind)
         if kind is InputKind.USER:
@@ -191,9 +202,17 @@ def _describe_inputs(
                 f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "
                 "which the bridge does not handle"
             )
+        target = spec.target
         if kind is InputKind.CONSTANT:
-            constants[spec.arg.name] = program.constants[spec.target or ""]
-        described.append(_describe_input(module, spec, kind, values, leaves, position))
+            tensor = program.constants[spec.target or ""]
+            if tensor.numel() and tensor.data_ptr() in owned:
+                raise NotApartError(f"forward reaches {owned[tensor.data_ptr()]} past the module")
+            target = named.get(id(tensor))
+            if target is None:
+                constants[spec.arg.name] = tensor
+            else:
+                kind = InputKind.ATTRIBUTE
+        described.append(_describe_input(module, spec, kind, target, values, leaves, position))
     order = list(InputKind)
     described.sort(key=lambda d: order.index(d.kind))
     _check_one_device(described)
@@ -204,20 +223,21 @@ def _describe_input(
     module: nn.Module,
     spec: InputSpec,
     kind: InputKind,
+    target: str | None,
     values: Mapping[str, torch.Tensor],
     leaves: list[Any],
     position: int,
 ) -> InputDescriptor:
     requires_grad = False
     if kind is InputKind.PARAMETER:
-        requires_grad = module.get_parameter(spec.target or "").requires_grad
+        requires_grad = module.get_parameter(target or "").requires_grad
     elif kind is InputKind.USER:
         requires_grad = leaves[position].requires_grad
     return InputDescriptor(
         name=spec.arg.name,
         kind=kind,
         spec=TensorSpec.of(values[spec.arg.name]),
-        target=spec.target,
+        target=target,
         position=position if kind is InputKind.USER else None,
         requires_grad=requires_grad,
     )
@@ -232,11 +252,8 @@ def _check_one_device(inputs: list[InputDescriptor]) -> None:
         )
 
 
-def _describe_outputs(
-    program: ExportedProgram, inputs: tuple[InputDescriptor, ...]
-) -> tuple[OutputDescriptor, ...]:
+def _describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
     values = _fake_values(program)
-    user_inputs = {d.name: d for d in inputs if d.kind is InputKind.USER}
     kinds = {
         ExportOutputKind.USER_OUTPUT: OutputKind.USER,
         ExportOutputKind.BUFFER_MUTATION: OutputKind.BUFFER_MUTATION,
@@ -254,12 +271,28 @@ def _describe_outputs(
             outputs.append(OutputDescriptor(kind, spec.arg.name, None, value=spec.arg.value))
             continue
         name = spec.arg.name
-        alias = user_inputs[name].position if name in user_inputs else None
-        if kind is not OutputKind.USER:
-            alias = None
         tensor_spec = _output_spec(name, values[name])
-        outputs.append(OutputDescriptor(kind, name, tensor_spec, spec.target, alias_of=alias))
+        outputs.append(OutputDescriptor(kind, name, tensor_spec, spec.target))
     return tuple(outputs)
+
+
+def _with_aliases(
+    outputs: tuple[OutputDescriptor, ...], seen: Observation
+) -> tuple[OutputDescriptor, ...]:
+    """The outputs, with what was observed of the memory that they share."""
+    results = sum(o.kind is OutputKind.USER for o in outputs)
+    if results != len(seen.aliases):
+        raise CaptureError(
+            f"run again, forward returns {len(seen.aliases)} values, captured as {results}"
+        )
+    aliases = iter(seen.aliases)
+    described = []
+    for output in outputs:
+        if output.kind is OutputKind.USER:
+            described.append(replace(output, alias=next(aliases)))
+        else:
+            described.append(replace(output, rebinds=output.target in seen.rebound))
+    return tuple(described)
 
 
 def _output_spec(name: str, value: Any) -> TensorSpec:

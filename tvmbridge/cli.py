@@ -1,4 +1,7 @@
-"""The command line: ``python -m tvmbridge doctor | demo | visualize | compare | tune``."""
+"""The command line, ``python -m tvmbridge COMMAND``.
+
+The commands are doctor, demo, visualize, explain, compare and tune.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         "--all-nodes", action="store_true", help="draw small values as nodes of their own"
     )
     visualize.set_defaults(run=_visualize)
+    explain = commands.add_parser(
+        "explain", help="say what would become of a module, without compiling it"
+    )
+    _add_factory(explain)
+    explain.set_defaults(run=_explain)
     compare = commands.add_parser(
         "compare", help="say which stage departs from eager PyTorch, and at which operator"
     )
@@ -188,6 +196,16 @@ def _visualize(known: argparse.Namespace, _rest: list[str]) -> int:
     known.out.write_bytes(drawn)
     print(f"wrote {known.out}")
     return 0
+
+
+def _explain(known: argparse.Namespace, _rest: list[str]) -> int:
+    """0: whole; 1: it would keep its own forward."""
+    module, sample_input = resolve_factory(known.factory)
+    from tvmbridge import explain
+
+    report = explain(module, sample_input)
+    print(report, end="")
+    return 0 if report.ok else 1
 
 
 def _compare(known: argparse.Namespace, _rest: list[str]) -> int:

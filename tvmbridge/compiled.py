@@ -13,13 +13,14 @@ import tvm
 from torch import nn
 
 from tvmbridge.build import build, resolve_target
-from tvmbridge.capture import capture
+from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.combining import Combining, Packs
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
+from tvmbridge.observation import staged
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.base import storage_roots
@@ -125,6 +126,7 @@ def lower_module(
     measure: Callable[[str], AbstractContextManager[None]],
     passes: Sequence[AnyPass] = (),
     packing: Packing | None = None,
+    apart: bool = True,
 ) -> LoweredModule:
     """Capture ``module`` and run the graph passes, up to the functions that are built.
 
@@ -133,6 +135,7 @@ def lower_module(
         passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
             before a joint function is split.
         packing: says which parameters may be moved to lie side by side; None: none of them.
+        apart: trace a stand-in, so that other threads may run the module meanwhile.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
@@ -140,7 +143,9 @@ def lower_module(
     """
     passes, origin = [*options.extra_passes, *passes], type(module).__name__
     with measure("capture"):
-        captured = capture(module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
+        stage = staged(module, args, kwargs, needs_grad, apart=apart)
+        captured = capture_staged(stage, args, kwargs, needs_grad)
+        module = stage.module
         resolved = resolve_target(target, captured.device.type)
         _refuse_mutation_under_gradient(captured, needs_grad)
     if needs_grad:
@@ -183,15 +188,18 @@ def compile_module(
     needs_grad: bool,
     target: Any = None,
     options: CompileOptions,
+    apart: bool = True,
     packing: Packing | None = None,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
     Args:
         needs_grad: compile forward and backward; otherwise forward alone.
+        apart: trace a stand-in, so that other threads may run the module meanwhile.
         packing: says which parameters may be moved to lie side by side; None: none of them.
 
     Raises:
+        NotApartError: forward reaches the module itself, so that no stand-in can be traced.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
     stages = Stages()
@@ -206,6 +214,7 @@ def compile_module(
         records=records,
         measure=stages.measure,
         packing=packing,
+        apart=apart,
     )
     return build_lowered(lowered, options, records, stages)
 

@@ -110,12 +110,12 @@ def _draws_apart() -> dict[Any, Callable[..., Any]]:
 
 
 def _normal(mean: Any, std: Any = 1.0, *, generator: None = None) -> torch.Tensor:
-    """Standard normal numbers, scaled and shifted, as PyTorch's kernel does."""
+    """Standard normal numbers, scaled and shifted in place, as PyTorch's kernel does."""
     shapes = [x.shape for x in (mean, std) if isinstance(x, torch.Tensor)]
     like = mean if isinstance(mean, torch.Tensor) else std
     shape = torch.broadcast_shapes(*shapes)
     drawn = torch.randn(shape, dtype=like.dtype, device=like.device)
-    return drawn * std + mean
+    return ((drawn * std).to(like.dtype) + mean).to(like.dtype)
 
 
 def _bernoulli(p: torch.Tensor, *, generator: None = None) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,14 @@ from torch import nn
 
 from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
-from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.checks import CheckPolicy
+from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.inspect.check import Checker
 from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
-from tvmbridge.specialization import Mode, Signature, Specialization
-
-logger = logging.getLogger(__name__)
+from tvmbridge.signature import Signature
+from tvmbridge.specialization import Mode, Specialization
 
 
 def add_tvm_dispatch(
@@ -45,6 +45,7 @@ def add_tvm_dispatch(
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
+        ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check.
         CaptureError: forward refuses the sample, or torch.export cannot capture it.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
         BuildError: the target is unknown, or TVM cannot compile for it.
@@ -53,24 +54,27 @@ def add_tvm_dispatch(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
+    policy = CheckPolicy.of_now(chosen.check)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     if target is not None:
         resolve_target(target)
     installed = module.__dict__.get("forward")
     if isinstance(installed, Dispatcher):
         dispatcher = installed
+        dispatcher.renew_after_fork()
     else:
-        dispatcher = Dispatcher(module, module.forward, target, chosen)
+        dispatcher = Dispatcher(module, installed, target, chosen)
+        if policy.word != "never":
+            dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
     specialization = _find_or_add(dispatcher, args, kwargs)
     leaves = specialization.signature.flatten(args, kwargs) or []
     needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)
-    mode = Mode(module.training, needs_grad)
+    mode = Mode.of_now(module.training, needs_grad)
     if mode not in specialization.variants:
         dispatcher.compile(specialization, mode, args, kwargs)
     if specialization not in dispatcher.specializations:
-        dispatcher.specializations.append(specialization)
-        _drop_oldest(dispatcher)
+        dispatcher.add(specialization)
     module.__dict__["forward"] = dispatcher
     return module
 
@@ -83,13 +87,6 @@ def _find_or_add(
         if leaves is not None and specialization.signature.mismatch(leaves) is None:
             return specialization
     return Specialization(Signature(args, kwargs))
-
-
-def _drop_oldest(dispatcher: Dispatcher) -> None:
-    limit = dispatcher.options.max_specializations
-    while len(dispatcher.specializations) > limit:
-        dropped = dispatcher.specializations.pop(0)
-        logger.info("dropped the oldest specialisation %s", dropped.signature)
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
@@ -108,11 +105,10 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
         ValueError: the module is not dispatched.
     """
     dispatcher = _dispatcher_of(module)
-    own = own_instance_forward(dispatcher)
-    if own is None:
+    if dispatcher.own is None:
         del module.__dict__["forward"]
     else:
-        module.__dict__["forward"] = own
+        module.__dict__["forward"] = dispatcher.own
     return module
 
 
@@ -131,6 +127,8 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             joint=variant.compiled.joint,
             joint_reason=variant.compiled.joint_reason,
             calls=variant.calls,
+            checked=variant.checked,
+            checked_gradients=variant.checked_gradients,
             seconds=dict(variant.compiled.seconds),
             residual_bytes=variant.compiled.residual_bytes,
             residuals=variant.compiled.residuals,
@@ -145,7 +143,9 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     return DispatchReport(
         tvm_calls=sum(r.calls for r in reports),
         fallbacks=dict(dispatcher.fallbacks),
+        dropped=dispatcher.dropped,
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,
         packs=dispatcher.packing.reports(),
+        unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
     )

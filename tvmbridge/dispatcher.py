@@ -4,25 +4,43 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
+import os
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tvmbridge.compiled import compile_module
+from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError
+from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.refusal import raise_if_forward_refuses
-from tvmbridge.specialization import Mode, Specialization, Variant
+from tvmbridge.specialization import Checks, Mode, Specialization, Variant
+from tvmbridge.standins import STAND_IN, tensors_of
 from tvmbridge.state import ModuleState
+from tvmbridge.surroundings import refused_now, tracing_here
 
 logger = logging.getLogger(__name__)
+
+
+# Tracing uses state of PyTorch that belongs to the process, so compilations take turns.
+_COMPILING = threading.RLock()
+
+
+def _renew_lock() -> None:
+    global _COMPILING
+    _COMPILING = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Dispatcher:
@@ -34,20 +52,45 @@ class Dispatcher:
     """
 
     def __init__(
-        self, module: nn.Module, original: Callable[..., Any], target: Any, options: CompileOptions
+        self,
+        module: nn.Module,
+        own: Callable[..., Any] | None,
+        target: Any,
+        options: CompileOptions,
     ) -> None:
         self.module = module
-        self.original = original
+        self.own = own
         self.target = target
         self.options = options
-        self.specializations: list[Specialization] = []
+        self.specializations: tuple[Specialization, ...] = ()
         self.fallbacks: Counter[str] = Counter()
         self.packing = Packing(module)
-        self._compiling = threading.RLock()
-        functools.update_wrapper(self, original)
+        self.checker: Checks | None = None
+        self.dropped = 0
+        self._process = os.getpid()
+        self._uses = itertools.count(1)
+        self._counting = threading.Lock()
+        functools.update_wrapper(self, self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own forward: of the instance, or the one that its class has now."""
+        return (
+            types.MethodType(type(self.module).forward, self.module) if not self.own else self.own
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # What looks at functions (their code, defaults, globals) sees the module's own forward.
+        if name.startswith("__") and "module" in self.__dict__:
+            return getattr(self.original, name)
+        raise AttributeError(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reason = _context_refuses()
+        if torch.compiler.is_dynamo_compiling():
+            if self.own is not None:
+                return self.own(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+        reason = refused_now()
         if reason is not None:
             return self._fall_back(reason, args, kwargs)
         with self.packing:
@@ -70,6 +113,9 @@ class Dispatcher:
             tensors = variant.state.tensors()
             reason = variant.mismatch(leaves, tensors)
             if reason is None:
+                specialization.last_use = next(self._uses)
+                if self.checker is not None:
+                    return self.checker.run(self.module, variant, leaves, tensors, (args, kwargs))
                 return variant.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or "nothing is compiled", args, kwargs)
 
@@ -81,28 +127,38 @@ class Dispatcher:
         kwargs: dict[str, Any],
     ) -> Variant | str:
         """The code for the mode of this call, compiled now if it is the first; or why not."""
+        if os.getpid() != self._process:
+            return "the process was forked after dispatch"
         device = specialization.signature.device_type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
         needs_grad = torch.is_grad_enabled() and self.anything_requires_grad(specialization, leaves)
-        mode = Mode(self.module.training, needs_grad)
+        mode = Mode.of_now(self.module.training, needs_grad)
         variant = specialization.variants.get(mode)
         if variant is not None:
             return variant
-        with self._compiling:
+        with _COMPILING:
             if mode not in specialization.variants and mode not in specialization.failures:
                 try:
                     self.compile(specialization, mode, args, kwargs)
-                except BridgeError as error:
-                    specialization.failures[mode] = f"{mode}: {error}"
+                except Exception as error:
+                    # Whatever it is, the module's own forward may do better.
+                    unexpected = (
+                        "" if isinstance(error, BridgeError) else type(error).__name__ + " "
+                    )
+                    specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
 
     def anything_requires_grad(self, specialization: Specialization, leaves: list[Any]) -> bool:
-        """Whether an argument or a parameter requires a gradient."""
+        """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
-        return any(p.requires_grad for p in self.module.parameters())
+        for variant in specialization.variants.values():
+            tensors = variant.state.tensors()
+            if all(t is not None for t in tensors):
+                return any(t.requires_grad for t in tensors if t is not None)
+        return any(t.requires_grad for t in tensors_of(self.module).values())
 
     def compile(
         self,
@@ -112,18 +168,13 @@ class Dispatcher:
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with with_own_forward(self.module, self.original):
-            compiled = compile_module(
-                self.module,
-                args,
-                kwargs,
-                needs_grad=mode.needs_grad,
-                target=self.target,
-                options=self.options,
-                packing=self.packing,
-            )
-            captured = compiled.captured
-            state = ModuleState(self.module, captured.inputs, captured.aliases)
+        with _COMPILING, tracing_here(), undisturbed():
+            try:
+                compiled = self._compile(mode, args, kwargs, apart=True)
+            except NotApartError:
+                with with_own_forward(self.module, self.own):
+                    compiled = self._compile(mode, args, kwargs, apart=False)
+            state = ModuleState(self.module, compiled.captured)
             variant = Variant(state, compiled, self.packing)
             try:
                 variant.try_out(specialization.signature.flatten(args, kwargs) or [])
@@ -134,29 +185,65 @@ class Dispatcher:
             self.packing.claim(names)
         specialization.variants[mode] = variant
 
+    def _compile(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool
+    ) -> CompiledModule:
+        return compile_module(
+            self.module,
+            args,
+            kwargs,
+            needs_grad=mode.needs_grad,
+            target=self.target,
+            options=self.options,
+            packing=self.packing,
+            apart=apart,
+        )
+
+    def add(self, specialization: Specialization) -> None:
+        """Keep ``specialization``; those that were not used for longest go where too many."""
+        with self._counting:
+            specialization.last_use = next(self._uses)
+            kept = sorted((*self.specializations, specialization), key=lambda s: s.last_use)
+            excess = max(0, len(kept) - self.options.max_specializations)
+            self.specializations = tuple(kept[excess:])
+            self.dropped += excess
+        for dropped in kept[:excess]:
+            logger.info("dropped the specialisation %s, not used for longest", dropped.signature)
+
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.fallbacks[reason]:
+        with self._counting:
+            first = not self.fallbacks[reason]
+            self.fallbacks[reason] += 1
+        if first:
             logger.info("%s runs its own forward: %s", self._name(), reason)
-        self.fallbacks[reason] += 1
         return self.original(*args, **kwargs)
+
+    def renew_after_fork(self) -> None:
+        """Forget code that was compiled in another process, whose threads are not in this one."""
+        if os.getpid() != self._process:
+            self._process = os.getpid()
+            self.specializations = ()
 
     def _name(self) -> str:
         return type(self.module).__name__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         module = memo.get(id(self.module))
         if module is None:
             return self
-        original = _rebind(self.original, self.module, module, memo)
-        duplicate = Dispatcher(module, original, self.target, self.options)
-        duplicate.specializations = [
+        own = None if self.own is None else _rebind(self.own, self.module, module, memo)
+        if STAND_IN in memo:
+            return own or types.MethodType(type(module).forward, module)
+        duplicate = Dispatcher(module, own, self.target, self.options)
+        duplicate.specializations = tuple(
             s.rebound(memo, duplicate.packing) for s in self.specializations
-        ]
+        )
         duplicate.packing.claim_like(self.packing)
+        duplicate.checker = None if self.checker is None else self.checker.renewed()
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _original_forward, (self.module, own_instance_forward(self))
+        return _original_forward, (self.module, self.own)
 
 
 def _rebind(
@@ -167,43 +254,29 @@ def _rebind(
     return copy.deepcopy(original, memo)
 
 
-def own_instance_forward(dispatcher: Dispatcher) -> Callable[..., Any] | None:
-    """The forward that stood in the instance's own ``__dict__`` before dispatch, if any."""
-    original = dispatcher.original
-    module = dispatcher.module
-    plain = isinstance(original, types.MethodType) and original.__self__ is module
-    if plain and original.__func__ is type(module).forward:  # type: ignore[attr-defined]
-        return None
-    return original
-
-
 def _original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
     return own or types.MethodType(type(module).forward, module)
 
 
-class with_own_forward:
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it the modes of the caller that are about calls do not reach the compilation."""
+    with (
+        torch.inference_mode(False),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ):
+        yield
+
+
+@contextmanager
+def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
     """Within it the module has its own forward, so that capture traces that."""
-
-    def __init__(self, module: nn.Module, original: Callable[..., Any]) -> None:
-        self.module = module
-        self.original = original
-
-    def __enter__(self) -> None:
-        self.installed = self.module.__dict__.get("forward")
-        if self.installed is not None:
-            self.module.__dict__["forward"] = self.original
-
-    def __exit__(self, *_: object) -> None:
-        if self.installed is not None:
-            self.module.__dict__["forward"] = self.installed
-
-
-def _context_refuses() -> str | None:
-    """Why compiled code must not run in the present context; None when it may."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state():
-        return "the module is being traced"
-    if torch._C._len_torch_dispatch_stack():
-        return "a dispatch mode is active"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a function transform is active"
-    return None
+    installed = module.__dict__.pop("forward", None)
+    if own is not None:
+        module.__dict__["forward"] = own
+    try:
+        yield
+    finally:
+        module.__dict__.pop("forward", None)
+        if installed is not None:
+            module.__dict__["forward"] = installed

@@ -8,12 +8,11 @@ than PyTorch's formula (at kinks, where one side is infinite). A rehearsal of fo
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._functorch.utils
@@ -25,6 +24,7 @@ from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
 from tvmbridge.noise import memory_order
+from tvmbridge.patches import patched_here
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, OutputKind
@@ -267,16 +267,13 @@ def _floating(value: Any) -> list[torch.Tensor]:
 @contextmanager
 def _custom_functions(reasons: dict[str, None]) -> Iterator[None]:
     """Note applied custom autograd functions, also those whose ``apply`` was bound before."""
-    utils = torch._functorch.utils
-    unwrap = utils.unwrap_dead_wrappers
 
-    def noting(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        cls = caller.f_locals.get("cls") if caller is not None else None
+    def noting(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The patch's call and its stub stand between this function and Function.apply.
+        cls = sys._getframe(3).f_locals.get("cls")
         name = getattr(cls, "__name__", "unnamed")
         reasons[f"the custom autograd function {name} has a backward of its own"] = None
         return unwrap(args)
 
-    with mock.patch.object(utils, "unwrap_dead_wrappers", noting):
+    with patched_here(torch._functorch.utils, "unwrap_dead_wrappers", noting):
         yield

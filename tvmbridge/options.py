@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tvmbridge.checks import CheckPolicy
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
     "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
@@ -29,8 +31,8 @@ class CompileOptions:
         recompute: operators that ``min_cut`` may compute again all the same, by their names in
             Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
             (``"aten.convolution.default"``).
-        max_specializations: how many input signatures one module keeps compiled; further ones
-            go to the module's own forward.
+        max_specializations: how many input signatures one module keeps compiled; when there are
+            more, the one that was not used for longest is dropped.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
         combine_matmuls: whether products with a common left operand, such as query, key and value,
@@ -46,6 +48,11 @@ class CompileOptions:
         extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
             the pipeline: on the forward function in inference, on the joint function, before it is
             split, in training. They may not change what a function takes and returns.
+        check: which calls of each specialisation and mode are checked against the module's own
+            forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
+            1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
+            rounding does not explain raises NumericsError. ``TVMBRIDGE_CHECK``, where it is set
+            when a module is dispatched, wins; there 1 is ``growing`` and 0 ``never``.
 
     Raises:
         ValueError: a field has a value that is not among its choices.
@@ -61,6 +68,7 @@ class CompileOptions:
     tuning_records: bool = True
     tuning_logs: str | None = None
     extra_passes: tuple[Any, ...] = ()
+    check: str = "never"
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -69,6 +77,10 @@ class CompileOptions:
                 raise ValueError(
                     f"CompileOptions.{name} is {value!r}; choose one of {', '.join(choices)}"
                 )
+        try:
+            CheckPolicy(self.check)
+        except ValueError as error:
+            raise ValueError(f"CompileOptions.check: {error}") from None
         _check_recompute(self.recompute)
         _check_extra_passes(self.extra_passes)
         if self.max_specializations < 1:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.standins import run_apart, stand_in, tensors_replaced
 
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -25,58 +21,20 @@ def raise_if_forward_refuses(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    actor = stand_in(module) or module
     try:
-        with torch.random.fork_rng(), torch.no_grad():
-            module(
-                *pytree.tree_map(_clone_tensor, args),
-                **pytree.tree_map(_clone_tensor, dict(kwargs)),
-            )
+        with tensors_replaced(actor, {}):
+            run_apart(actor, args, kwargs)
     except Exception as error:
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
         ) from error
-    finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and buffer.shape == buffers[name].shape:
-                    buffer.copy_(buffers[name])
 
 
-@contextmanager
-def foreign_draws_refused() -> Iterator[None]:
-    """Refuse to capture a forward that draws from ``random`` or ``numpy.random``.
-
-    What it draws while it is traced would stand in the compiled code for good. Both generators are
-    left as they were.
-
-    Raises:
-        CaptureError: one of them was used.
-    """
-    before = random.getstate(), numpy.random.get_state()
-    pickled = [pickle.dumps(state) for state in before]
-    try:
-        yield
-        after = random.getstate(), numpy.random.get_state()
-        for name, old, state in zip(("random", "numpy.random"), pickled, after, strict=True):
-            if pickle.dumps(state) != old:
-                raise CaptureError(
-                    f"forward draws numbers from {name}, which compiled code would not draw "
-                    "again; draw them with PyTorch, or outside of forward"
-                )
-    finally:
-        random.setstate(before[0])
-        numpy.random.set_state(before[1])
-
-
-def _clone_tensor(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def first_paragraph(error: BaseException) -> str:
+def first_paragraph(error: BaseException | None) -> str:
     """The first paragraph of an error's text, or its type where it has none."""
-    text = str(error).strip()
+    text = str(error or "").strip()
     return text.split("\n\n")[0] if text else type(error).__name__
 
 

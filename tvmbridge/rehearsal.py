@@ -8,22 +8,26 @@ PyTorch's autograd recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.capture import without_autocast
 from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.refusal import first_paragraph
+from tvmbridge.standins import (
+    as_captured,
+    plain_checkpoints,
+    tensors_replaced,
+    without_autocast,
+)
 from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
@@ -100,13 +104,13 @@ class Rehearsal:
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(_plain_checkpoints())
+            stack.enter_context(plain_checkpoints())
             stack.enter_context(cumulative_averages_on_tensors(self.module))
-            stack.enter_context(_as_captured())
+            stack.enter_context(as_captured())
             stack.enter_context(conversions_without_effect())
-            stack.enter_context(_tensors_replaced(self.module, held))
+            stack.enter_context(tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
-            results = pytree.tree_leaves(forward(*args, **kwargs))
+            results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
@@ -122,7 +126,7 @@ class Rehearsal:
                 value = leaves[positions[output.target or ""]]
             else:
                 value = next(users, None)
-            if output.spec is None or output.alias_of is not None:
+            if output.spec is None or output.alias is not None:
                 continue
             if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
                 torch.Size(output.spec.shape),
@@ -137,74 +141,12 @@ class Rehearsal:
         return ordered
 
 
-@contextmanager
-def _tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within it the module holds other tensors (by the id of its own); then all is as before.
-
-    Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
-    too, and attributes that forward sets are taken back.
-    """
-    saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
+def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     try:
-        for attributes, before in saved:
-            for name, value in before.items():
-                attributes[name] = _with_replaced(value, held)
-            for name in ("_parameters", "_buffers"):
-                attributes[name] = dict(attributes[name])
-        yield
-    finally:
-        for attributes, before in saved:
-            attributes.clear()
-            attributes.update(before)
-
-
-def _with_replaced(value: Any, held: Mapping[int, torch.Tensor]) -> Any:
-    """``value``, or a copy of it if it is a container that holds a replaced tensor."""
-    if isinstance(value, torch.Tensor):
-        return held.get(id(value), value)
-    if type(value) is dict and any(id(v) in held for v in value.values()):
-        return {k: held.get(id(v), v) for k, v in value.items()}
-    if type(value) in (list, tuple) and any(id(v) in held for v in value):
-        return type(value)(held.get(id(v), v) for v in value)
-    return value
-
-
-@contextmanager
-def _as_captured() -> Iterator[None]:
-    """Within it modules are told that they are traced, as they were when they were captured.
-
-    They must take the same way through their code; and what they keep for later calls (in caches
-    of functions) must not be made of fake tensors.
-    """
-    place = torch.compiler
-    with (
-        mock.patch.object(place, "_is_compiling_flag", True),
-        mock.patch.object(place, "_is_exporting_flag", True),
-    ):
-        yield
-
-
-@contextmanager
-def _plain_checkpoints() -> Iterator[None]:
-    """Checkpointed functions run once, without recomputation: the gradients are the same."""
-    place = torch.utils.checkpoint
-    with (
-        mock.patch.object(place, "CheckpointFunction", _PlainReentrant),
-        mock.patch.object(place, "_checkpoint_without_reentrant_generator", _plain_generator),
-    ):
-        yield
-
-
-class _PlainReentrant:
-    """Stands for the autograd function behind reentrant checkpoints."""
-
-    @staticmethod
-    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """Call ``function``; as in the original, gradients flow only if an argument wants one."""
-        connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-        with torch.set_grad_enabled(connected and torch.is_grad_enabled()):
-            return function(*args)
-
-
-def _plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
+        return forward(*args, **kwargs)
+    except BridgeError:
+        raise
+    except Exception as error:
+        raise UnsupportedOperatorError(
+            f"forward cannot be run again on fake tensors: {first_paragraph(error)}"
+        ) from error

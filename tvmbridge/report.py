@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +23,9 @@ class SpecializationReport:
     calls in the code by how their kernel came to be: tuned, scheduled by rule, external.
     beyond its inputs and outputs (draws of dropout are counted), ``residuals`` the same by value,
     the largest first; operators are counted by ATen overload. ``joint`` is the source of the joint
-    function, ``joint_reason`` says why it is not ``relax``.
+    function, ``joint_reason`` says why it is not ``relax``. ``checked`` counts the calls that
+    agreed with the module's own forward (``CompileOptions.check``), ``checked_gradients`` the
+    backwards.
     """
 
     mode: str
@@ -39,6 +41,8 @@ class SpecializationReport:
     aten_operators: Mapping[str, int]
     kernels: Coverage
     passes: tuple[PassRecord, ...]
+    checked: int = 0
+    checked_gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,18 +66,36 @@ class PackReport:
 
 @dataclass(frozen=True)
 class DispatchReport:
-    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation."""
+    """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
+
+    ``dropped`` counts the specialisations that gave way to newer ones, ``unchecked`` the calls that
+    were due for a check but could not be checked, by reason.
+    """
 
     tvm_calls: int
     fallbacks: dict[str, int]
     aten_calls: list[str]
     specializations: list[SpecializationReport]
+    dropped: int = 0
     packs: tuple[PackReport, ...] = ()
+    unchecked: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def checked_calls(self) -> int:
+        """Calls that were compared with the module's own forward, and agreed."""
+        return sum(s.checked for s in self.specializations)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=110)
+        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
         console.print(f"calls served by TVM: {self.tvm_calls}")
+        if self.checked_calls:
+            gradients = sum(s.checked_gradients for s in self.specializations)
+            console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
+        for reason, count in self.unchecked.items():
+            console.print(f"calls not checked: {count}, because {reason}", highlight=False)
         console.print(_specialization_table(self.specializations))
+        if self.dropped:
+            console.print(f"specialisations dropped, not used for longest: {self.dropped}")
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)

@@ -2,100 +2,52 @@
 
 from __future__ import annotations
 
-import operator
-import os
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from tvmbridge.aliasing import made_again
 from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.packing import Packing
+from tvmbridge.signature import Signature
 from tvmbridge.state import ModuleState
-from tvmbridge.types import InputKind, OutputKind
+from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
 
 
-@dataclass(frozen=True)
-class Mode:
+class Mode(NamedTuple):
     """What the same signature is compiled for separately.
 
-    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call.
+    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
+    ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
+    default one, which new tensors get.
     """
 
     training: bool
     needs_grad: bool
+    deterministic: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of_now(cls, training: bool, needs_grad: bool) -> Mode:
+        """The mode of a call made now."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(training, needs_grad, deterministic, torch.get_default_dtype())
 
     def __str__(self) -> str:
-        return ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
-
-
-class Signature:
-    """Structure, shapes, dtypes, devices and constants of the arguments of a call."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
-        self.keywords = tuple(kwargs)
-        self.num_args = len(args)
-        # Arguments that are leaves themselves need no flattening at a call.
-        arguments = [*args, *kwargs.values()]
-        self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
-        self.tensors = [
-            (i, leaf.shape, leaf.dtype, leaf.device)
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor)
-        ]
-        self.constants = [
-            (i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)
-        ]
-
-    @property
-    def device_type(self) -> str:
-        """The device type of the tensors among the arguments."""
-        return self.tensors[0][3].type if self.tensors else "cpu"
-
-    def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """The leaves of a call in the order of the signature; None: another structure."""
-        if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
-            return None
-        if self.flat:
-            return [*args, *(kwargs[k] for k in self.keywords)]
-        leaves, spec = pytree.tree_flatten((args, {k: kwargs[k] for k in self.keywords}))
-        return leaves if spec == self.spec else None
-
-    def mismatch(self, leaves: Sequence[Any]) -> str | None:
-        """Why ``leaves`` do not fit the signature; None when they do."""
-        for i, shape, dtype, device in self.tensors:
-            leaf = leaves[i]
-            if type(leaf) not in _PLAIN:
-                return "an argument is not a plain tensor"
-            if leaf.shape != shape:
-                return "the shape of an input differs"
-            if leaf.dtype is not dtype:
-                return "the dtype of an input differs"
-            if leaf.device != device:
-                return "the device of an input differs"
-            if leaf.layout is not torch.strided:
-                return "the layout of an input differs"
-        for i, value in self.constants:
-            leaf = leaves[i]
-            if leaf is not value and (type(leaf) is not type(value) or leaf != value):
-                return "an argument that is not a tensor differs"
-        return None
-
-    def __str__(self) -> str:
-        shapes = ", ".join(
-            f"{tuple(shape)} {str(dtype).removeprefix('torch.')}"
-            for _, shape, dtype, _ in self.tensors
-        )
-        return f"({shapes})"
+        text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
+        text += ", deterministic" * self.deterministic
+        if self.dtype is not torch.float32:
+            text += f", default {str(self.dtype).removeprefix('torch.')}"
+        return text
 
 
 class Variant:
@@ -112,15 +64,27 @@ class Variant:
         self.state = state
         self.compiled = compiled
         self.calls = 0
-        self._process = os.getpid()
+        self.checked = 0
+        self.checked_gradients = 0
+        self._counting = threading.Lock()
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
         noise = captured.noise
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        outputs = captured.outputs
+        self._user_of = {d.name: d.position or 0 for d in users}
+        self._state_of = {name: i for i, name in enumerate(state.names)}
+        returned = [o for o in outputs if o.kind is OutputKind.USER]
+        self._aliases = [(i, o.alias) for i, o in enumerate(returned) if o.alias is not None]
+        # Views of outputs come after what they are views of.
+        self._aliases.sort(key=lambda numbered: numbered[1].kind is None)
+        views = [alias for _, alias in self._aliases if alias.shape is not None]
+        self._views = [alias for alias in views if alias.kind is not None]
+        self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
         # Random numbers stand in the order of memory, which follows that of the inputs.
-        held = [d for d in captured.inputs if d.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
+        held = [d for d in captured.inputs if d.kind in _OF_MODULE]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
         self._packing = packing
@@ -131,13 +95,17 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        if os.getpid() != self._process:
-            return "the process was forked after compilation"
         reason = self.state.changed(tensors, check_grad=self._training is not None)
         if reason is None and self._training is not None:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
+        if reason is None and self._written:
+            reason = self._overlap(leaves, tensors)
+        for alias in self._views if reason is None else ():
+            base = self._base(alias, leaves)
+            if base is None or base.stride() != alias.base_stride:
+                return "a tensor of which a view is returned has other strides"
         return reason or self._other_order(leaves, tensors)
 
     def _other_order(
@@ -151,6 +119,29 @@ class Variant:
                 return "a parameter is laid out otherwise, so that random numbers would differ"
         return None
 
+    def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
+        """Whether a tensor that is written shares memory with another that the code reads."""
+        read = [*(leaves[p] for p in self._positions), *tensors]
+        storages = [t.untyped_storage().data_ptr() for t in read if t.numel()]
+        written = {id(self._target(o, leaves, tensors)) for o in self._written}
+        changing = {t.untyped_storage().data_ptr() for t in read if id(t) in written and t.numel()}
+        if sum(s in changing for s in storages) > len(changing):
+            return "a tensor that forward writes shares memory with another"
+        return None
+
+    def _target(
+        self, output: OutputDescriptor, leaves: Sequence[Any], tensors: Sequence[Any]
+    ) -> torch.Tensor:
+        """The tensor that is written, or exchanged, with this output."""
+        if output.kind is OutputKind.INPUT_MUTATION:
+            return leaves[self._user_of[output.target or ""]]
+        return tensors[self._state_of[output.target or ""]]
+
+    def _base(self, alias: OutputAlias, leaves: Sequence[Any]) -> torch.Tensor | None:
+        if alias.kind is InputKind.USER:
+            return leaves[int(alias.key)]
+        return self.state.tensor(str(alias.key))
+
     def try_out(self, leaves: Sequence[Any]) -> None:
         """Run forward and backward once and throw the results away.
 
@@ -158,7 +149,7 @@ class Variant:
         in the middle of a training step. State, arguments and random state stay as they are.
         """
         with torch.random.fork_rng(devices=[]):
-            tensors: Sequence[Any] = self.state.tensors()
+            tensors: Sequence[Any] = self._sample_state()
             primals = [p.detach() for p in self._primals(leaves, tensors)]
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
@@ -173,6 +164,14 @@ class Variant:
             cotangents = [torch.zeros_like(o) for o in outputs]
             torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 
+    def _sample_state(self) -> list[torch.Tensor]:
+        """The module's tensors; zeros where forward has yet to make one."""
+        specs = [d.spec for d in self.compiled.captured.inputs if d.kind in _OF_MODULE]
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if t is None else t
+            for t, spec in zip(self.state.tensors(), specs, strict=True)
+        ]
+
     def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         """User inputs, state, draws and masks, in the order of the compiled code."""
         noise = draw_noise(self.compiled.captured.noise)
@@ -183,6 +182,10 @@ class Variant:
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
+
+    def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Draw the noise and run the code: the computed outputs, in order."""
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
@@ -190,8 +193,9 @@ class Variant:
             results: Sequence[torch.Tensor] = self._training(primals)
         else:
             results = self._run_inference(primals)
-        self.calls += 1
-        return self._assemble(results, leaves, tensors, arguments)
+        with self._counting:
+            self.calls += 1
+        return results
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
         loaded = self.compiled.loaded
@@ -200,44 +204,54 @@ class Variant:
             results[i] = results[i].clone()
         return results
 
-    def _assemble(
+    def assemble(
         self,
         results: Sequence[torch.Tensor],
         leaves: Sequence[Any],
         tensors: Sequence[Any],
         arguments: Arguments,
     ) -> Any:
+        """Write mutations back, and rebuild what forward returns from the computed outputs."""
         captured = self.compiled.captured
         computed = iter(results)
         flat: list[Any] = []
         for output in captured.outputs:
-            if output.spec is None:
-                value = output.value
-            elif output.alias_of is not None:
-                value = leaves[output.alias_of]
-            else:
-                value = next(computed)
+            value = next(computed) if output.is_computed else output.value
             if output.kind is OutputKind.USER:
                 flat.append(value)
+            elif output.rebinds:
+                self.state.rebind(output.target or "", value.detach())
             else:
-                self._write_back(output.kind, output.target or "", value, leaves, tensors)
+                with torch.no_grad():
+                    self._target(output, leaves, tensors).copy_(value)
+        # Last, because they show what was written.
+        self._make_again(flat, leaves)
         return rebuild(flat, captured.out_spec, captured.changed_arguments, arguments)
 
-    def _write_back(
+    def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
+        for number, alias in self._aliases:
+            base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
+            assert base is not None
+            flat[number] = made_again(alias, base)
+
+
+class Checks(Protocol):
+    """Serves calls in place of :meth:`Variant.run`, and checks some of them."""
+
+    unchecked: Counter[str]
+
+    def run(
         self,
-        kind: OutputKind,
-        target: str,
-        value: torch.Tensor,
+        module: nn.Module,
+        variant: Variant,
         leaves: Sequence[Any],
         tensors: Sequence[Any],
-    ) -> None:
-        if kind is OutputKind.BUFFER_MUTATION:
-            written = tensors[self.state.names.index(target)]
-        else:
-            users = {d.name: d.position for d in self.compiled.captured.inputs}
-            written = leaves[users[target] or 0]
-        with torch.no_grad():
-            written.copy_(value)
+        arguments: Arguments,
+    ) -> Any:
+        """What the call returns."""
+
+    def renewed(self) -> Checks:
+        """The same for a copy of the module."""
 
 
 class Specialization:
@@ -247,6 +261,7 @@ class Specialization:
         self.signature = signature
         self.variants: dict[Mode, Variant] = {}
         self.failures: dict[Mode, str] = {}
+        self.last_use = 0
 
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
@@ -260,4 +275,5 @@ class Specialization:
             if not v.state.replaced()
         }
         copy.failures = dict(self.failures)
+        copy.last_use = self.last_use
         return copy

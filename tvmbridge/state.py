@@ -1,4 +1,4 @@
-"""The live state of a module: its parameters and buffers at each call, and what must not change.
+"""The live state of a module: its tensors at each call, and what must not have changed.
 
 Parameters are looked up by name in their owners at every call, so replaced, retied, loaded and
 optimised parameters are always seen.
@@ -6,14 +6,18 @@ optimised parameters are always seen.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
+from tvmbridge.attributes import MISSING, AttributeGuard
 from tvmbridge.libraries import acts
-from tvmbridge.types import InputDescriptor, InputKind
+from tvmbridge.types import CapturedGraph, InputKind
 
 _HOOKS = (
     "_forward_hooks",
@@ -21,73 +25,145 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+# Of every module in the process; the dispatched module's own call runs them, but its submodules
+# are not called.
+_GLOBAL_HOOKS = tuple(
+    getattr(nn_module, f"_global{name}")
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
+_HELD = ("_parameters", "_buffers", "_modules")
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+_REPLACED = "a submodule was replaced"
+_PATCHED = "the forward of a submodule was replaced"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of one of a module's dicts, and what must stand there."""
+
+    owner: nn.Module
+    held: str  # the name of the dict among the attributes; "" is the dict of attributes itself
+    key: str
+    expected: Any = None
+    reason: str = ""
 
 
 class ModuleState:
     """Finds the tensors that compiled code reads, and says what has changed since capture.
 
     Args:
-        module: the captured module.
-        inputs: descriptors of the graph's inputs; parameters and buffers are taken from them.
-        aliases: dotted names that shared a tensor with a captured name (tied weights).
+        module: the dispatched module.
+        captured: its graph; the inputs that are tensors of the module, its tied weights, and the
+            attributes that forward read are taken from it.
     """
 
-    def __init__(
-        self, module: nn.Module, inputs: Sequence[InputDescriptor], aliases: Mapping[str, str]
-    ) -> None:
-        held = [d for d in inputs if d.kind in (InputKind.PARAMETER, InputKind.BUFFER)]
-        self.names = tuple(d.target or "" for d in held)
-        self._slots = [_slot(module, name) for name in self.names]
+    def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
+        kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+        inputs = [d for d in captured.inputs if d.kind in kinds]
+        self.names = tuple(d.target or "" for d in inputs)
         self._expected = [
-            (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in held
+            (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
         ]
-        self._ties = [(_slot(module, alias), _slot(module, of)) for alias, of in aliases.items()]
-        self._children = [
-            (parent._modules, name, child, child.training)
-            for parent in module.modules()
-            for name, child in parent._modules.items()
-            if child is not None
+        based = [o.alias for o in captured.outputs if o.alias is not None]
+        bases = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
+        self._ties = list(captured.aliases.items())
+        self._places = {
+            name: _entry(module, name)
+            for name in (*self.names, *bases, *(n for tie in self._ties for n in tie))
+        }
+        self._modules = list(module.modules())
+        self._structure = list(_structure(module))
+        self._sizes = [
+            (m, held, len(m.__dict__[held]))
+            for m in self._modules
+            for held in _HELD
+            if held in m.__dict__
         ]
-        self._hooks = [
-            hooks
-            for _, _, child, _ in self._children
-            for hooks in (child.__dict__.get(name) for name in _HOOKS)
-            if hooks is not None
+        self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
+        self._attributes = AttributeGuard.of(module, captured.values)
+        constants = captured.constant_tensors.values()
+        self._constants = [(t, t._version) for t in constants if not t.is_inference()]
+        self._bind({})
+
+    def _bind(self, memo: Mapping[int, Any]) -> None:
+        """Look up the dicts that are read at each call, or their copies in ``memo``."""
+
+        def copied(value: Any) -> Any:
+            return memo.get(id(value), value)
+
+        def dict_of(owner: nn.Module, held: str) -> dict[str, Any]:
+            # A copy that is being made has no entries yet, but those of its dicts are made.
+            return copied(owner.__dict__[held]) if held else copied(owner).__dict__
+
+        self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
+        self._slots = [self._found[name] for name in self.names]
+        self._entries = [
+            (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
         ]
+        self._lengths = [(dict_of(m, held), length) for m, held, length in self._sizes]
+        children = self._modules[1:]
+        self._types = [(copied(m), type(m)) for m in self._modules]
+        self._hooks = [dict_of(m, name) for m in children for name in _HOOKS if name in m.__dict__]
+        self._hooks += _GLOBAL_HOOKS if children else ()
 
     def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
         """The same expectations of a deep copy of the module, found through the copy's ``memo``.
 
-        Everything looked up here is an item of the module's ``__dict__`` older than its dispatch,
-        so it has been copied before.
+        Everything looked up here is older in the module's ``__dict__`` than its dispatch, so it
+        has been copied before.
         """
-        copied = ModuleState.__new__(ModuleState)
-        copied.names, copied._expected = self.names, self._expected
-        copied._slots = [(memo[id(owner)], name) for owner, name in self._slots]
-        copied._ties = [
-            ((memo[id(a)], alias), (memo[id(o)], name)) for (a, alias), (o, name) in self._ties
+        other = copy.copy(self)
+        other._bind(memo)
+        other._attributes = self._attributes.rebound(memo)
+        other._modules = [memo[id(m)] for m in self._modules]
+        other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
+        other._structure = [
+            replace(e, owner=memo[id(e.owner)], expected=memo.get(id(e.expected), e.expected))
+            for e in self._structure
         ]
-        copied._children = [
-            (memo[id(parent)], name, memo[id(child)], training)
-            for parent, name, child, training in self._children
-        ]
-        copied._hooks = [memo[id(hooks)] for hooks in self._hooks]
-        return copied
+        # A copy of what was written before is not what was captured either.
+        fresh = [(memo.get(id(t), t), t._version == version) for t, version in self._constants]
+        other._constants = [(t, t._version if same else -1) for t, same in fresh]
+        other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
+        return other
 
     def tensors(self) -> list[torch.Tensor | None]:
-        """The parameters and buffers of now, in the order of :attr:`names`; None where missing."""
+        """The tensors of now, in the order of :attr:`names`; None where missing."""
         return [owner.get(name) for owner, name in self._slots]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The tensor of now that has this name, and that an output shares memory with."""
+        owner, key = self._found[name]
+        return owner.get(key)
+
+    def rebind(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the module hold another tensor."""
+        owner, key = self._found[name]
+        owner[key] = tensor
 
     def replaced(self) -> bool:
         """Whether a submodule is no longer the one that was captured."""
-        return any(parent.get(name) is not child for parent, name, child, _ in self._children)
+        return any(
+            reason == _REPLACED and place.get(key) is not expected
+            for place, key, expected, reason in self._entries
+        )
 
     def _restructured(self) -> str | None:
-        for parent, name, child, training in self._children:
-            if parent.get(name) is not child:
-                return "a submodule was replaced"
-            if child.training is not training:
-                return "the training flag of a submodule changed"
+        for place, key, expected, reason in self._entries:
+            if place.get(key, MISSING) is not expected:
+                now = place.get(key, MISSING)
+                if reason is not _PATCHED or _own(now) is not _own(expected):
+                    return reason
+        for place, length in self._lengths:
+            if len(place) != length:
+                return "a submodule, parameter or buffer was added or removed"
+        for module, class_ in self._types:
+            if type(module) is not class_:
+                return "the class of a submodule changed"
+        for class_, forward in self._classes:
+            if class_.forward is not forward:
+                return _PATCHED
         for hooks in self._hooks:
             if hooks and acts(hooks.values()):
                 return "a submodule has hooks"
@@ -101,25 +177,60 @@ class ModuleState:
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
-            if tensor is None:
-                return "a parameter or buffer is missing"
+            if type(tensor) not in _PLAIN:
+                return _not_plain(tensor)
+            assert tensor is not None
             if tensor.dtype is not dtype:
                 return "the dtype of a parameter or buffer changed"
+            if tensor.layout is not torch.strided:
+                return "the layout of a parameter or buffer changed"
             if tensor.device != device:
                 return "the device of a parameter or buffer changed"
             if tensor.shape != shape:
                 return "the shape of a parameter or buffer changed"
             if check_grad and tensor.requires_grad is not requires_grad:
                 return "requires_grad of a parameter changed"
-        for (alias_owner, alias), (owner, name) in self._ties:
-            if alias_owner.get(alias) is not owner.get(name):
+        for alias, name in self._ties:
+            if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"
-        return None
+        for constant, version in self._constants:
+            if constant._version != version:
+                return "a tensor that forward has as a constant was written"
+        attribute = self._attributes.changed()
+        return f"the attribute {attribute} changed" if attribute else None
 
 
-def _slot(module: nn.Module, dotted: str) -> tuple[dict[str, Any], str]:
-    """The dict that holds the tensor called ``dotted``, and its key."""
+def _not_plain(tensor: Any) -> str:
+    if tensor is None:
+        return "a parameter or buffer is missing"
+    return "a parameter or buffer is not a plain tensor"
+
+
+def _own(forward: Any) -> Any:
+    """The forward in an instance's dict; a dispatcher counts as what it stands for."""
+    return getattr(forward, "own", forward)
+
+
+def _structure(module: nn.Module) -> Iterator[_Entry]:
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            yield _Entry(parent, "_modules", name, child, _REPLACED)
+        for held in ("_parameters", "_buffers"):
+            for name, tensor in parent.__dict__[held].items():
+                if tensor is None:
+                    yield _Entry(parent, held, name, None, "a parameter or buffer was added")
+        if parent is module:
+            continue
+        changed = "the training flag of a submodule changed"
+        yield _Entry(parent, "", "training", parent.training, changed)
+        yield _Entry(parent, "", "forward", parent.__dict__.get("forward", MISSING), _PATCHED)
+
+
+def _entry(module: nn.Module, dotted: str) -> _Entry:
+    """Where the tensor called ``dotted`` is; it may come to be there later."""
     path, _, name = dotted.rpartition(".")
     owner = module.get_submodule(path)
-    held = owner._parameters if name in owner._parameters else owner._buffers
-    return held, name
+    for held in ("_parameters", "_buffers"):
+        if name in owner.__dict__[held]:
+            return _Entry(owner, held, name)
+    return _Entry(owner, "", name)

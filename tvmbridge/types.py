@@ -23,6 +23,7 @@ class InputKind(enum.Enum):
     USER = "user"
     PARAMETER = "parameter"
     BUFFER = "buffer"
+    ATTRIBUTE = "attribute"
     CONSTANT = "constant"
     NOISE = "noise"
 
@@ -88,8 +89,8 @@ class NoiseDescriptor:
 class InputDescriptor:
     """One input of the captured graph.
 
-    ``target`` is the dotted name of the parameter or buffer; ``position`` the index of a user
-    input among the flattened leaves of ``(args, kwargs)``.
+    ``target`` is the dotted name of the parameter, buffer or attribute; ``position`` the index of
+    a user input among the flattened leaves of ``(args, kwargs)``.
     """
 
     name: str
@@ -101,11 +102,32 @@ class InputDescriptor:
 
 
 @dataclass(frozen=True)
+class OutputAlias:
+    """An output that shares memory with another tensor, its base.
+
+    ``kind`` and ``key`` name the base: a user input by its position among the leaves, a tensor of
+    the module (BUFFER, whatever it is) by its dotted name, or (None) another user output by its
+    number. ``shape`` None says that the output is the base itself; otherwise it is the view with
+    these strides, ``offset`` elements from where the base begins, of a base with the strides
+    ``base_stride``. ``detached``: no gradient flows from it to the base.
+    """
+
+    kind: InputKind | None
+    key: int | str
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    base_stride: tuple[int, ...] = ()
+    detached: bool = False
+
+
+@dataclass(frozen=True)
 class OutputDescriptor:
     """One output of the captured graph.
 
     A user output that is not computed has ``spec`` None: it is the constant ``value`` (a number,
-    a string, None). ``alias_of`` is the position of the user input that is returned as it is.
+    a string, None); or it is made again as ``alias`` says. ``rebinds``: a buffer that gets another
+    tensor, and is not written into.
     """
 
     kind: OutputKind
@@ -113,12 +135,13 @@ class OutputDescriptor:
     spec: TensorSpec | None
     target: str | None = None
     value: Any = None
-    alias_of: int | None = None
+    alias: OutputAlias | None = None
+    rebinds: bool = False
 
     @property
     def is_computed(self) -> bool:
-        """Whether compiled code returns it: it is neither a constant nor an input given back."""
-        return self.spec is not None and self.alias_of is None
+        """Whether compiled code returns it: it is neither a constant nor a view of a tensor."""
+        return self.spec is not None and self.alias is None
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,8 @@ class CapturedGraph:
 
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
     specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
-    first name of it. ``changed_arguments`` are the places of the container arguments that forward
+    first name of it. ``values`` are the attributes that forward read, by (submodule's name,
+    attribute's name). ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs.
     """
 
@@ -141,6 +165,7 @@ class CapturedGraph:
     constants: Mapping[int, Any]
     constant_tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
 
     @property

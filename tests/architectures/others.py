@@ -73,6 +73,8 @@ TABLE = {
         "ViltConfig",
         {**_TEXT, "image_size": 32, "patch_size": 8, "max_image_length": -1},
         _text_and_image,
+        # It resizes its positions to the sizes that the mask of the image tells.
+        refused="data-dependent",
     ),
     "time-series": Architecture(
         "other",

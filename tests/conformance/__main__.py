@@ -80,6 +80,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--read", nargs="+", type=Path, help="run nothing, read files of results")
     add("--whole", action="store_true", help="the results are complete: drop what they lack")
     add("--write-results", action="store_true", help="bring results into tests/conformance")
+    add("--torch", default=torch.__version__, help="the PyTorch that results read were made with")
     add("--write-docs", action="store_true", help="write docs/operators.md from what is committed")
     return parser.parse_args(arguments)
 
@@ -125,7 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for change in write_admitted(rows, only_add=not options.whole):
             print(f"admitted: {change}")
     if options.write_results:
-        write_results(rows, only_add=not options.whole)
+        write_results(
+            rows, only_add=not options.whole, torch=options.torch, samples=options.samples
+        )
     return 1 if any(FAILURES & set(row["cases"]) for row in rows.values()) else 0
 
 

@@ -44,8 +44,8 @@ def is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
     """Whether a result differs from eager's by rounding alone.
 
     The reference in float64 says so: ours is off by no more than twice what eager's is, or by four
-    units in the last place of the largest element. (Sums in another order differ by that where terms cancel;
-    eager PyTorch itself rounds otherwise for other strides of the same values.)
+    units in the last place of the largest element. (Sums in another order differ by that where
+    terms cancel; eager PyTorch itself rounds otherwise for other strides of the same values.)
     """
     if compare(ours, theirs, values=False):
         return False

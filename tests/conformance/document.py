@@ -1,13 +1,16 @@
 """``docs/operators.md``: what became of every operator, and the results that it is written from.
 
-The results are kept in ``results.json`` in brief: dtype and mode -> operator -> class.
+The results are kept in ``results.json`` in brief: dtype and mode -> operator -> class, and with
+them how they were measured.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,9 @@ _HEAD = """# Operators
 
 What PyTorch's own samples of each operator (OpInfo), and harder variants of them, become on the
 whole way from `torch.export` to compiled code, compared with eager PyTorch in structure, dtype,
-shape and values; and the same for gradients. This page is generated:
+shape and values; and the same for gradients.
+
+Measured with PyTorch {torch}{samples}. This page is generated:
 
     python -m tests.conformance --dtypes {dtypes} --modes {modes} --out build/all.jsonl
     python -m tests.conformance --read build/all.jsonl --whole --write-results
@@ -40,23 +45,44 @@ have the operator in this dtype.
 _WORDS = {"aten_call": "call"}
 
 
-def read_results() -> Results:
+@dataclass(frozen=True)
+class Measured:
+    """Results, the version of PyTorch, and the most samples of an entry (0: all of them)."""
+
+    results: Results
+    torch: str
+    samples: int
+
+
+def read_results() -> Measured:
     """The content of ``results.json``."""
-    content: Results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    return content
+    return Measured(**json.loads(RESULTS.read_text(encoding="utf-8")))
 
 
-def write_results(rows: Mapping[str, Mapping[str, Any]], *, only_add: bool) -> None:
+def write_results(
+    rows: Mapping[str, Mapping[str, Any]], *, only_add: bool, torch: str, samples: int
+) -> None:
     """Bring the classes of ``rows`` into ``results.json``; with ``only_add`` keep the others."""
-    results = read_results() if only_add and RESULTS.exists() else {}
+    results = read_results().results if only_add and RESULTS.exists() else {}
     for entry, row in rows.items():
         name, dtype, mode = entry.rsplit("/", 2)
         if row["class"] != "none":
-            word = row["class"]
             source = "+".join(row["joint"]) if mode == "auto" else ""
-            results.setdefault(f"{dtype}/{mode}", {})[name] = f"{word} {source}".strip()
+            remark = _refusal(row) or source
+            results.setdefault(f"{dtype}/{mode}", {})[name] = f"{row['class']} {remark}".strip()
     ordered = {kind: dict(sorted(names.items())) for kind, names in sorted(results.items())}
-    RESULTS.write_text(json.dumps(ordered, indent=0) + "\n", encoding="utf-8")
+    content = {"torch": torch, "samples": samples, "results": ordered}
+    RESULTS.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+
+
+def _refusal(row: Mapping[str, Any]) -> str:
+    """Why a case of ``row`` is refused, in short; empty where it is of another class."""
+    if row["class"] != "refused":
+        return ""
+    reason = next(u["reason"] for u in row["unfit"] if u["result"] == "refused")
+    reason = " ".join(reason.partition(": ")[2].split())
+    reason = re.sub(r"^.*it stopped at .*?: (?!\d)", "", reason)
+    return reason.replace("|", "/")[:90]
 
 
 def write_document() -> None:
@@ -64,18 +90,24 @@ def write_document() -> None:
     DOCUMENT.write_text(document(read_results()), encoding="utf-8")
 
 
-def document(results: Results) -> str:
-    """The page for ``results``."""
+def document(measured: Measured) -> str:
+    """The page for what was measured."""
+    results = measured.results
     forward = [kind for kind in results if kind.endswith("/forward")]
     gradients = [kind for kind in results if kind.endswith("/auto")]
     dtypes = " ".join(dict.fromkeys(kind.split("/")[0] for kind in results))
     modes = " ".join(sorted({kind.split("/")[1] for kind in results}, key="forward auto".find))
     parts = [
-        _HEAD.format(dtypes=dtypes, modes=modes),
+        _HEAD.format(
+            dtypes=dtypes,
+            modes=modes,
+            torch=measured.torch,
+            samples=f", at most {measured.samples} samples of an operator" * bool(measured.samples),
+        ),
         _summary(results),
         _usage(),
         _table("Forward", forward, results),
-        _table('Gradients, `joint="auto"`', gradients, results),
+        _table("Gradients", gradients, results),
         _admitted(),
     ]
     return "\n".join(parts)

@@ -60,73 +60,18 @@ _OWN_SIZES: dict[str, dict[str, Any]] = {
     "convnextv2": {"image_size": 64},
 }
 
-_TEXT = [
-    "albert",
-    "bert",
-    "bert-generation",
-    "bloom",
-    "codegen",
-    "deberta",
-    "deberta-v2",
-    "distilbert",
-    "electra",
-    "ernie",
-    "esm",
-    "falcon",
-    "fnet",
-    "gemma",
-    "gemma2",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gpt_neox",
-    "gptj",
-    "granite",
-    "llama",
-    "megatron-bert",
-    "mistral",
-    "mixtral",
-    "mobilebert",
-    "mpnet",
-    "mpt",
-    "nystromformer",
-    "olmo",
-    "opt",
-    "phi",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "roberta",
-    "roformer",
-    "squeezebert",
-    "stablelm",
-    "xlm-roberta",
-    "xlnet",
-]
-_PAIRS = ["bart", "blenderbot", "m2m_100", "marian", "mbart", "mt5", "pegasus", "t5"]
-_VISION = [
-    "beit",
-    "convnext",
-    "convnextv2",
-    "cvt",
-    "deit",
-    "dinov2",
-    "dpt",
-    "efficientnet",
-    "mobilenet_v1",
-    "mobilenet_v2",
-    "mobilevit",
-    "poolformer",
-    "regnet",
-    "resnet",
-    "segformer",
-    "swin",
-    "swinv2",
-    "vit",
-    "vit_mae",
-]
-_SPEECH = ["hubert", "wav2vec2", "wavlm", "data2vec-audio"]
+_TEXT = """
+    albert bert bert-generation bloom codegen deberta deberta-v2 distilbert electra ernie esm
+    falcon fnet gemma gemma2 gpt2 gpt_bigcode gpt_neo gpt_neox gptj granite llama
+    megatron-bert mistral mixtral mobilebert mpnet mpt nystromformer olmo opt phi phi3 qwen2
+    qwen2_moe qwen3 roberta roformer squeezebert stablelm xlm-roberta xlnet
+"""
+_PAIRS = "bart blenderbot m2m_100 marian mbart mt5 pegasus t5"
+_VISION = """
+    beit convnext convnextv2 cvt deit dinov2 dpt efficientnet mobilenet_v1 mobilenet_v2 mobilevit
+    poolformer regnet resnet segformer swin swinv2 vit vit_mae
+"""
+_SPEECH = "hubert wav2vec2 wavlm data2vec-audio"
 
 
 def _shrunk(kind: str) -> Any:
@@ -324,14 +269,14 @@ def models() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[Any, ...], di
     for name, construct, arguments in _own():
         yield name, construct, arguments, {}
     tokens = _tokens()
-    for kind in _TEXT:
+    for kind in _TEXT.split():
         given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         yield kind, lambda kind=kind: _transformer(kind), (), given
-    for kind in _PAIRS:
+    for kind in _PAIRS.split():
         given = {"input_ids": tokens, "decoder_input_ids": tokens}
         yield kind, lambda kind=kind: _transformer(kind), (), given
-    for kind in _VISION:
+    for kind in _VISION.split():
         size = int(getattr(_shrunk(kind), "image_size", 64) or 64)
         yield kind, lambda kind=kind: _transformer(kind), (), {"pixel_values": _image(3, size)}
-    for kind in _SPEECH:
+    for kind in _SPEECH.split():
         yield kind, lambda kind=kind: _transformer(kind), (), {"input_values": torch.randn(1, 4000)}

@@ -178,8 +178,11 @@ def _program(spec: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     return run
 
 
-def _own(result: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _own(result: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
+    if result is None:
+        # A gradient that was not asked for, though the operator's fake kernel foretold a tensor.
+        return torch.empty(0)
     result = result.contiguous()
     storage = result.untyped_storage().data_ptr()
     if any(t.untyped_storage().data_ptr() == storage for t in inputs):

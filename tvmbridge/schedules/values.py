@@ -126,6 +126,10 @@ class Memory:
         self._flat[buffer] = tirx.decl_buffer([size], str(buffer.dtype), buffer.name)
         self.allocations.append(tirx.AllocBuffer(self._flat[buffer]))
 
+    def holds(self, buffer: Buffer) -> bool:
+        """Whether room was made for ``buffer``."""
+        return buffer in self._flat
+
     def load(self, buffer: Buffer, offset: Expr) -> Expr:
         """Return the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
@@ -247,8 +251,12 @@ class Evaluator:
         return tuple(self.indexer.simplify(substitute(i, dict(at))) for i in indices)
 
     def _inline(self, buffer: Buffer, indices: Indices) -> Expr:
-        """Like :meth:`load`, as one expression that evaluates nothing outside of itself."""
-        inner = _Inliner(self.kernel, self.stored, self.indexer, self.memory)
+        """Like :meth:`load`, as one expression that evaluates nothing outside of itself.
+
+        What is stored for this scope only, in a name, is computed anew at other indices.
+        """
+        lying = {b for b in self.stored if self.memory.holds(b) or b in self.kernel.outputs}
+        inner = _Inliner(self.kernel, lying, self.indexer, self.memory)
         inner.places = dict(self.places)
         value = inner.load(buffer, indices)
         for var, bound in reversed(inner.bindings):

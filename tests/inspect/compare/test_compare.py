@@ -108,6 +108,27 @@ def test_draws_are_the_same_in_both_dtypes() -> None:
     assert report.figure("output['noised']", "eager").error < 1e-6
 
 
+class Shared(nn.Module):
+    """Returns its input, state, and views of both and of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.calls += 1
+        y = x * 2
+        return x.t(), x, y, y[1:], self.calls, y.detach()
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_outputs_that_share_memory(training: bool) -> None:
+    x = torch.randn(4, 6, requires_grad=training)
+    report = right(Shared().train(training), x, stages=("captured", "imported", "compiled"))
+    assert set(report.values) >= {f"output[{i}]" for i in range(6)}
+    assert ("gradient of input 0" in report.values) is training
+
+
 def test_nothing_is_changed() -> None:
     network = norm_network()
     x = torch.randn(6, 8, requires_grad=True)

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.capture import without_autocast
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace
+from tvmbridge.standins import tensors_of, without_autocast
 
 # Runs with moved roundings; the largest of the departures is the scale of rounding.
 _RUNS = 3
@@ -103,7 +105,9 @@ def _run(
                 unwritten.add(title)
         if backward:
             wanted = tensors | dict(sample.module.named_parameters())
-            _gradients(sample, recorder, outputs, wanted)
+            views = _views(sample, returned, leaves)
+            computed = {name: o for name, o in outputs.items() if name not in views}
+            _gradients(sample, recorder, computed, wanted)
         return recorder.trace.build()
 
 
@@ -123,6 +127,19 @@ def state_name(name: str) -> str:
 def _named_tensors(names: list[str], returned: Any) -> dict[str, torch.Tensor]:
     named = zip(names, pytree.tree_leaves(returned), strict=True)
     return {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+
+
+def _views(sample: Sample, returned: Any, inputs: list[Any]) -> set[str]:
+    """The outputs that are views of others, of inputs or of state.
+
+    Compiled code does not compute them, so their cotangents arrive elsewhere.
+    """
+    given = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+    try:
+        aliases = aliases_of(pytree.tree_leaves(returned), given, tensors_of(sample.module))
+    except UnsupportedOperatorError:
+        return set()  # it will not be compiled
+    return {n for n, a in zip(sample.output_names, aliases, strict=True) if a is not None}
 
 
 def _gradients(

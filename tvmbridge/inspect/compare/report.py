@@ -136,7 +136,7 @@ class ComparisonReport:
         return json.dumps({**asdict(self), "ok": self.ok}, indent=2)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=118)
+        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=118)
         if self.reason:
             console.print(f"cannot compare: {self.reason}", highlight=False, markup=False)
         if self.stages:

@@ -11,16 +11,18 @@ import torch
 import tvm
 from tvm import relax
 
+from tvmbridge.aliasing import made_again
 from tvmbridge.compiled import LoweredModule, lower_module
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.eager import Reference, state_name
 from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
+from tvmbridge.inspect.compare.inputs import base_name, title, with_strides
 from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace, TraceBuilder, tensors_in
 from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import AnyPass, observed_passes
-from tvmbridge.types import InputDescriptor, InputKind, OutputKind, PassRecord
+from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputKind, PassRecord
 
 
 @dataclass(frozen=True)
@@ -159,12 +161,30 @@ class Route:
                 yield state_name(output.target or ""), output
 
     def add_returned_inputs(self, builder: TraceBuilder) -> None:
-        """Outputs that are inputs given back."""
-        positions = {d.position: d for d in self.inputs if d.kind is InputKind.USER}
-        for name, output in self._outputs():
-            if output.alias_of is not None:
-                value = self.tensor(positions[output.alias_of])
-                builder.results[name] = builder.given(name, value)
+        """Outputs that are not computed: inputs and state given back, views of them or of others.
+
+        What is written during the call is seen in them.
+        """
+        users = [name for name, output in self._outputs() if output.kind is OutputKind.USER]
+        aliased = [(n, o.alias) for n, o in self._outputs() if o.alias is not None]
+        # Views of outputs come after what they are views of.
+        for name, alias in sorted(aliased, key=lambda pair: pair[1].kind is None):
+            base = users[int(alias.key)] if alias.kind is None else state_name(base_name(alias))
+            number = builder.results.get(base)
+            if number is None:
+                number = builder.given(base, self._base(alias))
+            if alias.shape is not None:
+                whole = with_strides(builder.steps[number].value, alias.base_stride)
+                number = builder.computed(name, "view", "", (number,), made_again(alias, whole))
+            builder.results[name] = number
+
+    def _base(self, alias: OutputAlias) -> torch.Tensor:
+        if alias.kind is InputKind.USER:
+            value: torch.Tensor = self.sample.leaves[int(alias.key)]
+            return value.detach()
+        path, _, name = str(alias.key).rpartition(".")
+        held: torch.Tensor = getattr(self.sample.module.get_submodule(path), name)
+        return held.detach()
 
     # The stages --------------------------------------------------------------------------------
 
@@ -275,13 +295,6 @@ class Route:
             numbers=dict(enumerate(sources)),
         )
         return forward, backward
-
-
-def title(descriptor: InputDescriptor) -> str:
-    """The name of an input as users know it."""
-    if descriptor.kind is InputKind.USER:
-        return f"input {descriptor.position}"
-    return descriptor.target or descriptor.name
 
 
 def _has_dropout(function: relax.Function) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.dispatcher import Dispatcher, own_instance_forward
+from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.libraries import register_caches
 
 
@@ -89,7 +89,7 @@ def _copied(module: nn.Module) -> nn.Module:
     for part in made.modules():
         installed = part.__dict__.get("forward")
         if isinstance(installed, Dispatcher):
-            own = own_instance_forward(installed)
+            own = installed.own
             part.__dict__.pop("forward")
             if own is not None:
                 part.__dict__["forward"] = own

@@ -1,0 +1,28 @@
+"""Reports as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tvmbridge import ComparisonReport, DispatchReport
+from tvmbridge.inspect.compare.report import Figure
+
+FIGURE = Figure("output", "eager", 1e-7, 1e-5, 0.0, 1e-14, "rounding")
+
+
+@pytest.mark.parametrize(
+    ("report", "text"),
+    [
+        (ComparisonReport("float32", ("eager",), ("output",), (FIGURE,), ()), "rounding"),
+        (DispatchReport(0, {"a submodule has hooks": 1}, [], []), "a submodule has hooks"),
+    ],
+    ids=["comparison", "dispatch"],
+)
+def test_plain_text_in_a_notebook(
+    report: object, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A kernel asks for colors, and rich shows what is printed in the page of a notebook.
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert text in str(report)
+    assert "\x1b" not in str(report)

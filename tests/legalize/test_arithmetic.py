@@ -1,0 +1,69 @@
+"""Sums, differences, products and quotients that meet in one kernel keep PyTorch's rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.frontend.helpers import assert_like_eager
+
+INF, NAN = float("inf"), float("nan")
+
+# (x + y) - y is 0 in floating point, since y is so much larger, and x where it is simplified.
+LOST: dict[str, Callable[..., Any]] = {
+    "added and taken away": lambda x, y: (x + y) - y,
+    "taken away and added": lambda x, y: (x - y) + y,
+    "transposed between": lambda x, y: (x + y).t() - y.t(),
+    "sliced between": lambda x, y: (x + y)[1:] - y[1:],
+    "padded between": lambda x, y: functional.pad(x + y, (1, 1)) - functional.pad(y, (1, 1)),
+    "chosen between": lambda x, y: torch.where(x > 0, x + y, x - y) - y,
+    "joined between": lambda x, y: torch.cat([x + y, x - y]) - torch.cat([y, y]),
+    "flipped between": lambda x, y: (x + y).flip(0) - y.flip(0),
+    "broadcast": lambda x, y: (x[:, :1] + y[0]) - y[0],
+    "summed": lambda x, y: ((x + y) - y).sum(1),
+    "in a softmax": lambda x, y: ((x + y) - y).softmax(-1),
+    "negated": lambda x, y: (x + y) + (-y),
+    "in two steps": lambda x, y: ((x + y) + y) - (y + y),
+    "a product and its quotient": lambda x, y: ((x / 3e30) * (y * 1e-30)) / (y * 1e-30),
+}
+
+# What the simplifier takes for 0, or for x.
+FOLDED: dict[str, Callable[..., Any]] = {
+    "less itself times one": lambda x: (x + 1) - (x + 1) * 1.0,
+    "less itself by way of another": lambda x: x.exp() - torch.stack([x.exp(), x])[0],
+    "plus its negative": lambda x: x + (-x),
+    "times a zero that is computed": lambda x: x * (x.detach() * 0 + 0),
+    "a quotient of itself": lambda x: (x * 2) / (x * 2),
+    "plus zero": lambda x: 1 / ((x * 1.0) + 0.0),
+    "the sign of zero": lambda x: 1 / (-(x * 1.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", LOST)
+def test_nothing_is_rearranged(name: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-1, 1, 24, dtype=dtype).reshape(4, 6) + 0.01
+    y = torch.full((4, 6), 1e8 if dtype is torch.float32 else 1e18, dtype=dtype)
+    assert_like_eager(LOST[name], x, y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FOLDED)
+def test_nothing_is_folded(name: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.5, -2.5, 3e38], dtype=dtype)
+    assert_like_eager(FOLDED[name], x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_sign_of_a_zero_is_kept(dtype: torch.dtype) -> None:
+    """Compared by their bits: equality takes -0 for 0."""
+    x = torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype)
+
+    def signs(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.copysign(torch.ones_like(x), y) for y in (-x, x * 1.0, x * -1.0, x - 0))
+
+    assert_like_eager(signs, x)

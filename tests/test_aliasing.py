@@ -1,0 +1,149 @@
+"""Outputs that share memory with inputs, state or one another, as they do in eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.test_dispatch import eager
+from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
+
+
+class Applied(nn.Module):
+    """``function(self, x)`` with a parameter and a buffer at hand."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.register_buffer("buffer", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def _x() -> torch.Tensor:
+    return torch.linspace(-1, 2, 18).reshape(3, 6)
+
+
+def _whole(m: Any, x: torch.Tensor) -> Any:
+    y = x * m.weight
+    return y.t(), y, y, y[1:], y.view(-1)
+
+
+def _written(m: Any, x: torch.Tensor) -> Any:
+    m.buffer.add_(1)
+    return m.buffer, m.buffer.view(2, 3), x * m.weight * m.buffer
+
+
+FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "view of an input": lambda m, x: (x.view(-1), x * m.weight),
+    "slice of an input": lambda m, x: (x[1:, ::2], x.t(), x * m.weight),
+    "detached input": lambda m, x: (x.detach(), x.detach()[0], x * m.weight),
+    "input itself": lambda m, x: [x, x.contiguous(), x * m.weight],
+    "parameter": lambda m, x: (m.weight, m.weight.view(2, 3), x * m.weight),
+    "buffer": lambda m, x: (m.buffer, m.buffer[1:], x * m.weight),
+    "written buffer": _written,
+    "outputs of one tensor": _whole,
+    "parts of one tensor": lambda m, x: (x * m.weight).chunk(2, 1),
+}
+
+
+def relations(outputs: Any, module: Any, x: torch.Tensor) -> list[Any]:
+    """Who is whom, and who shares memory with whom where."""
+    known = [*pytree.tree_leaves(outputs), x, module.weight, module.buffer]
+    places = [t.untyped_storage().data_ptr() for t in known]
+    found: list[Any] = []
+    for i, a in enumerate(known[:-3]):
+        for j, b in enumerate(known):
+            shared = places[i] == places[j] and (a.storage_offset() - b.storage_offset())
+            found.append((i, j, a is b, shared))
+        found.append((a.requires_grad, a.grad_fn is None, tuple(a.shape)))
+    return found
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_outputs_alias_as_in_eager(kind: str, grad: bool) -> None:
+    module = add_tvm_dispatch(Applied(FUNCTIONS[kind]).train(grad), _x().requires_grad_(grad))
+    found = []
+    with torch.set_grad_enabled(grad):
+        for each in (eager(module), module):
+            x = _x().requires_grad_(grad)
+            outputs = each(x)
+            leaves = pytree.tree_leaves(outputs)
+            related = relations(outputs, each, x)
+            gradient = None
+            if grad:
+                total = sum((i + 1) * o.square().sum() for i, o in enumerate(leaves))
+                gradient = torch.autograd.grad(total, (x, each.weight))
+            found.append((related, leaves, gradient))
+    if kind != "parts of one tensor":  # they share no element: each may have memory of its own
+        assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[1][1:], found[0][1:])
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_writes_are_seen_through_views() -> None:
+    module = add_tvm_dispatch(Applied(_whole).eval(), _x())
+    with torch.no_grad():
+        transposed, whole, same, rows, flat = module(_x())
+        rows.zero_()
+    assert same is whole
+    assert torch.equal(transposed, whole.t())
+    assert not flat[6:].any()
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_autograd_follows_a_write_into_a_view() -> None:
+    gradients = []
+    module = add_tvm_dispatch(Applied(_whole).train(), _x().requires_grad_())
+    for each in (module, eager(module)):
+        x = _x().requires_grad_()
+        _, whole, _, rows, _ = each(x)
+        rows.mul_(3)
+        gradients.append(torch.autograd.grad(whole.square().sum(), (x, each.weight)))  # type: ignore[arg-type]
+    torch.testing.assert_close(*gradients)
+
+
+def test_other_strides_of_a_viewed_input_fall_back() -> None:
+    module = add_tvm_dispatch(Applied(FUNCTIONS["slice of an input"]).eval(), _x())
+    x = _x().t().contiguous().t()
+    with torch.no_grad():
+        sliced, *_ = module(x)
+    sliced.zero_()
+    assert not x[1:, ::2].any()
+    assert dispatch_report(module).fallbacks == {
+        "a tensor of which a view is returned has other strides": 1
+    }
+
+
+def test_overlapping_views_of_an_inner_tensor_are_refused() -> None:
+    def overlapping(m: Any, x: torch.Tensor) -> Any:
+        y = x * m.weight
+        return y[:2], y[1:]
+
+    with pytest.raises(UnsupportedOperatorError, match="overlapping views"):
+        add_tvm_dispatch(Applied(overlapping), _x())
+
+
+def test_a_written_input_that_is_also_another_input_falls_back() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x + y
+
+    module = add_tvm_dispatch(Writes().eval(), (_x(), _x()))
+    for make in (lambda: (_x(), _x()), lambda: (x := _x(), x), lambda: (x := _x(), x[:])):
+        ours, theirs = make(), make()
+        torch.testing.assert_close(module(*ours), Writes()(*theirs))
+        torch.testing.assert_close(ours, theirs)
+    assert dispatch_report(module).tvm_calls == 1
+    assert list(dispatch_report(module).fallbacks) == [
+        "a tensor that forward writes shares memory with another"
+    ]

@@ -1,0 +1,216 @@
+"""Modes of PyTorch around a call: the code fits them, or the module's own forward runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as nn_module
+
+from tests.test_dispatch import eager, make_block, sample
+from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
+
+
+@pytest.fixture(scope="module")
+def served() -> nn.Module:
+    return add_tvm_dispatch(make_block().eval().requires_grad_(False), sample())
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    return add_tvm_dispatch(make_block(dropout=0.0).train(), sample().requires_grad_())
+
+
+def _dual(m: nn.Module) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(m(forward_ad.make_dual(sample(), sample() + 1))))
+
+
+def _global_hook(m: nn.Module) -> Any:
+    handle = nn_module.register_module_forward_hook(lambda *called: called[2] * 2)
+    try:
+        return m(sample())
+    finally:
+        handle.remove()
+
+
+def _on_meta(m: nn.Module) -> Any:
+    with torch.device("meta"):
+        return m(sample_here)
+
+
+class _Watch(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.layer_norm else result
+
+
+def _function_mode(m: nn.Module) -> Any:
+    with _Watch():
+        return m(sample_here)
+
+
+sample_here = sample()
+
+OTHERS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "forward mode": (_dual, "forward-mode differentiation is active"),
+    "jvp": (
+        lambda m: torch.func.jvp(m, (sample(),), (sample() + 1,)),
+        "a function transform is active",
+    ),
+    "vmap": (
+        lambda m: torch.func.vmap(m)(sample().expand(2, 6, 24)),
+        "a function transform is active",
+    ),
+    "global hook": (_global_hook, "a submodule has hooks"),
+    "default device": (_on_meta, "another default device is set"),
+    "function mode": (_function_mode, "a function mode is active"),
+    "zero tensor": (
+        lambda m: m(torch._efficientzerotensor((6, 24), dtype=torch.float64)),  # type: ignore[attr-defined]
+        "the layout of an input differs",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_surroundings_go_to_the_own_forward(served: nn.Module, kind: str) -> None:
+    call, reason = OTHERS[kind]
+    module = copy.deepcopy(served)
+    torch.testing.assert_close(call(module), call(eager(module)))
+    assert list(dispatch_report(module).fallbacks) == [reason]
+    assert dispatch_report(module).tvm_calls == 0
+
+
+def test_a_context_of_the_same_device_is_served(served: nn.Module) -> None:
+    module = copy.deepcopy(served)
+    with torch.device("cpu"):
+        module(sample())
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_inference_mode_and_what_comes_after(trained: nn.Module) -> None:
+    module = copy.deepcopy(trained)
+    with torch.inference_mode():
+        inside = module(sample())
+        made_inside = sample()
+    assert inside.is_inference()
+    with torch.no_grad():
+        torch.testing.assert_close(module(made_inside), eager(module)(sample()))
+    assert dispatch_report(module).tvm_calls == 2
+    x = sample().requires_grad_()
+    module(x).sum().backward()
+    assert not module.inner.weight.grad.is_inference()  # type: ignore[union-attr]
+    assert dispatch_report(module).tvm_calls == 3
+    assert not dispatch_report(module).fallbacks
+
+
+def test_deterministic_algorithms_are_a_mode_of_their_own(served: nn.Module) -> None:
+    module = copy.deepcopy(served)
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.testing.assert_close(module(sample()), eager(module)(sample()))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    modes = [s.mode for s in dispatch_report(module).specializations]
+    assert modes == ["eval", "eval, deterministic"]
+
+
+def test_the_default_dtype_is_seen() -> None:
+    class Makes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.ones(6)
+
+    x = torch.ones(3, 6)
+    module = add_tvm_dispatch(Makes().eval(), x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert module(x).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert module(x).dtype is torch.float32
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_tracers_trace_the_own_forward(served: nn.Module) -> None:
+    module = copy.deepcopy(served)
+    expected = eager(module)(sample())
+    exported = torch.export.export(module, (sample(),)).module()
+    torch.testing.assert_close(exported(sample()), expected)
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(sample()), expected)
+    assert dispatch_report(module).tvm_calls == 0
+    # It also calls the module outside of the trace, to compare.
+    torch.testing.assert_close(torch.jit.trace(module, sample())(sample()), expected)
+    assert list(dispatch_report(module).fallbacks) == ["the module is being traced"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(0.0, -0.0), (1, True), (1, 1.0), (2.0, 3.0), ("a", "b")]
+)
+def test_arguments_that_are_no_tensors_are_told_apart(first: Any, second: Any) -> None:
+    class Takes(nn.Module):
+        def forward(self, x: torch.Tensor, value: Any) -> torch.Tensor:
+            return x + len(repr(value)) + (ord(value) if isinstance(value, str) else value)
+
+    module = add_tvm_dispatch(Takes().eval(), (sample(), first))
+    for value in (first, second):
+        torch.testing.assert_close(module(sample(), value), Takes()(sample(), value))
+    reason = "an argument that is not a tensor differs"
+    assert dispatch_report(module).fallbacks == {reason: 1}
+
+
+def test_nan_is_the_same_argument() -> None:
+    class Takes(nn.Module):
+        def forward(self, x: torch.Tensor, value: float) -> torch.Tensor:
+            return x * value
+
+    module = add_tvm_dispatch(Takes().eval(), (sample(), float("nan")))
+    module(sample(), float("nan"))
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_double_backward_never_answers_zeros(trained: nn.Module) -> None:
+    x = sample().requires_grad_()
+    (gradient,) = torch.autograd.grad(trained(x).square().sum(), x, create_graph=True)
+    for wanted in (x, trained.inner.weight):  # type: ignore[union-attr]
+        with pytest.raises(BridgeError, match="double backward"):
+            torch.autograd.grad(gradient.sum(), wanted, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
+    with pytest.raises(BridgeError, match="double backward"):
+        torch.autograd.functional.hessian(lambda v: trained(v).square().sum(), sample())
+
+
+def test_a_batch_of_cotangents_is_refused_by_name(trained: nn.Module) -> None:
+    x = sample().requires_grad_()
+    with pytest.raises(BridgeError, match="batch of cotangents"):
+        torch.autograd.grad(trained(x), x, torch.ones(2, 6, 24).double(), is_grads_batched=True)
+
+
+def test_hooks_of_parameters_and_parts_of_the_inputs(trained: nn.Module) -> None:
+    found = []
+    for module in (copy.deepcopy(trained), eager(trained)):
+        seen: list[Any] = []
+        weight = module.inner.weight  # type: ignore[union-attr]
+        weight.register_hook(lambda g: g * 2)  # type: ignore[union-attr, operator]
+        weight.register_post_accumulate_grad_hook(lambda p, s=seen: s.append(p.grad.clone()))  # type: ignore[union-attr, operator]
+        x = sample().requires_grad_()
+        module(x).square().sum().backward()
+        module(x).sum().backward(inputs=[weight])  # type: ignore[list-item]
+        only = torch.autograd.grad(module(x).sum(), x)
+        found.append((seen, only, weight.grad, x.grad))  # type: ignore[union-attr]
+    torch.testing.assert_close(*found)
+
+
+def test_batch_norm_alone_trains_on_an_input_without_gradient() -> None:
+    module = add_tvm_dispatch(nn.BatchNorm1d(6).train(), torch.randn(4, 6))
+    x = torch.randn(4, 6)
+    gradients = []
+    for each in (eager(module), module):
+        each(x).square().sum().backward()
+        gradients.append([p.grad for p in each.parameters()])
+    torch.testing.assert_close(*gradients)
+    assert dispatch_report(module).tvm_calls == 1

@@ -1,0 +1,209 @@
+"""Attributes: which of them forward reads, which it writes, and whether they are as they were.
+
+Compiled code has the numbers, strings and containers that forward read in it as constants. So the
+reads are recorded while forward is traced, and the values compared at each call.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.libraries import BOOKKEEPING
+from tvmbridge.patches import patched_here
+
+MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward", "call_super_init", "dump_patches"}
+_DEPTH = 4
+
+
+@contextmanager
+def recorded_reads(module: nn.Module) -> Iterator[set[tuple[str, str]]]:
+    """Collects the attributes that are read meanwhile, as (submodule's name, attribute's name).
+
+    Parameters, buffers, submodules and methods are left out. Who looks at ``__dict__`` itself, as
+    ``vars`` does, reads everything in it.
+    """
+    names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
+    reads: set[tuple[str, str]] = set()
+
+    def read(genuine: Callable[..., Any], owner: nn.Module, attribute: str) -> Any:
+        name = names.get(id(owner))
+        if name is None or attribute in _OF_EVERY_MODULE:
+            return genuine(owner, attribute)
+        if attribute == "__dict__":
+            attributes: dict[str, Any] = genuine(owner, "__dict__")
+            if not _called_by_torch():
+                reads.update((name, a) for a in attributes if a not in _OF_EVERY_MODULE)
+            return attributes
+        if not attribute.startswith("__"):
+            reads.add((name, attribute))
+        return genuine(owner, attribute)
+
+    with patched_here(nn.Module, "__getattribute__", read):
+        yield reads
+
+
+def _called_by_torch() -> bool:
+    # This function, read, the patch's call and its stub stand before the one who asked.
+    caller = sys._getframe(4).f_globals.get("__name__", "")
+    return caller.startswith(("torch.", "tvmbridge.", "copy"))
+
+
+def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """The attributes of ``reads`` that are data, with their values; MISSING: there is none.
+
+    Tensors are left out: they are inputs of the compiled code, or constants that are watched.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    for name, attribute in reads:
+        owner = module.get_submodule(name)
+        if attribute in BOOKKEEPING or any(
+            attribute in d for d in (owner._parameters, owner._buffers, owner._modules)
+        ):
+            continue
+        value = owner.__dict__.get(attribute, MISSING)
+        if not isinstance(value, torch.Tensor):
+            values[name, attribute] = value
+    return values
+
+
+def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
+    """Whether two attributes mean the same to forward: equal in value, type and sign of zero."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    if isinstance(a, bool | int | complex | str | bytes | torch.dtype | torch.device | range):
+        return repr(a) == repr(b)
+    if isinstance(a, torch.Tensor | type | types.FunctionType | types.BuiltinFunctionType):
+        return False
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__
+    if isinstance(a, functools.partial):
+        return same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
+    if depth == 0:
+        return True
+    ours, theirs = contents(a), contents(b)
+    return len(ours) == len(theirs) and all(
+        same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def contents(value: Any) -> list[Any]:
+    """What ``value`` holds, if it is a container or a plain object such as a configuration."""
+    if isinstance(value, nn.Module | torch.Tensor | type | types.FunctionType | types.ModuleType):
+        return []
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        return list(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, types.MethodType | functools.partial | enum.Enum):
+        return []
+    held = getattr(value, "__dict__", None)
+    return [*held.keys(), *held.values()] if isinstance(held, dict) else []
+
+
+class _Watched:
+    """One attribute: where it is, what it was, and quick signs that it is the same still."""
+
+    def __init__(self, owner: nn.Module, name: str, label: str, expected: Any) -> None:
+        self.owner = owner
+        self.attributes = owner.__dict__
+        self.name = name
+        self.label = label
+        self.expected = expected
+        # The value at the last full comparison, and what it held: (holder, ids, references).
+        self.last: Any = self
+        self.held: list[tuple[Any, list[int], list[Any]]] = []
+
+    def changed(self) -> bool:
+        """A full comparison; remembers the signs if nothing that matters changed."""
+        value = self.attributes.get(self.name, MISSING)
+        if not same_value(value, self.expected):
+            return True
+        self.held = []
+        self._hold(value, _DEPTH)
+        self.last = value
+        return False
+
+    def _hold(self, value: Any, depth: int) -> None:
+        held = contents(value)
+        if not held or depth == 0:
+            return
+        if not isinstance(value, tuple | frozenset):
+            self.held.append((value, [id(h) for h in held], held))
+        for item in held:
+            self._hold(item, depth - 1)
+
+
+class AttributeGuard:
+    """Says whether the attributes that forward read are as they were.
+
+    What objects hold is looked at to a depth of four; deeper changes are not seen.
+    """
+
+    def __init__(self, watched: list[_Watched]) -> None:
+        self._watched = watched
+        self._refresh()
+
+    @classmethod
+    def of(cls, module: nn.Module, expected: Mapping[tuple[str, str], Any]) -> AttributeGuard:
+        """A guard of ``module``'s attributes.
+
+        Args:
+            module: the dispatched module.
+            expected: values by (submodule's name, attribute's name), as :func:`values_read` has
+                them; objects among them must be copies, which no change reaches.
+        """
+        return cls(
+            [
+                _Watched(module.get_submodule(path), name, f"{path}.{name}".lstrip("."), value)
+                for (path, name), value in expected.items()
+            ]
+        )
+
+    def rebound(self, memo: Mapping[int, Any]) -> AttributeGuard:
+        """The same expectations of a deep copy of the module, found through the copy's memo."""
+        # Tensors that the expected values hold have been copied with the module.
+        return AttributeGuard(
+            [
+                _Watched(memo[id(w.owner)], w.name, w.label, copy.deepcopy(w.expected, dict(memo)))
+                for w in self._watched
+            ]
+        )
+
+    def _refresh(self) -> None:
+        for watched in self._watched:
+            watched.changed()
+        self._slots = [(w.attributes, w.name, w.last, w) for w in self._watched]
+        self._held = [(h, ids, w) for w in self._watched for h, ids, _ in w.held]
+
+    def changed(self) -> str | None:
+        """The name of an attribute that has another value now; None: there is none."""
+        suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
+        for holder, ids, watched in self._held:
+            if [id(h) for h in contents(holder)] != ids:
+                suspects.append(watched)
+        if not suspects:
+            return None
+        for watched in suspects:
+            if watched.changed():
+                return watched.label
+        self._refresh()
+        return None

@@ -1,0 +1,217 @@
+"""The checker: serves calls as the dispatcher does, and checks those that are due.
+
+A checked call runs twice: by the module's own forward, on copies, and by the compiled code.
+Outputs, state, arguments and the generator are compared at once, gradients when backward comes, for
+the cotangents that come. What is left behind is what compiled code alone leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.arguments import Arguments
+from tvmbridge.checks import CheckPolicy
+from tvmbridge.errors import NumericsError
+from tvmbridge.inspect.check.judge import Judge
+from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
+from tvmbridge.inspect.compare.inputs import title
+from tvmbridge.options import CompileOptions
+from tvmbridge.refusal import first_paragraph
+from tvmbridge.specialization import Variant
+from tvmbridge.types import InputKind, OutputKind
+
+logger = logging.getLogger(__name__)
+
+
+class Checker:
+    """Checks calls of one dispatched module.
+
+    ``unchecked`` counts the calls that were due but could not be checked, by reason.
+
+    Args:
+        policy: which calls are due.
+        options: how the module is compiled.
+    """
+
+    def __init__(self, policy: CheckPolicy, options: CompileOptions) -> None:
+        self.policy = policy
+        self.options = options
+        self.unchecked: Counter[str] = Counter()
+        # What float64 has shown to be rounding: forward and backward of these.
+        self._settled: weakref.WeakKeyDictionary[Variant, set[str]] = weakref.WeakKeyDictionary()
+
+    def renewed(self) -> Checker:
+        """A checker for a copy of the module."""
+        return Checker(self.policy, self.options)
+
+    def run(
+        self,
+        module: nn.Module,
+        variant: Variant,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
+    ) -> Any:
+        """Serve a call; it is checked if it is due.
+
+        Raises:
+            NumericsError: the compiled code departs from the module's own forward.
+        """
+        if not self.policy.due(variant.calls + 1):
+            return variant.run(leaves, tensors, arguments)
+        try:
+            twin = Twin(module, arguments, variant.compiled.captured.device)
+        except Exception as error:
+            reason = f"the module cannot be copied: {first_paragraph(error)}"
+            if not self.unchecked[reason]:
+                logger.warning("a call of %s is not checked: %s", type(module).__name__, reason)
+            self.unchecked[reason] += 1
+            return variant.run(leaves, tensors, arguments)
+        return _Check(self, module, variant, twin).run(leaves, tensors, arguments)
+
+    def judged(self, judge: Judge, variant: Variant, part: str) -> tuple[str, str] | None:
+        """The mistake among doubtful values; forward and backward are settled once each."""
+        settled = self._settled.setdefault(variant, set())
+        if not judge.doubtful or part in settled:
+            return None
+        settled.add(part)
+        return judge.settle()
+
+
+class _Check:
+    """The check of one call."""
+
+    def __init__(self, checker: Checker, module: nn.Module, variant: Variant, twin: Twin) -> None:
+        self._checker = checker
+        self._module = module
+        self._variant = variant
+        self._twin = twin
+        self._call = variant.calls + 1
+        captured = variant.compiled.captured
+        primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
+        self._titles = [title(d) for d in primals]
+        # A tied parameter is several primals, of which one may have the gradient of all.
+        self._differentiated: dict[str, list[int]] = {}
+        for i, name in enumerate(self._titles):
+            if primals[i].requires_grad:
+                tied = captured.aliases.get(name, name)
+                self._differentiated.setdefault(tied, []).append(i)
+
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
+        results: list[Sequence[torch.Tensor]] = []
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            results.append(self._variant.results(leaves, tensors))
+            return self._variant.assemble(results[0], leaves, tensors, (args, kwargs))
+
+        outcome = observed_call(compiled, self._module, arguments, leaves)
+        twin = self._twin
+        if twin.error is not None:
+            raise NumericsError(
+                f"{self._where()} returned, where the module's own forward raises "
+                f"{type(twin.error).__name__}: {first_paragraph(twin.error)}"
+            ) from twin.error
+        judge = self._judge(backward=self._variant.compiled.split is not None)
+        self._compare_forward(judge, outcome.leaves, outcome.state)
+        if outcome.structure != twin.outcome.structure:
+            raise NumericsError(
+                f"{self._where()}: the structure of the outputs is {outcome.structure}, in "
+                f"PyTorch {twin.outcome.structure}"
+            )
+        after = generator_states(self._variant.compiled.captured.device)
+        for (_, ours), (_, theirs) in zip(after, twin.states_after, strict=True):
+            if not torch.equal(ours, theirs):
+                raise NumericsError(
+                    f"{self._where()}: generator after the call is in another state than after "
+                    "the module's own forward; other random numbers were drawn"
+                )
+        self._variant.checked += 1
+        self._await_backward(results[0])
+        return outcome.returned
+
+    def _judge(self, backward: bool, cotangents: Mapping[str, torch.Tensor] | None = None) -> Judge:
+        sample = replace(self._twin.sample, cotangents=dict(cotangents or {}))
+        return Judge(sample, self._twin.states, backward, self._checker.options)
+
+    def _compare_forward(
+        self, judge: Judge, outputs: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> None:
+        expected = {**self._twin.outcome.leaves, **self._twin.outcome.state}
+        self._compare(judge, {**outputs, **state}, expected, "forward")
+
+    def _compare(
+        self, judge: Judge, actual: Mapping[str, Any], expected: Mapping[str, Any], part: str
+    ) -> None:
+        """Raise for the first value that is wrong."""
+        for name in [*expected, *(n for n in actual if n not in expected)]:
+            fault = judge.fault(name, actual.get(name), expected.get(name))
+            if fault is not None:
+                self._raise(judge, name, fault)
+        found = self._checker.judged(judge, self._variant, part)
+        if found is not None:
+            self._raise(judge, *found)
+
+    def _raise(self, judge: Judge, name: str, fault: str) -> None:
+        raise NumericsError(f"{self._where()}: {name} {fault}; {judge.operator(name)}")
+
+    def _where(self) -> str:
+        captured = self._variant.compiled.captured
+        mode = "train" if captured.training else "eval"
+        return f"call {self._call} of {type(self._module).__name__} ({mode}) by compiled code"
+
+    # Backward ------------------------------------------------------------------------------------
+
+    def _await_backward(self, results: Sequence[torch.Tensor]) -> None:
+        for node in {r.grad_fn for r in results if r.grad_fn is not None}:
+            node.register_hook(self._compare_backward)
+
+    def _compare_backward(
+        self, gradients: Sequence[torch.Tensor | None], cotangents: Sequence[torch.Tensor | None]
+    ) -> None:
+        outputs = self._output_names()
+        arrived = {
+            name: c.detach().clone()
+            for name, c in zip(outputs, cotangents, strict=True)
+            if c is not None and name is not None
+        }
+        names = list(self._differentiated)
+        judge = self._judge(True, self._all_cotangents(arrived))
+        expected = self._twin.gradients(arrived, names)
+        given = [_sum([gradients[i] for i in numbers]) for numbers in self._differentiated.values()]
+        labels = [f"gradient of {name}" for name in names]
+        self._compare(
+            judge,
+            dict(zip(labels, given, strict=True)),
+            dict(zip(labels, expected, strict=True)),
+            "backward",
+        )
+        self._variant.checked_gradients += 1
+
+    def _output_names(self) -> list[str | None]:
+        """The names of the computed results, in order; None for state."""
+        names = iter(self._twin.outcome.leaves)
+        found: list[str | None] = []
+        for output in self._variant.compiled.captured.outputs:
+            name = next(names) if output.kind is OutputKind.USER else None
+            if output.is_computed:
+                found.append(name)
+        return found
+
+    def _all_cotangents(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A cotangent for every output: zeros where none came."""
+        leaves = self._twin.outcome.leaves.items()
+        tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return {n: arrived.get(n, torch.zeros_like(t.detach())) for n, t in tensors.items()}
+
+
+def _sum(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    present = [g.detach() for g in gradients if g is not None]
+    return sum(present[1:], present[0]) if present else None

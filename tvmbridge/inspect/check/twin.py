@@ -1,0 +1,169 @@
+"""The twin of a call: the module's own forward on copies of everything, with the same draws."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tvmbridge.arguments import Arguments, ArgumentWatch
+from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.inspect.compare.eager import output_names, state_name
+from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.standins import tensors_of, without_autocast
+
+Generators = list[tuple[torch.Generator, torch.Tensor]]
+
+
+def generator_states(device: torch.device) -> Generators:
+    """PyTorch's default generators that a call may draw from, and their states of now."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return [(g, g.get_state()) for g in generators]
+
+
+@contextmanager
+def restarted(states: Generators) -> Iterator[None]:
+    """Within it the generators start from ``states``; then they are as they were."""
+    now = [(g, g.get_state()) for g, _ in states]
+    for generator, state in states:
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in now:
+            generator.set_state(state)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one call of forward left behind.
+
+    ``returned`` is what forward returned; ``leaves`` are its leaves, and those of the arguments
+    that it changed, by name; ``structure`` is that of both. ``state`` are the tensors of the
+    module and the arguments after the call.
+    """
+
+    returned: Any
+    leaves: Mapping[str, Any]
+    structure: Any
+    state: Mapping[str, Any]
+
+
+def observed_call(
+    forward: Callable[..., Any], module: nn.Module, arguments: Arguments, inputs: Sequence[Any]
+) -> Outcome:
+    """Call ``forward`` on ``arguments``, whose leaves are ``inputs``, and see what it does."""
+    returned: list[Any] = []
+
+    def keeping(*args: Any, **kwargs: Any) -> Any:
+        returned.append(forward(*args, **kwargs))
+        return returned[0]
+
+    args, kwargs = arguments
+    watched = ArgumentWatch(keeping)(*args, **kwargs)
+    leaves, structure = pytree.tree_flatten(watched)
+    tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
+    state = {**tensors, **tensors_of(module)}
+    return Outcome(
+        returned[0],
+        dict(zip(output_names(watched), leaves, strict=True)),
+        structure,
+        {state_name(name): value for name, value in state.items()},
+    )
+
+
+class Twin:
+    """The same call by the module's own forward.
+
+    It is made before the call, from copies of the module and the arguments, and runs at once; its
+    autograd graph is its own. Nothing that the caller holds is touched.
+
+    Args:
+        module: the dispatched module.
+        arguments: those of the call.
+        device: the one that the module computes on.
+
+    Raises:
+        Exception: the module cannot be copied, or its copy would not stand for itself.
+    """
+
+    def __init__(self, module: nn.Module, arguments: Arguments, device: torch.device) -> None:
+        args, kwargs = arguments
+        closure = _closure_over(module)
+        if closure is not None:
+            raise ValueError(f"{closure} is a closure over it, which a copy would share")
+        self.sample = Sample.of(module, tuple(args), kwargs)
+        self.states = generator_states(device)
+        self.error: Exception | None = None
+        self._module = copy.deepcopy(self.sample.module)
+        own_args, own_kwargs, self._inputs = self.sample.arguments()
+        with restarted(self.states), without_autocast():
+            try:
+                self.outcome = observed_call(
+                    self._module.forward, self._module, (own_args, own_kwargs), self._inputs
+                )
+            except Exception as error:
+                self.error = error
+            self.states_after = generator_states(device)
+
+    def gradients(
+        self, cotangents: Mapping[str, torch.Tensor], wanted: Sequence[str]
+    ) -> list[torch.Tensor | None]:
+        """Gradients of ``wanted`` for the cotangents of outputs; None where none flows."""
+        outputs = {n: o for n, o in self.outcome.leaves.items() if n in cotangents}
+        flowing = [name for name, output in outputs.items() if output.requires_grad]
+        leaves = [self._leaf(name) for name in wanted]
+        if not flowing:
+            return [None] * len(leaves)
+        return list(
+            torch.autograd.grad(
+                [outputs[name] for name in flowing],
+                leaves,
+                [cotangents[name] for name in flowing],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        )
+
+    def _leaf(self, name: str) -> torch.Tensor:
+        if name.startswith("input "):
+            value: torch.Tensor = self._inputs[int(name.removeprefix("input "))]
+            return value
+        path, _, attribute = name.rpartition(".")
+        held: torch.Tensor = getattr(self._module.get_submodule(path), attribute)
+        return held
+
+
+def _closure_over(module: nn.Module) -> str | None:
+    """The name of a function among the attributes that reads the module past ``self``."""
+    own = {id(t) for t in (*module.modules(), *module.parameters(), *module.buffers())}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Dispatcher):
+                value = value.original
+            if isinstance(value, types.FunctionType) and _reads(value, own):
+                return f"{path}.{name}".lstrip(".")
+    return None
+
+
+def _reads(function: types.FunctionType, own: Collection[int]) -> bool:
+    for cell in function.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            continue
+        if id(held) in own or id(getattr(held, "__self__", None)) in own:
+            return True
+        if isinstance(held, types.FunctionType) and held is not function and _reads(held, own):
+            return True
+    return False

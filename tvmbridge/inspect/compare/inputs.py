@@ -1,0 +1,25 @@
+"""Inputs of a comparison: what they are called, and how views of them are laid out."""
+
+from __future__ import annotations
+
+import torch
+
+from tvmbridge.types import InputDescriptor, InputKind, OutputAlias
+
+
+def title(descriptor: InputDescriptor) -> str:
+    """The name of an input as users know it."""
+    if descriptor.kind is InputKind.USER:
+        return f"input {descriptor.position}"
+    return descriptor.target or descriptor.name
+
+
+def base_name(alias: OutputAlias) -> str:
+    """The same for the base of an output that shares memory with an input."""
+    return f"input {alias.key}" if alias.kind is InputKind.USER else str(alias.key)
+
+
+def with_strides(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """The same values, laid out as the base of a view was when the view was captured."""
+    made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return made.copy_(value)

@@ -1,0 +1,248 @@
+"""The explanation itself: the graph stages without the build, and what they say."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tvmbridge.attributes import MISSING
+from tvmbridge.capture import capture, normalize_sample
+from tvmbridge.compiled import LoweredModule, lower_module
+from tvmbridge.dispatcher import undisturbed
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.frontend.limits import refuse_what_cannot_run
+from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.compare.trace import user_source
+from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse
+from tvmbridge.noise import find_noise
+from tvmbridge.options import CompileOptions
+from tvmbridge.packing import Packing
+from tvmbridge.refusal import first_paragraph, user_line
+from tvmbridge.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
+
+
+def explain(
+    module: nn.Module,
+    sample_input: Any,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    options: CompileOptions | dict[str, Any] | None = None,
+) -> ExplainReport:
+    """What :func:`tvmbridge.add_tvm_dispatch` would make of ``module``, without compiling it.
+
+    A copy of the module goes through the graph stages: capture, import, differentiation, passes.
+    The module, its tensors and the generators are left as they are; it may be dispatched already.
+
+    Args:
+        module: any module, in the mode that is of interest.
+        sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
+        sample_kwargs: keyword arguments of forward.
+        options: how the module would be compiled.
+
+    Returns:
+        The report. A module that would keep its own forward has one with the reason, ``ok`` False.
+
+    Raises:
+        TypeError: ``module`` is no module, ``sample_kwargs`` no dict, or ``options`` has an unknown
+            field.
+        ValueError: an option has a value that is not among its choices.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    chosen = CompileOptions.of(options)
+    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    with torch.random.fork_rng(), undisturbed():
+        return _Explanation(type(module).__name__, chosen).of(module, args, kwargs)
+
+
+@dataclass
+class _Explanation:
+    """An explanation that is under way; ``stage`` is the one that runs."""
+
+    name: str
+    options: CompileOptions
+    stage: str = "capture"
+    known: dict[str, Any] = field(default_factory=dict)
+
+    def of(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> ExplainReport:
+        needs_grad = module.training and _anything_requires_grad(module, args, kwargs)
+        self.known["mode"] = ("train" if module.training else "eval") + (
+            " with gradients" * needs_grad
+        )
+        try:
+            sample = Sample.of(module, args, kwargs)
+        except Exception as error:
+            return self._refused(f"the module cannot be copied: {first_paragraph(error)}", error)
+        try:
+            lowered = self._lower(sample, needs_grad)
+        except BridgeError as error:
+            self._look_at_graph(sample, needs_grad)
+            return self._refused(str(error), error)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {first_paragraph(error)}"
+            return self._refused(reason, error)
+        return ExplainReport(module=self.name, ok=True, **self.known, **self._of_lowered(lowered))
+
+    def _lower(self, sample: Sample, needs_grad: bool) -> LoweredModule:
+        args, kwargs, _ = sample.arguments()
+        return lower_module(
+            sample.module,
+            args,
+            kwargs,
+            needs_grad=needs_grad,
+            options=self.options,
+            records=[],
+            measure=self._measure,
+            packing=Packing(sample.module),
+        )
+
+    @contextmanager
+    def _measure(self, stage: str) -> Iterator[None]:
+        self.stage = stage
+        yield
+
+    def _refused(self, reason: str, error: BaseException) -> ExplainReport:
+        source = user_line(error.__cause__ or error) or ""
+        return ExplainReport(
+            module=self.name, ok=False, stage=self.stage, reason=reason, source=source, **self.known
+        )
+
+    def _look_at_graph(self, sample: Sample, needs_grad: bool) -> None:
+        """Capture again, to tell what the graph has although it goes no further."""
+        args, kwargs, _ = sample.arguments()
+        try:
+            if self.stage != "capture":
+                captured = capture(sample.module, args, sample_kwargs=kwargs, needs_grad=needs_grad)
+                self.known |= _of_captured(captured)
+                graph = captured.program.graph
+            else:
+                # PyTorch may have a graph all the same, whose operators are what is refused.
+                with warnings.catch_warnings():
+                    # torch.export copies its own tree specs in a way that torch deprecates.
+                    warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)
+                    program = torch.export.export(sample.module, args, kwargs, strict=False)
+                    graph = program.run_decompositions().graph
+        except Exception:
+            return  # the reason is known already
+        self.known["refused"] = tuple(_refused_operators(graph))
+
+    def _of_lowered(self, lowered: LoweredModule) -> dict[str, Any]:
+        derivation, imported, parts = lowered.derivation, lowered.imported, lowered.split
+        graph = lowered.captured.program.graph
+        found = _of_captured(lowered.captured)
+        found["native"] = _uses(imported.native_calls, graph)
+        found["aten_calls"] = _uses(imported.aten_calls, graph)
+        found["packs"] = lowered.packs
+        if derivation is not None and parts is not None:
+            values = (*parts.residuals, *parts.drawn)
+            found["joint"], found["joint_reason"] = derivation.source, derivation.reason
+            found["residual_policy"] = self.options.residual_policy
+            found["residuals"] = tuple(sorted(values, key=lambda v: -v.spec.nbytes))
+        return found
+
+
+def _anything_requires_grad(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    held = [*module.parameters(), *module.buffers()]
+    held += torch.utils._pytree.tree_leaves((args, dict(kwargs)))
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in held)
+
+
+def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
+    frozen = {f"argument {i}": _shown(value) for i, value in captured.constants.items()}
+    for (path, name), value in sorted(captured.values.items(), key=lambda item: item[0]):
+        if value is not MISSING and not callable(value):
+            frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
+    return {
+        "noise": tuple(_draws(captured)),
+        "mutations": tuple(_mutations(captured)),
+        "frozen": frozen,
+    }
+
+
+def _draws(captured: CapturedGraph) -> Iterator[Draw]:
+    """The draws; where PyTorch's own derivatives were recorded, with other names than captured."""
+    graph = captured.program.graph
+    nodes = {n.name: n for n in graph.nodes}
+    original = find_noise(graph)
+    alike = [n.spec.shape for n in original] == [n.spec.shape for n in captured.noise]
+    for i, descriptor in enumerate(captured.noise):
+        yield _draw(descriptor, nodes.get((original[i] if alike else descriptor).name))
+
+
+def _draw(descriptor: NoiseDescriptor, node: fx.Node | None) -> Draw:
+    purpose = "random numbers"
+    if descriptor.drop_probability is not None:
+        purpose = f"a mask of dropout, p={descriptor.drop_probability:g}"
+    elif descriptor.spec.dtype is torch.bool:
+        purpose = "a mask"
+    operator = str(descriptor.op if node is None else node.target)
+    source = "" if node is None else user_source(node.meta.get("stack_trace"))
+    return Draw(operator, purpose, descriptor.spec, source)
+
+
+def _mutations(captured: CapturedGraph) -> Iterator[Mutation]:
+    positions = {d.name: d.position for d in captured.inputs if d.kind is InputKind.USER}
+    for output in captured.outputs:
+        if output.kind is OutputKind.BUFFER_MUTATION:
+            yield Mutation("buffer", output.target or "")
+        elif output.kind is OutputKind.INPUT_MUTATION:
+            yield Mutation("input", str(positions.get(output.target or "", output.target)))
+    for place in captured.changed_arguments:
+        yield Mutation("argument", str(place))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _uses(counts: Mapping[str, int], captured: fx.Graph) -> tuple[OperatorUse, ...]:
+    """The operators, those with the most uses first, with the lines they come from.
+
+    A backward operator comes from the lines of its forward one.
+    """
+    lines: dict[str, dict[str, None]] = {}
+    for node in captured.nodes:
+        source = user_source(node.meta.get("stack_trace"))
+        if source:
+            lines.setdefault(str(node.target), {})[source] = None
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(
+        OperatorUse(name, count, tuple(lines.get(name) or lines.get(_forward_of(name)) or ()))
+        for name, count in ordered
+    )
+
+
+def _forward_of(name: str) -> str:
+    return name.replace("_backward.", ".")
+
+
+def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
+    found: dict[str, tuple[list[str], str]] = {}
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or _tells_sizes(target):
+            continue
+        try:
+            refuse_what_cannot_run(node)
+        except UnsupportedOperatorError as error:
+            sources, _ = found.setdefault(str(node.target), ([], str(error)))
+            sources.append(user_source(node.meta.get("stack_trace")))
+    for name, (sources, reason) in found.items():
+        lines = tuple(dict.fromkeys(s for s in sources if s))
+        yield OperatorUse(name, len(sources), lines, reason)
+
+
+def _tells_sizes(target: torch._ops.OpOverload) -> bool:
+    """Whether it is about sizes, or checks something, and computes no tensor."""
+    return target._schema.name.startswith(("aten::_assert", "aten::sym_"))

@@ -1,0 +1,86 @@
+"""Patches of foreign functions that hold in one thread and leave the others alone.
+
+What is patched while a module is traced belongs to PyTorch and is shared by all threads, some of
+which may be running models meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_LOCK = threading.Lock()
+
+
+@dataclass
+class _Installed:
+    """A patched attribute: who uses it now, and what each thread has in its place."""
+
+    genuine: Any
+    own: Any
+    users: int = 0
+    local: threading.local = field(default_factory=threading.local)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        stack = getattr(self.local, "stack", None)
+        if stack:
+            return stack[-1](self.genuine, *args, **kwargs)
+        return self.genuine(*args, **kwargs)
+
+
+_INSTALLED: dict[tuple[int, str], _Installed] = {}
+
+
+@contextmanager
+def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within it calls of ``owner.name`` from this thread are calls of ``replacement``.
+
+    Args:
+        owner: a module or a class.
+        name: the name of a function or method of it.
+        replacement: called with the genuine function first, then with the arguments.
+    """
+    installed = _install(owner, name)
+    stack = installed.local.__dict__.setdefault("stack", [])
+    stack.append(replacement)
+    try:
+        yield
+    finally:
+        stack.pop()
+        _release(owner, name, installed)
+
+
+def _install(owner: Any, name: str) -> _Installed:
+    with _LOCK:
+        installed = _INSTALLED.get((id(owner), name))
+        if installed is None:
+            # What the owner itself holds; None: it inherits the attribute.
+            installed = _Installed(getattr(owner, name), vars(owner).get(name))
+            _INSTALLED[id(owner), name] = installed
+            setattr(owner, name, _stub(owner, name, installed))
+        installed.users += 1
+        return installed
+
+
+def _stub(owner: Any, name: str, installed: _Installed) -> Any:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        return installed.call(*args, **kwargs)
+
+    unbound = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
+    return staticmethod(stub) if unbound and isinstance(owner, type) else stub
+
+
+def _release(owner: Any, name: str, installed: _Installed) -> None:
+    with _LOCK:
+        installed.users -= 1
+        if installed.users:
+            return
+        del _INSTALLED[id(owner), name]
+        if installed.own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, installed.own)

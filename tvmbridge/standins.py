@@ -1,0 +1,173 @@
+"""Stand-ins: a module for tracing that shares nothing with the user's but the tensors.
+
+Tracing runs forward on fake tensors, with the module's own ones exchanged, and forward may write
+attributes. None of that may be seen by the user, nor by other threads that run the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tvmbridge.patches import patched_here
+
+logger = logging.getLogger(__name__)
+
+# In the memo of a deep copy it says that a stand-in is being made, which has no dispatch.
+STAND_IN = "tvmbridge.stand_in"
+
+
+def stand_in(module: nn.Module) -> nn.Module | None:
+    """A copy of ``module`` in all but its tensors, which are the very same.
+
+    None where it cannot be copied: an attribute refuses, or the copy has other submodules.
+    """
+    try:
+        with ExitStack() as stack:
+            for tensor_type in (torch.Tensor, nn.Parameter):
+                stack.enter_context(patched_here(tensor_type, "__deepcopy__", _itself))
+            copied = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
+    except Exception as error:
+        logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
+        return None
+    pairs = zip(module.named_modules(), copied.named_modules(), strict=False)
+    alike = all(n == m and type(a) is type(b) for (n, a), (m, b) in pairs)
+    if not alike or len(list(module.modules())) != len(list(copied.modules())):
+        return None
+    return copied
+
+
+def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    return tensor
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and tensors that are plain attributes, by dotted name."""
+    found: dict[str, torch.Tensor] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for held in (owner._parameters, owner._buffers, owner.__dict__):
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    found[prefix + name] = value
+    return found
+
+
+def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run forward for real on copies of all tensors; attributes that it sets remain set.
+
+    Tensors and PyTorch's generator are as before afterwards, also when forward raises.
+    """
+    own = {id(t): t for t in tensors_of(module).values()}
+    copies = {key: _copied(t) for key, t in own.items()}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _copied, (args, dict(kwargs)))
+    _exchange(module, copies)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
+            module.forward(*args, **kwargs)
+    finally:
+        _exchange(module, {id(copy): own[key] for key, copy in copies.items()})
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied
+
+
+def _exchange(module: nn.Module, held: Mapping[int, torch.Tensor]) -> None:
+    for owner in module.modules():
+        for attributes in (owner.__dict__, owner._parameters, owner._buffers):
+            for name, value in attributes.items():
+                if name not in ("_parameters", "_buffers"):
+                    attributes[name] = _with_replaced(value, held)
+
+
+@contextmanager
+def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within it the module holds other tensors (by the id of its own); then all is as before.
+
+    Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
+    too, and attributes that forward sets are taken back.
+    """
+    saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
+    try:
+        for attributes, before in saved:
+            for name, value in before.items():
+                attributes[name] = _with_replaced(value, held)
+            for name in ("_parameters", "_buffers", "_modules"):
+                attributes[name] = dict(attributes[name])
+        yield
+    finally:
+        for attributes, before in saved:
+            attributes.clear()
+            attributes.update(before)
+
+
+def _with_replaced(value: Any, held: Mapping[int, torch.Tensor]) -> Any:
+    """``value``, or a copy of it if it is a container that holds a replaced tensor."""
+    if isinstance(value, torch.Tensor):
+        return held.get(id(value), value)
+    if type(value) is dict and any(id(v) in held for v in value.values()):
+        return {k: held.get(id(v), v) for k, v in value.items()}
+    if type(value) in (list, tuple) and any(id(v) in held for v in value):
+        return type(value)(held.get(id(v), v) for v in value)
+    return value
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Within it autocast is off, as it is wherever compiled code is called."""
+    with torch.autocast("cpu", enabled=False):
+        if torch.cuda.is_available():
+            with torch.autocast("cuda", enabled=False):
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Checkpointed functions run once, without recomputation: the gradients are the same."""
+    place = torch.utils.checkpoint
+    with (
+        patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
+        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
+    ):
+        yield
+
+
+def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """Call ``function``; as in the original, gradients flow only if an argument wants one."""
+    connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(connected and torch.is_grad_enabled()):
+        return function(*args)
+
+
+def _plain_generator(genuine: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def as_captured() -> Iterator[None]:
+    """Within it modules are told that they are traced, as they were when they were captured.
+
+    They must take the same way through their code; and what they keep for later calls (in caches
+    of functions) must not be made of fake tensors.
+    """
+    place = torch.compiler
+    with (
+        mock.patch.object(place, "_is_compiling_flag", True),
+        mock.patch.object(place, "_is_exporting_flag", True),
+    ):
+        yield

@@ -1,0 +1,57 @@
+"""Surroundings: the modes of PyTorch that a call is made under, and whether they fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+_C = torch._C
+# The threads in which the bridge traces a module at this moment.
+_tracers: set[int] = set()
+
+
+@contextmanager
+def tracing_here() -> Iterator[None]:
+    """Within it this thread traces: the flags that say so are PyTorch's, and of all threads."""
+    thread = threading.get_ident()
+    outermost = thread not in _tracers
+    _tracers.add(thread)
+    try:
+        yield
+    finally:
+        if outermost:
+            _tracers.discard(thread)
+
+
+def refused_now() -> str | None:
+    """Why compiled code must not run in the present context; None when it may."""
+    if torch.compiler.is_compiling() and not _traced_elsewhere():
+        return "the module is being traced"
+    if _C._get_tracing_state():
+        return "the module is being traced"
+    if _C._len_torch_dispatch_stack():
+        return "a dispatch mode is active"
+    if _C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform is active"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    return _mode_refuses() if _C._len_torch_function_stack() else None
+
+
+def _traced_elsewhere() -> bool:
+    return bool(_tracers) and threading.get_ident() not in _tracers
+
+
+def _mode_refuses() -> str | None:
+    for index in range(_C._len_torch_function_stack()):
+        mode = _C._get_function_stack_at(index)
+        if not isinstance(mode, DeviceContext):
+            return "a function mode is active"
+        if mode.device.type != "cpu":
+            return "another default device is set"
+    return None
