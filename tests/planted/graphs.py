@@ -19,11 +19,11 @@ GRAPHS = (
         quick=True,
     ),
     Plant(
-        "negative index",
+        "index off by one",
         "converters",
         "tvmbridge.frontend.shapes",
         "    index %= shape[dim]\n",
-        "    index = max(index, 0)\n",
+        "    index = (index - 1) % shape[dim]\n",
         (_TRAPS, "-k", "select and last"),
         quick=True,
     ),
@@ -62,14 +62,6 @@ GRAPHS = (
         "parts.insert(0 if first else len(parts), fill)",
         "parts.insert(len(parts) if first else 0, fill)",
         (_TRAPS, "-k", "pad"),
-    ),
-    Plant(
-        "product with zero folded",
-        "converters",
-        "tvmbridge.frontend.elementwise",
-        "if dtype.is_floating_point and (_is_zero(ctx, a) or _is_zero(ctx, b)):",
-        "if False:",
-        (_TRAPS, "-k", "nan and product"),
     ),
     Plant(
         "scale of erf's gradient",
