@@ -19,15 +19,6 @@ GRAPHS = (
         quick=True,
     ),
     Plant(
-        "index off by one",
-        "converters",
-        "tvmbridge.frontend.shapes",
-        "    index %= shape[dim]\n",
-        "    index = (index - 1) % shape[dim]\n",
-        (_TRAPS, "-k", "select and last"),
-        quick=True,
-    ),
-    Plant(
         "negative slice",
         "converters",
         "tvmbridge.frontend.shapes",
