@@ -211,3 +211,19 @@ def test_draws_in_place_follow_the_memory(draw: str) -> None:
             results.append((module(given), given, torch.rand(2)))
     torch.testing.assert_close(*results, rtol=0, atol=0)
     assert dispatch_report(ours).tvm_calls == 1
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_what_drops_nothing_is_its_argument(p: float) -> None:
+    def written(x: torch.Tensor, t: bool) -> torch.Tensor:
+        held = x * 2
+        same = F.dropout(held, p, t)
+        same.add_(1)
+        return same + held
+
+    module = Applied(written).eval()
+    x = make(torch.float64)
+    expected = module(x)
+    with torch.no_grad():
+        add_tvm_dispatch(module, x)
+        torch.testing.assert_close(module(x), expected)

@@ -17,7 +17,7 @@ from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import watched_forward
-from tvmbridge.conversions import conversions_without_effect
+from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
@@ -134,6 +134,7 @@ def _export(
             with (
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
+                DropoutWithoutEffect(),
                 watched_forward(module) as watch,
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)

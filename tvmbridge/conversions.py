@@ -1,4 +1,5 @@
-"""Conversions of modules in forward, such as ``self.linear = self.linear.to(x.dtype)``."""
+"""What does nothing, and is to be traced as nothing: conversions of modules in forward, such as
+``self.linear = self.linear.to(x.dtype)``, and dropout that drops nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.patches import patched_here
@@ -29,3 +31,27 @@ def conversions_without_effect() -> Iterator[None]:
 
     with patched_here(nn.Module, "_apply", apply):
         yield
+
+
+def _drops_nothing(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> bool:
+    return not training or p == 0
+
+
+class DropoutWithoutEffect(TorchFunctionMode):
+    """Within it dropout that drops nothing returns its argument itself, as eager PyTorch does.
+
+    ``torch.export`` takes it for a tensor of its own, so that writing into it would not be seen
+    by who holds the argument.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func is nn.functional.dropout and _drops_nothing(*args, **named):
+            return args[0] if args else named["input"]
+        if func is torch.dropout:
+            named["training"] = named.pop("train", True) if len(args) < 3 else args[2]
+            if _drops_nothing(*args[:2], **named):
+                return args[0] if args else named["input"]
+        return func(*args, **(kwargs or {}))

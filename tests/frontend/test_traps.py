@@ -127,6 +127,7 @@ PROMOTION: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 }
 
 NOT_A_NUMBER: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "product with zero": (lambda x: (x * 0, 0.0 * x, x * torch.zeros(16)), (special(),)),
     "relu": (
         lambda x: (x.relu(), functional.relu6(x), functional.leaky_relu(x, 0.1)),
         (special(),),

@@ -19,21 +19,12 @@ GRAPHS = (
         quick=True,
     ),
     Plant(
-        "negative index",
-        "converters",
-        "tvmbridge.frontend.shapes",
-        "    index %= shape[dim]\n",
-        "    index = max(index, 0)\n",
-        (_TRAPS, "-k", "select of the last"),
-        quick=True,
-    ),
-    Plant(
         "negative slice",
         "converters",
         "tvmbridge.frontend.shapes",
         "first, last, _ = slice(start, end, step)",
         "first, last, _ = slice(abs(start or 0), end, step)",
-        (_TRAPS, "-k", "negative starts"),
+        (_TRAPS, "-k", "negative and starts"),
     ),
     Plant(
         "promotion of a quotient",
@@ -62,14 +53,6 @@ GRAPHS = (
         "parts.insert(0 if first else len(parts), fill)",
         "parts.insert(len(parts) if first else 0, fill)",
         (_TRAPS, "-k", "pad"),
-    ),
-    Plant(
-        "product with zero folded",
-        "converters",
-        "tvmbridge.frontend.elementwise",
-        "if dtype.is_floating_point and (_is_zero(ctx, a) or _is_zero(ctx, b)):",
-        "if False:",
-        (_TRAPS, "-k", "nan"),
     ),
     Plant(
         "scale of erf's gradient",
