@@ -131,6 +131,28 @@ def test_outputs_are_independent_of_inputs_and_each_other() -> None:
     assert len(set(pointers)) == len(pointers)
 
 
+class Neutral(nn.Module):
+    """A result that no arithmetic changes, and is new memory in eager PyTorch all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 4).double()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), x * 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_result_that_equals_its_input_is_new_memory(training: bool) -> None:
+    x = sample()
+    module = add_tvm_dispatch(Neutral().train(training), x)
+    with torch.set_grad_enabled(training):
+        _, same = module(x)
+    assert dispatch_report(module).tvm_calls == 1
+    same.detach().fill_(7)
+    assert torch.equal(x, sample())
+
+
 def test_a_changed_output_is_noticed_by_backward() -> None:
     class Exponential(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "list": (_appends, "writes history"),
     "tensor": (_keeps, "writes last"),
     "plain tensor": (_writes, "writes into a tensor that is neither an input nor a buffer"),
-    "python random": (lambda m, x: x * random.random(), "Python's random"),
+    "python random": (lambda m, x: x * random.random(), "draws from random"),
     "numpy random": (lambda m, x: x * float(numpy.random.rand()), r"numpy\.random"),
     "seed": (_seeds, "seeds PyTorch's generator"),
     "fork": (_forks, "sets"),

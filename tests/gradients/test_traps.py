@@ -106,7 +106,10 @@ MOVES: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
         (X, normal(4, 4, seed=3), ROWS),
     ),
     "triangles": (lambda x: (x.tril(-1), x.triu(1)), (X,)),
-    "slices with steps, and from behind": (lambda x: (x[:, ::2], x[-1], x[:, -3:-1]), (X,)),
+    "slices with steps, and from behind": (
+        lambda x: (x[:, ::2] * 2, x[-1].exp(), x[:, -3:-1] * x[:, 1:3]),
+        (X,),
+    ),
     "tile, flip, roll, stack": (
         lambda x, y: (x.repeat(2, 1), x.flip(0, 1), x.roll(1, 0), torch.stack([x, y], 1)),
         (X, Y),
