@@ -10,6 +10,7 @@ import copy
 import enum
 import functools
 import math
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -128,9 +129,9 @@ class _Watched:
         self.name = name
         self.label = label
         self.expected = expected
-        # The value at the last full comparison, and what it held: (holder, ids, references).
+        # The value at the last full comparison, and the containers in it.
         self.last: Any = self
-        self.held: list[tuple[Any, list[int], list[Any]]] = []
+        self.held: list[Any] = []
 
     def changed(self) -> bool:
         """A full comparison; remembers the signs if nothing that matters changed."""
@@ -147,9 +148,38 @@ class _Watched:
         if not held or depth == 0:
             return
         if not isinstance(value, tuple | frozenset):
-            self.held.append((value, [id(h) for h in held], held))
+            self.held.append(value)
         for item in held:
             self._hold(item, depth - 1)
+
+
+class _Holder:
+    """A container or plain object, and what it held: the same objects under the same keys?"""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.watched: list[_Watched] = []
+        self._read = _reader(value)
+        now = self._read(value)
+        self._keys = list(now) if isinstance(now, dict) else None
+        self._held = list(now if self._keys is None else now.values())
+
+    def changed(self) -> bool:
+        now = self._read(self.value)
+        if len(now) != len(self._held):
+            return True
+        if self._keys is None:
+            return not all(map(operator.is_, now, self._held))
+        return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
+
+
+def _reader(value: Any) -> Callable[[Any], Any]:
+    """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
+    if type(value) in (list, dict):
+        return lambda same: same
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        return contents
+    return vars
 
 
 class AttributeGuard:
@@ -192,14 +222,19 @@ class AttributeGuard:
         for watched in self._watched:
             watched.changed()
         self._slots = [(w.attributes, w.name, w.last, w) for w in self._watched]
-        self._held = [(h, ids, w) for w in self._watched for h, ids, _ in w.held]
+        holders: dict[int, _Holder] = {}
+        for watched in self._watched:
+            for value in watched.held:
+                # One configuration is often an attribute of many submodules.
+                holders.setdefault(id(value), _Holder(value)).watched.append(watched)
+        self._held = list(holders.values())
 
     def changed(self) -> str | None:
         """The name of an attribute that has another value now; None: there is none."""
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        for holder, ids, watched in self._held:
-            if [id(h) for h in contents(holder)] != ids:
-                suspects.append(watched)
+        for holder in self._held:
+            if holder.changed():
+                suspects += holder.watched
         if not suspects:
             return None
         for watched in suspects:

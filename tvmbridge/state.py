@@ -101,9 +101,11 @@ class ModuleState:
         self._entries = [
             (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
         ]
-        self._lengths = [(dict_of(m, held), length) for m, held, length in self._sizes]
+        self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
+        self._lengths = [length for _, _, length in self._sizes]
         children = self._modules[1:]
-        self._types = [(copied(m), type(m)) for m in self._modules]
+        self._members = [copied(m) for m in self._modules]
+        self._types = [type(m) for m in self._modules]
         self._hooks = [dict_of(m, name) for m in children for name in _HOOKS if name in m.__dict__]
         self._hooks += _GLOBAL_HOOKS if children else ()
 
@@ -155,18 +157,16 @@ class ModuleState:
                 now = place.get(key, MISSING)
                 if reason is not _PATCHED or _own(now) is not _own(expected):
                     return reason
-        for place, length in self._lengths:
-            if len(place) != length:
-                return "a submodule, parameter or buffer was added or removed"
-        for module, class_ in self._types:
-            if type(module) is not class_:
-                return "the class of a submodule changed"
+        # Whole lists at once: this runs at every call.
+        if list(map(len, self._dicts)) != self._lengths:
+            return "a submodule, parameter or buffer was added or removed"
+        if list(map(type, self._members)) != self._types:
+            return "the class of a submodule changed"
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return _PATCHED
-        for hooks in self._hooks:
-            if hooks and acts(hooks.values()):
-                return "a submodule has hooks"
+        if any(self._hooks) and any(h and acts(h.values()) for h in self._hooks):
+            return "a submodule has hooks"
         return None
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
