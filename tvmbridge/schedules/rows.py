@@ -93,6 +93,8 @@ class RowNest:
             within = indexer.simplify(flat)
             if not variables(within) <= {self.column}:
                 return False
+            if not (indexer.lies_in(within, width) or self._same_row(source, indices, indexer)):
+                return False
             same = source.columns == columns and tvm_ffi.structural_equal(within, self.column)
             joined.time = max(joined.time, _earliest(source, joined.looped, same))
             sources.append((source, same))
@@ -102,6 +104,20 @@ class RowNest:
             source.kept |= not source.scalar and (not same or joined.time > source.time)
         self.members.append(joined)
         return True
+
+    def _same_row(self, source: Member, indices: Sequence[Expr], indexer: Indexer) -> bool:
+        """Whether a read, wherever it is guarded, is of the row that is being computed.
+
+        A position relative to the row says so only where it lies in the row: one before its begin
+        is the end of the row above.
+        """
+        axes = row_axes(source.stage, self.rows)
+        if axes is None:
+            return False
+        row: Expr = integer(0)
+        for index, axis in zip(indices, axes[0], strict=False):
+            row = row * integer(axis.extent) + index
+        return tvm_ffi.structural_equal(indexer.simplify(row), indexer.simplify(self.row))
 
 
 def _shares_pass(member: Member, other: Member) -> bool:

@@ -65,6 +65,11 @@ class Indexer:
             offset = offset * integer(int(extent)) + index
         return self._analyzer.simplify(offset)
 
+    def lies_in(self, index: Expr, extent: int) -> bool:
+        """Whether ``index`` is known to lie in [0, extent)."""
+        bound = self._analyzer.const_int_bound(index)
+        return bound.min_value >= 0 and bound.max_value < extent
+
     def coefficient(self, flat: Expr, var: tirx.Var) -> int | None:
         """Return d(flat)/d(var) where it is the same everywhere, else None."""
         if not mentions(flat, var):

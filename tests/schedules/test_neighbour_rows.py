@@ -1,0 +1,64 @@
+"""Rows that read the row above: what a row keeps for itself is not what another row needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _sum_moved_by_cat(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum(1)
+    return torch.cat([total[:1], total[:-1]])[:, None] - x
+
+
+def _sum_moved_by_scatter(x: torch.Tensor) -> torch.Tensor:
+    total = x.sum(1)
+    return x - torch.slice_scatter(total, total[:-1], 0, 1, 7)[:, None]
+
+
+def _softmax_moved_by_cat(x: torch.Tensor) -> torch.Tensor:
+    weights = torch.softmax(x, 1)
+    return torch.cat([weights[:1], weights[:-1]]) - weights
+
+
+def _softmax_moved_by_padding(x: torch.Tensor) -> torch.Tensor:
+    weights = torch.softmax(x, 1)
+    return functional.pad(weights, (0, 0, 1, -1)) - weights
+
+
+def _halves_of_a_row(x: torch.Tensor) -> torch.Tensor:
+    weights = torch.softmax(x, 1)
+    left, right = weights.chunk(2, 1)
+    return torch.cat([-right, left], 1) * weights
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _sum_moved_by_cat,
+        _sum_moved_by_scatter,
+        _softmax_moved_by_cat,
+        _softmax_moved_by_padding,
+        _halves_of_a_row,
+    ],
+)
+@pytest.mark.parametrize("columns", [1, 32])
+def test_equals_eager(function: Function, columns: int) -> None:
+    class Moved(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    if function is _halves_of_a_row and columns == 1:
+        columns = 2
+    x = torch.randn(7, columns, dtype=torch.float64)
+    module = add_tvm_dispatch(Moved().eval(), x)
+    torch.testing.assert_close(module(x), function(x), rtol=1e-13, atol=1e-13)
+    assert dispatch_report(module).tvm_calls == 1
