@@ -66,7 +66,9 @@ def test_the_variable_and_the_working_directory_name_records_too(
     plant(tmp_path / "logs", task, seconds=3e-6)
     monkeypatch.setenv("TVMBRIDGE_TUNING_LOGS", str(tmp_path / "logs"))
     library = Library.open(None, host_target())
-    assert [entries[task].verdict.seconds for entries in library.entries] == [3e-6, 1e-6]
+    # Those that come with tvmbridge do not have this task.
+    found = [entries[task].verdict for entries in library.entries if task in entries]
+    assert [verdict.seconds for verdict in found if verdict is not None] == [3e-6, 1e-6]
 
 
 def test_a_slower_record_is_not_applied(tmp_path: Path, task: Task) -> None:
