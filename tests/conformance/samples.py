@@ -18,6 +18,9 @@ _FINITE_ONLY = frozenset({"nn.functional.gelu", "_softmax_backward_data"})
 # Which elements NaN or an infinity spoils depends on the block in which PyTorch's kernel meets it.
 _ORDINARY_ONLY = frozenset({"nn.functional.scaled_dot_product_attention"})
 
+# Of no elements PyTorch's own backward ends the process.
+_BACKWARD_CRASHES_OF_NOTHING = frozenset({"nn.functional.pdist"})
+
 # Of no elements its kernel returns whatever the memory held.
 _UNDEFINED_OF_NOTHING = frozenset({"nn.functional.multi_margin_loss"})
 
@@ -69,7 +72,8 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
         special = None if name in _ORDINARY_ONLY else "finite" if name in _FINITE_ONLY else "all"
         varied = variants(case, special)
-        cases += [v for v in varied if v.ordinary or name not in _UNDEFINED_OF_NOTHING]
+        unfit = _UNDEFINED_OF_NOTHING | (_BACKWARD_CRASHES_OF_NOTHING if gradient else set())
+        cases += [v for v in varied if v.ordinary or name not in unfit]
         strided = case_of(f"{case.label} strided", samples[int(case.label)].noncontiguous())
         cases.append(strided)
     return cases
