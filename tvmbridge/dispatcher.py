@@ -263,9 +263,23 @@ def undisturbed() -> Iterator[None]:
     """Within it the modes of the caller that are about calls do not reach the compilation."""
     with (
         torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        torch.autograd.graph.saved_tensors_hooks(_with_version, _unchanged),
     ):
         yield
+
+
+def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    return tensor, None if tensor.is_inference() else tensor._version
+
+
+def _unchanged(saved: tuple[torch.Tensor, int | None]) -> torch.Tensor:
+    """The saved tensor; autograd itself compares no versions where there are hooks."""
+    tensor, version = saved
+    if version is not None and tensor._version != version:
+        raise RuntimeError(
+            "a variable needed for gradient computation has been modified by an inplace operation"
+        )
+    return tensor
 
 
 @contextmanager
