@@ -24,6 +24,7 @@ from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
@@ -135,6 +136,7 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
+                KernelPromotion(),
                 watched_forward(module) as watch,
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)

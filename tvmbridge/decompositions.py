@@ -14,6 +14,7 @@ from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.promotion import promoting_as_kernels
 from tvmbridge.recurrent import recurrent_decompositions
 
 aten = torch.ops.aten
@@ -41,6 +42,15 @@ _KEPT_WHOLE = (
     aten.multilabel_margin_loss_forward.default,
     # Its parts read a 0-d index as a number.
     aten.take.default,
+    # Their parts round another way, which shows where integers are asked for.
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
@@ -89,7 +99,9 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
     for op in (*_KEPT_WHOLE, *random):
         if not str(op).startswith(_DRAWN_IN_PARTS):
             table.pop(op, None)
+    table = promoting_as_kernels(table)
     table.update(recurrent_decompositions(table))
+    table[aten.soft_margin_loss.default] = _unless_half(table[aten.soft_margin_loss.default])
     table[aten._safe_softmax.default] = _safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
@@ -97,6 +109,16 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
     else:
         table[sdpa] = _attention_with_dropout
     return table | _draws_apart()
+
+
+def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Half precision stays whole where eager rounds, and overflows, between the parts."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        halves = (torch.float16, torch.bfloat16)
+        return NotImplemented if args[0].dtype in halves else parts(*args, **kwargs)
+
+    return decompose
 
 
 def _draws_apart() -> dict[Any, Callable[..., Any]]:

@@ -27,6 +27,7 @@ from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.standins import (
     as_captured,
     plain_checkpoints,
@@ -148,6 +149,7 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
+            KernelPromotion(),
         ):
             stack.enter_context(context)
         stack.enter_context(tensors_replaced(module, held))
