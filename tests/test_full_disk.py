@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.records.planted import right, record_of, softmax_task
+from tests.records.planted import record_of, right, softmax_task
 from tests.test_dispatch import eager
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.cli import main
