@@ -59,6 +59,9 @@ class Rehearsal:
         self.outputs = [o for o in captured.outputs if o.is_computed]
         self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
         self.originals = [self._original(d) for d in self.inputs]
+        self.written = {
+            o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION
+        }
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @property
@@ -93,11 +96,12 @@ class Rehearsal:
         leaves = list(self.leaves)
         held: dict[int, torch.Tensor] = {}
         for descriptor, original, primal in zip(self.inputs, self.originals, primals, strict=True):
+            if descriptor.kind is InputKind.BUFFER or descriptor.name in self.written:
+                primal = primal.clone()
             if descriptor.kind is InputKind.USER:
                 leaves[descriptor.position or 0] = primal
             else:
-                writable = descriptor.kind is InputKind.BUFFER
-                held[id(original)] = primal.clone() if writable else primal
+                held[id(original)] = primal
         args, kwargs = unflatten(leaves, self.structure)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
