@@ -15,9 +15,10 @@ from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.extrema import EXTREMA
 from tvmbridge.legalize.aten.moves import MOVES
 from tvmbridge.legalize.aten.pointwise import POINTWISE
+from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
 
-COMPILED: dict[str, Compile] = {**POINTWISE, **MOVES, **EXTREMA, **WINDOWS}
+COMPILED: dict[str, Compile] = {**POINTWISE, **MOVES, **EXTREMA, **UPSAMPLE, **WINDOWS}
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
