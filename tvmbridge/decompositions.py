@@ -41,6 +41,9 @@ _KEPT_WHOLE = (
     aten.multilabel_margin_loss_forward.default,
     # Its parts read a 0-d index as a number.
     aten.take.default,
+    # A number that fills a tensor is one loop, sums of overlapping windows are one nest.
+    aten.fill.Scalar,
+    aten.col2im.default,
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.

@@ -32,11 +32,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     },
     "atan2": (lambda x: torch.atan2(x[:, None], x), (SPECIAL,)),
     "elu": (lambda x: (functional.elu(x), functional.elu(x, 1.3)), (WIDE,)),
-    "fmod": (lambda x: (x.fmod(2.5), x.fmod(-0.3)), (WIDE,)),
+    # PyTorch's vectors know no remainder of a quotient beyond 2**126 or of a denormal number.
+    "fmod": (lambda x: (x.fmod(2.5), x.fmod(-0.3), x.fmod(1e-40), (x * 1e30).fmod(1e-3)), (WIDE,)),
     "quotients rounded down": (
         lambda x: (
             torch.div(x, 2.5, rounding_mode="floor"),
             torch.div(x[:, None], x, rounding_mode="floor"),
+            torch.div(x * 1e30, 1e-3, rounding_mode="floor"),
         ),
         (SPECIAL,),
     ),

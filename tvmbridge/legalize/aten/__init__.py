@@ -19,6 +19,18 @@ from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
 
 COMPILED: dict[str, Compile] = {**POINTWISE, **MOVES, **EXTREMA, **UPSAMPLE, **WINDOWS}
+from tvmbridge.legalize.aten.scans import SCANS
+from tvmbridge.legalize.aten.scatters import SCATTERS
+from tvmbridge.legalize.aten.windows import WINDOWS
+
+COMPILED: dict[str, Compile] = {
+    **POINTWISE,
+    **MOVES,
+    **EXTREMA,
+    **WINDOWS,
+    **SCANS,
+    **SCATTERS,
+}
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
