@@ -13,7 +13,6 @@ from tests.conformance.compare import compare
 from tvmbridge.errors import BridgeError
 from tvmbridge.report import DispatchReport
 
-
 # What is called, and the tensors that it is called with.
 Cases = Mapping[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import tvmbridge
-from tests.frontend.helpers import Cases, Function, Together, assert_like_eager, run
+from tests.frontend.helpers import Cases, Function, Together, run
 
 INF = float("inf")
 X = torch.arange(24.0).reshape(2, 3, 4) - 9
