@@ -40,6 +40,7 @@ from tvmbridge.types import (
     OutputKind,
     TensorSpec,
 )
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,7 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
+                FunctionsKeptWhole(),
                 watched_forward(module) as watch,
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)

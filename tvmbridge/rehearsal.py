@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.conversions import conversions_without_effect
+from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.refusal import first_paragraph
@@ -30,6 +30,7 @@ from tvmbridge.standins import (
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.whole import FunctionsKeptWhole
 
 
 class Rehearsal:
@@ -112,6 +113,8 @@ class Rehearsal:
             stack.enter_context(cumulative_averages_on_tensors(self.module))
             stack.enter_context(as_captured())
             stack.enter_context(conversions_without_effect())
+            stack.enter_context(checks_of_numbers())
+            stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))
             forward = ArgumentWatch(self.module.forward)
             results = pytree.tree_leaves(_called(forward, args, kwargs))
