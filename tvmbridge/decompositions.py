@@ -42,6 +42,7 @@ _KEPT_WHOLE = (
     aten.multilabel_margin_loss_forward.default,
     # Its parts read a 0-d index as a number.
     aten.take.default,
+<<<<<<< HEAD
     # Their parts round another way, which shows where integers are asked for.
     aten.linspace.default,
     aten.linspace.Tensor_Tensor,
@@ -51,6 +52,11 @@ _KEPT_WHOLE = (
     aten.logspace.Tensor_Tensor,
     aten.logspace.Tensor_Scalar,
     aten.logspace.Scalar_Tensor,
+=======
+    # A number that fills a tensor is one loop, sums of overlapping windows are one nest.
+    aten.fill.Scalar,
+    aten.col2im.default,
+>>>>>>> main
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
@@ -108,9 +114,11 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
         table[sdpa] = _attention
     else:
         table[sdpa] = _attention_with_dropout
-    return table | _draws_apart()
+    table[aten.rrelu.default] = _rrelu
+    return table
 
 
+<<<<<<< HEAD
 def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
     """Half precision stays whole where eager rounds, and overflows, between the parts."""
 
@@ -145,6 +153,21 @@ def _bernoulli(p: torch.Tensor, *, generator: None = None) -> torch.Tensor:
     wide = torch.float64 if p.dtype is torch.float64 else torch.float32
     drawn = torch.rand(p.shape, dtype=wide, device=p.device)
     return (drawn < p.to(wide)).to(p.dtype)
+=======
+def _rrelu(
+    x: torch.Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Randomized leaky ReLU by its draw: a slope for each element, 1 where it is positive."""
+    if not training:
+        return aten.leaky_relu(x, (lower + upper) / 2)
+    slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
+    functional = aten.rrelu_with_noise_functional
+    return functional(x, slopes, lower, upper, True, generator=generator)[0]
+>>>>>>> main
 
 
 def _attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
