@@ -141,11 +141,8 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
-<<<<<<< HEAD
                 KernelPromotion(),
-=======
                 FunctionsKeptWhole(),
->>>>>>> main
                 watched_forward(module) as watch,
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)

@@ -50,7 +50,9 @@ class KernelPromotion(TorchFunctionMode):
         named = dict(kwargs or {})
         if func in _KEPT_DTYPE and named.get("weight") is None and len(args) < 5:
             operands = [*args[:2], *(named[k] for k in ("input", "target") if k in named)]
-            if len({t.dtype for t in operands}) > 1 and all(t.is_floating_point() for t in operands):
+            if len({t.dtype for t in operands}) > 1 and all(
+                t.is_floating_point() for t in operands
+            ):
                 named.pop("weight", None)
                 func = _KEPT_DTYPE[func]
         return func(*args, **named)
