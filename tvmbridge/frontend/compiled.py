@@ -13,13 +13,12 @@ from torch import fx
 
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import COMPUTED, FLOATS, MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.aten_call import emit_aten_call
 
 aten = torch.ops.aten
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
 # A remainder or a power is a call of the C library for each element.
 _FEW = 4096
 _QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)

@@ -15,12 +15,11 @@ from torch import fx
 from tvmbridge.frontend.compiled import emit_compiled
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.registry import HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 
 aten = torch.ops.aten
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
 _INDICES = (torch.int32, torch.int64)
 # Elements that are written one after the other.
 _MOST_WRITTEN = 1 << 16
