@@ -27,6 +27,7 @@ from tvmbridge.conversions import conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
+from tvmbridge.plain import refuse_unusual
 from tvmbridge.standins import (
     as_captured,
     plain_checkpoints,
@@ -91,9 +92,11 @@ def staged(
 
     Raises:
         NotApartError: the module cannot be copied.
-        CaptureError: forward does at each call what compiled code would not repeat.
+        CaptureError: a tensor is not plain, or forward does at each call what compiled code would
+            not repeat.
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
+    refuse_unusual(module, pytree.tree_leaves((args, dict(kwargs))))
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
