@@ -155,9 +155,7 @@ class Dispatcher(StandsForForward):
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
 
-    def anything_requires_grad(
-        self, specialization: Specialization, leaves: Sequence[Any]
-    ) -> bool:
+    def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True

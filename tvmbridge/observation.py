@@ -30,6 +30,7 @@ from tvmbridge.patches import patched_here
 from tvmbridge.plain import refuse_unusual
 from tvmbridge.standins import (
     as_captured,
+    copied_values,
     plain_checkpoints,
     run_apart,
     stand_in,
@@ -118,6 +119,8 @@ def staged(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call"
         )
+    if not apart:
+        seen = replace(seen, values=copied_values(seen.values))
     return Stage(actor, seen)
 
 
@@ -168,7 +171,11 @@ def observe(
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
-    return Observation(values_read(module, read), writes, returned, aliases, rebound, tuple(impure))
+    values = values_read(module, read)
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
+            impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
+    return Observation(values, writes, returned, aliases, rebound, tuple(impure))
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
