@@ -26,6 +26,7 @@ from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
@@ -140,6 +141,7 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
+                KernelPromotion(),
                 FunctionsKeptWhole(),
                 watched_forward(module) as watch,
             ):

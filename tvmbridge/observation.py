@@ -28,6 +28,7 @@ from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.plain import refuse_unusual
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.standins import (
     as_captured,
     copied_values,
@@ -155,6 +156,7 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
+            KernelPromotion(),
             checks_of_numbers(),
             FunctionsKeptWhole(),
         ):
