@@ -9,6 +9,7 @@ from tvmbridge.frontend import (  # noqa: F401  (each module enters its converte
     elementwise,
     linear,
     logic,
+    nests,
     nn,
     norms,
     pooling,

@@ -15,10 +15,20 @@ from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.extrema import EXTREMA
 from tvmbridge.legalize.aten.moves import MOVES
 from tvmbridge.legalize.aten.pointwise import POINTWISE
+from tvmbridge.legalize.aten.scans import SCANS
+from tvmbridge.legalize.aten.scatters import SCATTERS
 from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
 
-COMPILED: dict[str, Compile] = {**POINTWISE, **MOVES, **EXTREMA, **UPSAMPLE, **WINDOWS}
+COMPILED: dict[str, Compile] = {
+    **POINTWISE,
+    **MOVES,
+    **EXTREMA,
+    **SCANS,
+    **SCATTERS,
+    **UPSAMPLE,
+    **WINDOWS,
+}
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
