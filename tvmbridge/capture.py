@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgument
@@ -21,8 +22,9 @@ from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effe
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
-from tvmbridge.noise import find_noise
+from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
 from tvmbridge.refusal import (
     first_paragraph,
@@ -38,6 +40,7 @@ from tvmbridge.types import (
     OutputKind,
     TensorSpec,
 )
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,7 @@ def capture_staged(
         ) from stage.failure
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     inputs, constant_tensors = _describe_inputs(module, program, leaves)
+    noise = find_noise(program.graph)
     return CapturedGraph(
         program=program,
         training=module.training,
@@ -109,12 +113,13 @@ def capture_staged(
         out_spec=seen.structure,
         inputs=inputs,
         outputs=_with_aliases(_describe_outputs(program), seen),
-        noise=find_noise(program.graph),
+        noise=noise,
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
         values=seen.values,
         changed_arguments=changed,
+        head=cut_head(program.graph, noise, constant_tensors),
     )
 
 
@@ -135,11 +140,14 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
+                FunctionsKeptWhole(),
                 watched_forward(module) as watch,
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)
-            program = program.run_decompositions(table)
-            _spell_out_total_dropout(program)
+            # Without it PyTorch drops draws that nothing reads.
+            with torch._inductor.config.patch(fallback_random=True):
+                program = program.run_decompositions(table)
+            tidy_draws(program)
             return program, watch.changed
     except CaptureError:
         raise
@@ -150,22 +158,6 @@ def _export(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
             f"{first_paragraph(error)}"
         ) from error
-
-
-def _spell_out_total_dropout(program: ExportedProgram) -> None:
-    """Dropout of everything is a product with zero: eager PyTorch draws nothing for it."""
-    aten = torch.ops.aten
-    for node in list(program.graph.nodes):
-        if node.target is not aten.native_dropout.default or node.args[1:] != (1.0, True):
-            continue
-        for item in list(node.users):
-            if item.args[1] == 0:
-                with program.graph.inserting_before(item):
-                    product = program.graph.call_function(aten.mul.Tensor, (node.args[0], 0.0))
-                product.meta = dict(item.meta)
-                item.replace_all_uses_with(product)
-                program.graph_signature.replace_all_uses(item.name, product.name)
-    program.graph.eliminate_dead_code()
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:

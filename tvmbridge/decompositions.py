@@ -99,33 +99,23 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
         table[sdpa] = _attention
     else:
         table[sdpa] = _attention_with_dropout
-    return table | _draws_apart()
+    table[aten.rrelu.default] = _rrelu
+    return table
 
 
-def _draws_apart() -> dict[Any, Callable[..., Any]]:
-    """Draws whose parameters are tensors, from draws that depend on no values."""
-    return {
-        aten.normal.Tensor_float: _normal,
-        aten.normal.float_Tensor: _normal,
-        aten.normal.Tensor_Tensor: _normal,
-        aten.bernoulli.default: _bernoulli,
-    }
-
-
-def _normal(mean: Any, std: Any = 1.0, *, generator: None = None) -> torch.Tensor:
-    """Standard normal numbers, scaled and shifted in place, as PyTorch's kernel does."""
-    shapes = [x.shape for x in (mean, std) if isinstance(x, torch.Tensor)]
-    like = mean if isinstance(mean, torch.Tensor) else std
-    shape = torch.broadcast_shapes(*shapes)
-    drawn = torch.randn(shape, dtype=like.dtype, device=like.device)
-    return ((drawn * std).to(like.dtype) + mean).to(like.dtype)
-
-
-def _bernoulli(p: torch.Tensor, *, generator: None = None) -> torch.Tensor:
-    """One where a uniform number is below ``p``; halves are compared in float32."""
-    wide = torch.float64 if p.dtype is torch.float64 else torch.float32
-    drawn = torch.rand(p.shape, dtype=wide, device=p.device)
-    return (drawn < p.to(wide)).to(p.dtype)
+def _rrelu(
+    x: torch.Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Randomized leaky ReLU by its draw: a slope for each element, 1 where it is positive."""
+    if not training:
+        return aten.leaky_relu(x, (lower + upper) / 2)
+    slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
+    functional = aten.rrelu_with_noise_functional
+    return functional(x, slopes, lower, upper, True, generator=generator)[0]
 
 
 def _attention_with_dropout(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from tvmbridge.packing import Packing
 from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Mode, Specialization, Variant
 from tvmbridge.standins import STAND_IN, tensors_of
-from tvmbridge.state import ModuleState
+from tvmbridge.state import ModuleState, StandsForForward
 from tvmbridge.surroundings import refused_now, tracing_here
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Dispatcher:
+class Dispatcher(StandsForForward):
     """The forward of a dispatched module.
 
     It lives in the module's ``__dict__`` under ``forward``, which is all that a dispatched module

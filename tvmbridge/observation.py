@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import contents, recorded_reads, same_value, values_read
-from tvmbridge.conversions import conversions_without_effect
+from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
@@ -38,6 +38,7 @@ from tvmbridge.standins import (
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.types import OutputAlias
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,8 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
+            checks_of_numbers(),
+            FunctionsKeptWhole(),
         ):
             stack.enter_context(context)
         stack.enter_context(tensors_replaced(module, held))

@@ -73,6 +73,9 @@ class Variant:
         noise = captured.noise
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        given = {d.name: i for i, d in enumerate(captured.inputs)}
+        reads = captured.head.reads if captured.head is not None else ()
+        self._head_reads = [given[name] for name in reads]
         outputs = captured.outputs
         self._user_of = {d.name: d.position or 0 for d in users}
         self._state_of = {name: i for i, name in enumerate(state.names)}
@@ -95,8 +98,8 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        reason = self.state.changed(tensors, check_grad=self._training is not None)
-        if reason is None and self._training is not None:
+        reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
+        if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
@@ -174,9 +177,10 @@ class Variant:
 
     def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         """User inputs, state, draws and masks, in the order of the compiled code."""
-        noise = draw_noise(self.compiled.captured.noise)
+        captured = self.compiled.captured
         primals = [leaves[p] for p in self._positions]
         primals += tensors
+        noise = draw_noise(captured.noise, captured.head, [primals[i] for i in self._head_reads])
         primals += [noise[i] for i in self._noise_order]
         return primals
 

@@ -7,7 +7,7 @@ optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,9 +206,20 @@ def _not_plain(tensor: Any) -> str:
     return "a parameter or buffer is not a plain tensor"
 
 
+class StandsForForward:
+    """What is installed as an instance's ``forward`` and does the same.
+
+    ``own`` is the forward that the instance had; None: it has that of its class.
+    """
+
+    own: Callable[..., Any] | None
+
+
 def _own(forward: Any) -> Any:
     """The forward in an instance's dict; a dispatcher counts as what it stands for."""
-    return getattr(forward, "own", forward)
+    if not isinstance(forward, StandsForForward):
+        return forward
+    return MISSING if forward.own is None else forward.own
 
 
 def _structure(module: nn.Module) -> Iterator[_Entry]:

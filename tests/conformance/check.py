@@ -120,7 +120,8 @@ class Check:
 
 def _of_case(values: Values, index: int) -> Any:
     gradients = None if values.gradients is None else values.gradients[index]
-    return values.results[index], gradients
+    requires = None if values.requires is None else values.requires[index]
+    return values.results[index], values.inputs[index], gradients, requires
 
 
 def _native_class(native: Sequence[str], aten: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import tvmbridge
-from tests.frontend.helpers import Function, assert_like_eager
+from tests.frontend.helpers import Cases, Function, Together, assert_like_eager
 
 NAN, INF = float("nan"), float("inf")
 GENERATOR = torch.Generator().manual_seed(0)
@@ -25,7 +25,7 @@ IMAGE[0, 0, 3, 4], IMAGE[0, 1, 2, 2], IMAGE[1, 2] = NAN, INF, -INF
 INTS = torch.arange(-9, 9)
 ROWS = torch.tensor([[0, -1, 3], [8, -9, 3]])
 
-CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+CASES: Cases = {
     **{
         name: (getattr(torch, name), (WIDE,))
         for name in ["log1p", "expm1", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan"]
@@ -96,11 +96,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     ),
 }
 
+TOGETHER = Together(CASES)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_result_is_eager_s(name: str) -> None:
-    function, inputs = CASES[name]
-    assert_like_eager(function, *inputs)
+    TOGETHER.assert_like_eager(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

@@ -4,6 +4,7 @@ from tvmbridge.frontend import (  # noqa: F401  (each module enters its converte
     activations,
     backward,
     compiled,
+    convolution,
     creation,
     elementwise,
     linear,

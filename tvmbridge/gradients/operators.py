@@ -30,11 +30,17 @@ _REDUCTIONS = (
     "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
     "mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
 )
+_WINDOWS = (
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d "
+    "avg_pool3d convolution max_pool2d_with_indices max_pool3d_with_indices upsample_bicubic2d "
+    "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
+    "upsample_nearest3d upsample_trilinear3d"
+)
 
 # What is claimed; it counts where it is admitted (``tvmbridge/admission.py``).
 SAME_DERIVATIVE: frozenset[str] = frozenset(
     f"aten::{name}"
-    for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS)
+    for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS, _WINDOWS)
     for name in group.split()
 )
 

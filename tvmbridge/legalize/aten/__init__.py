@@ -21,19 +21,21 @@ from tvmbridge.legalize.aten.pointwise import POINTWISE
 from tvmbridge.legalize.aten.scans import SCANS
 from tvmbridge.legalize.aten.scatters import SCATTERS
 from tvmbridge.legalize.aten.sorts import SORTS
+from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
 
 COMPILED: dict[str, Compile] = {
     **POINTWISE,
     **MOVES,
     **EXTREMA,
-    **WINDOWS,
     **SCANS,
     **SCATTERS,
     **DISTANCES,
     **HISTOGRAMS,
     **FOLDS,
     **SORTS,
+    **UPSAMPLE,
+    **WINDOWS,
 }
 
 
