@@ -17,6 +17,7 @@ from torch import fx
 from tvmbridge.frontend.compiled import emit_compiled
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import FLOATS, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 
@@ -26,8 +27,6 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 _INDICES = (torch.int32, torch.int64)
 # Elements that are written one after the other.
 _MOST_WRITTEN = 1 << 16
-# Each is a call of the C library.
-_MOST_POWERS = 1 << 12
 _MOST_SORTED = 1 << 14
 _MOST_CHOSEN = 32
 # From here on PyTorch computes euclidean distances as a product of matrices.
@@ -96,7 +95,7 @@ def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
 
 
 def _refuse_costly(terms: int, p: float) -> None:
-    if terms > (_MOST_WRITTEN if p in (0, 1, 2, math.inf) else _MOST_POWERS):
+    if terms > (_MOST_WRITTEN if p in (0, 1, 2, math.inf) else FEW_CALLS):
         raise Declined("many distances, for which PyTorch has vectors")
 
 
@@ -119,8 +118,7 @@ def _col2im(ctx: Importer, node: fx.Node, *_: Any) -> Any:
 def _sort(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **kwargs: Any) -> Any:
     if not shape_of(x) or prod(shape_of(x)) > _MOST_SORTED:
         raise Declined("a 0-d tensor, or many elements, for which PyTorch has vectors")
-    stable = kwargs.get("stable") or result_dtype(x) in HALVES
-    if not stable and _reads_places(node):
+    if not kwargs.get("stable") and _reads_places(node):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
     return emit_compiled(ctx, node)
 
