@@ -49,5 +49,7 @@ SAME_DERIVATIVE: frozenset[str] = frozenset(
 def has_same_derivative(schema_name: str, dtypes: Iterable[str]) -> bool:
     """Whether the operator (``aten::add_``, say) may be left to TVM's Gradient in these dtypes."""
     name = schema_name.removesuffix("_")
+    if name not in SAME_DERIVATIVE:
+        return False
     note_use("derivatives", name, dtypes)
-    return name in SAME_DERIVATIVE and is_proven("derivatives", name, dtypes)
+    return is_proven("derivatives", name, dtypes)
