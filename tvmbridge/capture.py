@@ -26,6 +26,7 @@ from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
@@ -40,6 +41,7 @@ from tvmbridge.types import (
     OutputKind,
     TensorSpec,
 )
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +142,8 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
+                KernelPromotion(),
+                FunctionsKeptWhole(),
                 watched_forward(module) as watch,
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)

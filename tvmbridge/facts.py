@@ -54,6 +54,10 @@ _CREATES = frozenset(
 )
 
 
+class NothingToDifferentiateError(UnsupportedOperatorError):
+    """No output of a module requires a gradient: it runs forward alone."""
+
+
 @dataclass(frozen=True)
 class GradientFacts:
     """How eager PyTorch differentiates a module.
@@ -74,8 +78,9 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
     """Rehearse forward once on fake tensors and look at its gradient.
 
     Raises:
-        UnsupportedOperatorError: no output requires a gradient; or forward does with autograd
-            what compiled code cannot repeat at each call (hooks, gradients left in buffers).
+        NothingToDifferentiateError: no computed output requires a gradient.
+        UnsupportedOperatorError: forward does with autograd what compiled code cannot repeat at
+            each call (hooks, gradients left in buffers).
     """
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
@@ -86,9 +91,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         _refuse(rehearsal, outputs, uses)
         differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
         if not differentiable:
-            raise UnsupportedOperatorError(
-                "no output depends on an input or parameter that requires a gradient"
-            )
+            raise NothingToDifferentiateError("no computed output requires a gradient")
         reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None

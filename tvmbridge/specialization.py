@@ -98,8 +98,8 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        reason = self.state.changed(tensors, check_grad=self._training is not None)
-        if reason is None and self._training is not None:
+        reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
+        if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
