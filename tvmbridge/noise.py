@@ -216,8 +216,8 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
     if op._schema.name == "aten::normal" and len({c.spec.dtype for c in descriptor.computed}) > 1:
         raise UnsupportedOperatorError(
-            f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, where "
-            "PyTorch's tracing foretells another"
+            f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
+            "where PyTorch's tracing foretells another"
         )
     return descriptor
 
