@@ -21,6 +21,11 @@ from tvmbridge.state import ModuleState
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+_SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
+
+
+def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
+    return tuple(step == 0 for step in stride)
 
 
 class Mode(NamedTuple):
@@ -90,6 +95,9 @@ class Variant:
         held = [d for d in captured.inputs if d.kind in _OF_MODULE]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
+        # Eager sorts equal elements otherwise where they lie in one place.
+        sorts = not _SORTS.isdisjoint({**compiled.native_calls, **compiled.aten_calls})
+        self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._packing = packing
         self._packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
@@ -117,6 +125,9 @@ class Variant:
         for position, order in self._orders:
             if memory_order(leaves[position]) != order:
                 return "an input is laid out otherwise, so that random numbers would differ"
+        for position, repeated in self._repeats:
+            if _repeated(leaves[position].stride()) != repeated:
+                return "an input is expanded otherwise, so that equal elements would be sorted so"
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:
                 return "a parameter is laid out otherwise, so that random numbers would differ"
