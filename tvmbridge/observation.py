@@ -41,6 +41,7 @@ from tvmbridge.standins import (
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.types import OutputAlias
+from tvmbridge.views import ViewWatch
 from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
@@ -168,11 +169,12 @@ def observe(
         reads.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
         forward = ArgumentWatch(module.forward)
-        results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
+        with ViewWatch() as views:
+            results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
         writes = _written(before, _snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        aliases = aliases_of(results, inputs, after)
+        aliases = aliases_of(results, inputs, after, views)
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
