@@ -60,9 +60,7 @@ class Rehearsal:
         self.outputs = [o for o in captured.outputs if o.is_computed]
         self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
         self.originals = [self._original(d) for d in self.inputs]
-        self.written = {
-            o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION
-        }
+        self.written = {o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @property
