@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.arguments import watched_forward
+from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
@@ -26,6 +26,7 @@ from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
@@ -97,7 +98,7 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program, changed = _export(module, args, kwargs, needs_grad)
+    program, watch = _export(module, args, kwargs, needs_grad)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -118,14 +119,15 @@ def capture_staged(
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
         values=seen.values,
-        changed_arguments=changed,
+        changed_arguments=watch.changed,
+        checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
     )
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
-) -> tuple[ExportedProgram, tuple[Any, ...]]:
+) -> tuple[ExportedProgram, ArgumentWatch]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
         with (
@@ -140,6 +142,7 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
+                KernelPromotion(),
                 FunctionsKeptWhole(),
                 watched_forward(module) as watch,
             ):
@@ -148,7 +151,7 @@ def _export(
             with torch._inductor.config.patch(fallback_random=True):
                 program = program.run_decompositions(table)
             tidy_draws(program)
-            return program, watch.changed
+            return program, watch
     except CaptureError:
         raise
     except Exception as error:

@@ -258,15 +258,21 @@ def draw_noise(
         noise: the draws.
         head: what makes them, where one of them reads values.
         inputs: what the head reads.
+
+    Raises:
+        UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
     """
     if head is None:
         return [_draw(descriptor).contiguous() for descriptor in noise]
     with torch.no_grad():
         drawn = head.module(*(tensor.detach() for tensor in inputs))
-    return [
-        draw.to(descriptor.spec.dtype).contiguous()
-        for draw, descriptor in zip(drawn, noise, strict=True)
-    ]
+    for draw, descriptor in zip(drawn, noise, strict=True):
+        found, foretold = TensorSpec.of(draw), descriptor.spec
+        if (found.shape, found.dtype) != (foretold.shape, foretold.dtype):
+            raise UnsupportedOperatorError(
+                f"{descriptor.op} draws {found}, where PyTorch's tracing foretells {foretold}"
+            )
+    return [draw.contiguous() for draw in drawn]
 
 
 def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
     as_captured,
@@ -111,6 +112,7 @@ class Rehearsal:
             stack.enter_context(cumulative_averages_on_tensors(self.module))
             stack.enter_context(as_captured())
             stack.enter_context(conversions_without_effect())
+            stack.enter_context(KernelPromotion())
             stack.enter_context(checks_of_numbers())
             stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))

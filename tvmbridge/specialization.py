@@ -230,7 +230,8 @@ class Variant:
                     self._target(output, leaves, tensors).copy_(value)
         # Last, because they show what was written.
         self._make_again(flat, leaves)
-        return rebuild(flat, captured.out_spec, captured.changed_arguments, arguments)
+        changed, checks = captured.changed_arguments, captured.checks
+        return rebuild(flat, captured.out_spec, changed, arguments, checks)
 
     def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
         for number, alias in self._aliases:

@@ -182,7 +182,8 @@ class CapturedGraph:
     first name of it. ``values`` are the attributes that forward read, by (submodule's name,
     attribute's name). ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs. ``head`` makes the draws where one of
-    them reads values; None where none does.
+    them reads values; None where none does. The last ``checks`` user outputs are checks that must
+    have passed.
     """
 
     program: ExportedProgram
@@ -198,6 +199,7 @@ class CapturedGraph:
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
     head: EagerHead | None = None
+    checks: int = 0
 
     @property
     def device(self) -> torch.device:

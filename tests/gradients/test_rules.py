@@ -12,6 +12,7 @@ from tvm import relax
 
 from tests.gradients.cases import Case, normal
 from tests.gradients.cases_elementwise import elementwise_cases
+from tests.gradients.cases_moves import move_cases
 from tests.gradients.cases_reductions import reduction_and_product_cases
 from tests.gradients.cases_shapes import shape_cases
 from tests.gradients.cases_windows import window_cases
@@ -27,6 +28,7 @@ CASES = (
     *shape_cases(),
     *reduction_and_product_cases(),
     *window_cases(),
+    *move_cases(),
 )
 
 
