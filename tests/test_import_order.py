@@ -28,8 +28,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "pipeline",
         "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
         " standins patches attributes aliasing observation signature surroundings"
-        " plain noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
-        " build runtime state cache report",
+        " noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
+        " plain contents forwards build runtime state cache report",
         "compiled",
         "autograd",
         "specialization",
