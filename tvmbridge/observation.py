@@ -24,10 +24,11 @@ from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
-from tvmbridge.conversions import conversions_without_effect
+from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import refuse_at_sight
 from tvmbridge.standins import (
     as_captured,
@@ -42,6 +43,7 @@ from tvmbridge.standins import (
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.types import OutputAlias
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +159,9 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
+            KernelPromotion(),
+            checks_of_numbers(),
+            FunctionsKeptWhole(),
         ):
             stack.enter_context(context)
         stack.enter_context(tensors_replaced(module, held))
