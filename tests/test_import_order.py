@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         " standins patches attributes views aliasing observation signature surroundings"
         " plain validation noise head promotion rehearsal hoist facts frontend differentiate aot"
         " joint combining coloring split"
-        " build runtime state cache report",
+        " contents forwards build runtime state cache report",
         "compiled",
         "autograd",
         "specialization",

@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.attributes import contents, recorded_reads, same_value, values_read
+from tvmbridge.attributes import recorded_reads, values_read
+from tvmbridge.contents import contents, same_value
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
-from tvmbridge.plain import refuse_unusual
 from tvmbridge.promotion import KernelPromotion
+from tvmbridge.refusal import refuse_at_sight
 from tvmbridge.standins import (
     as_captured,
     copied_values,
@@ -38,6 +39,7 @@ from tvmbridge.standins import (
     tensors_of,
     tensors_replaced,
     without_autocast,
+    without_inference_state,
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.types import OutputAlias
@@ -100,7 +102,7 @@ def staged(
             not repeat.
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
-    refuse_unusual(module, pytree.tree_leaves((args, dict(kwargs))))
+    refuse_at_sight(module, args, kwargs)
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
@@ -132,6 +134,7 @@ def _actor(module: nn.Module) -> nn.Module:
     actor = stand_in(module)
     if actor is None:
         raise NotApartError(f"{type(module).__name__} cannot be copied")
+    without_inference_state(actor)
     for name, value in actor.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             value.clear()

@@ -17,6 +17,7 @@ from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.packing import Packing
 from tvmbridge.signature import Signature
+from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
@@ -165,6 +166,7 @@ class Variant:
         with torch.random.fork_rng(devices=[]):
             tensors: Sequence[Any] = self._sample_state()
             primals = [p.detach() for p in self._primals(leaves, tensors)]
+            primals = without_inference_tensors(primals)
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
             if self._training is None:
