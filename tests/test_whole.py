@@ -16,9 +16,11 @@ from tvmbridge.whole import FunctionsKeptWhole
 
 LENGTHS = torch.tensor([6, 5, 4])
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "quantile": lambda x, p: torch.quantile(x, p, dim=-1, keepdim=True, interpolation="midpoint"),
+    "quantile": lambda x, p: torch.quantile(
+        x, p.detach(), dim=-1, keepdim=True, interpolation="midpoint"
+    ),
     "quantile by a number": lambda x, p: x.quantile(0.4),
-    "nanquantile": lambda x, p: torch.nanquantile(x, p, dim=0),
+    "nanquantile": lambda x, p: torch.nanquantile(x, p.detach(), dim=0),
     "nanquantile by a number": lambda x, p: x.nanquantile(0.9, 1),
     "cov": lambda x, p: torch.cov(x, correction=0, aweights=p),
     "cov of one variable": lambda x, p: x[0].cov(),
@@ -91,7 +93,7 @@ def test_what_the_data_forbids_raises_as_in_eager_pytorch() -> None:
     with torch.no_grad():
         add_tvm_dispatch(module, (x, q, v))
         for bad in ((x, q + 1, v), (x, q, -v), (x, q, v * 0)):
-            with pytest.raises(Exception) as expected:
+            with pytest.raises((RuntimeError, ValueError)) as expected:
                 plain(*bad)
             with pytest.raises(type(expected.value), match=r"\w+") as raised:
                 module(*bad)

@@ -150,9 +150,9 @@ def observe(
             as_captured(),
             conversions_without_effect(),
             checks_of_numbers(),
-            FunctionsKeptWhole(),
         ):
             stack.enter_context(context)
+        stack.enter_context(FunctionsKeptWhole())
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
