@@ -16,7 +16,7 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.arguments import watched_forward
+from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
@@ -30,6 +30,7 @@ from tvmbridge.refusal import (
     user_line,
 )
 from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -95,7 +96,7 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program, changed = _export(module, args, kwargs, needs_grad)
+    program, changed, tail = _export(module, args, kwargs, needs_grad)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -107,7 +108,7 @@ def capture_staged(
         program=program,
         training=module.training,
         in_spec=in_spec,
-        out_spec=seen.structure,
+        out_spec=seen.structure if tail is None else _first_of(seen.structure),
         inputs=inputs,
         outputs=_with_aliases(_describe_outputs(program), seen),
         noise=find_noise(program.graph),
@@ -116,13 +117,22 @@ def capture_staged(
         aliases=_find_aliases(module),
         values=seen.values,
         changed_arguments=changed,
+        tail=tail,
     )
+
+
+def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
+    """The structure of the first of a pair."""
+    pair = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    return pytree.tree_structure(pair[0])
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
-) -> tuple[ExportedProgram, tuple[Any, ...]]:
+) -> tuple[ExportedProgram, tuple[Any, ...], Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
+    watch = ArgumentWatch(module.forward)
+    tails = TailWatch(watch)
     try:
         with (
             torch.set_grad_enabled(needs_grad),
@@ -137,12 +147,12 @@ def _export(
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
                 FunctionsKeptWhole(),
-                watched_forward(module) as watch,
+                watched_forward(module, tails),
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)
             program = program.run_decompositions(table)
             _spell_out_total_dropout(program)
-            return program, watch.changed
+            return program, watch.changed, tails.tail
     except CaptureError:
         raise
     except Exception as error:

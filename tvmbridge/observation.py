@@ -37,6 +37,7 @@ from tvmbridge.standins import (
     without_autocast,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import OutputAlias
 from tvmbridge.whole import FunctionsKeptWhole
 
@@ -159,7 +160,7 @@ def observe(
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
-        forward = ArgumentWatch(module.forward)
+        forward = TailWatch(ArgumentWatch(module.forward))
         results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
         writes = _written(before, _snapshot(module))

@@ -29,6 +29,7 @@ from tvmbridge.standins import (
     without_autocast,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.whole import FunctionsKeptWhole
 
@@ -112,7 +113,7 @@ class Rehearsal:
             stack.enter_context(checks_of_numbers())
             stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))
-            forward = ArgumentWatch(self.module.forward)
+            forward = TailWatch(ArgumentWatch(self.module.forward))
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 

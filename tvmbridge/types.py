@@ -16,6 +16,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils._pytree import TreeSpec
 
+from tvmbridge.tail import Tail
+
 
 class InputKind(enum.Enum):
     """Where the value of a graph input comes from at a call."""
@@ -152,7 +154,8 @@ class CapturedGraph:
     specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
     first name of it. ``values`` are the attributes that forward read, by (submodule's name,
     attribute's name). ``changed_arguments`` are the places of the container arguments that forward
-    changes: their content is among the outputs.
+    changes: their content is among the outputs. ``tail`` is what runs eagerly after the compiled
+    code, on the last of the outputs; ``out_spec`` is the structure of what it makes of them.
     """
 
     program: ExportedProgram
@@ -167,6 +170,7 @@ class CapturedGraph:
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
+    tail: Tail | None = None
 
     @property
     def device(self) -> torch.device:
