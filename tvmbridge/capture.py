@@ -132,7 +132,7 @@ def _export(
 ) -> tuple[ExportedProgram, tuple[Any, ...], Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     watch = ArgumentWatch(module.forward)
-    tails = TailWatch(watch)
+    tails = TailWatch(watch, differentiated=needs_grad)
     try:
         with (
             torch.set_grad_enabled(needs_grad),

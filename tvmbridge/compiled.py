@@ -156,22 +156,22 @@ def lower_module(
     if needs_grad:
         with measure("differentiate"):
             derivation = derive(module, args, kwargs, captured, options, records)
-            combining = Combining.of(derivation.captured, packing, options, records)
-            joint, packs = combining.joint(derivation.joint)
-            joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
-            parts = split(joint, color(joint, options.residual_policy, options.recompute))
-        captured, imported = derivation.captured, derivation.imported
-        return LoweredModule(
-            captured,
-            resolved,
-            imported,
-            derivation,
-            parts,
-            parts.mod,
-            parts.num_outputs,
-            origin,
-            packs,
-        )
+            if derivation is not None:
+                combining = Combining.of(derivation.captured, packing, options, records)
+                joint, packs = combining.joint(derivation.joint)
+                joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
+                parts = split(joint, color(joint, options.residual_policy, options.recompute))
+                return LoweredModule(
+                    derivation.captured,
+                    resolved,
+                    derivation.imported,
+                    derivation,
+                    parts,
+                    parts.mod,
+                    parts.num_outputs,
+                    origin,
+                    packs,
+                )
     with measure("import"):
         # Export drops draws that nothing reads, in evaluation too.
         refuse_other_draws(Rehearsal(module, args, kwargs, captured))

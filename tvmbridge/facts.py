@@ -50,6 +50,10 @@ _CREATES = frozenset(
 _OTHER_DRAWS = "the captured graph draws other random numbers than the module"
 
 
+class NothingToDifferentiateError(UnsupportedOperatorError):
+    """No output of the compiled code gets a gradient."""
+
+
 @dataclass(frozen=True)
 class GradientFacts:
     """How eager PyTorch differentiates a module.
@@ -70,8 +74,9 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
     """Rehearse forward once on fake tensors and look at its gradient.
 
     Raises:
-        UnsupportedOperatorError: no output requires a gradient; or forward does with autograd
-            what compiled code cannot repeat at each call (hooks, gradients left in buffers).
+        NothingToDifferentiateError: no output requires a gradient.
+        UnsupportedOperatorError: forward does with autograd what compiled code cannot repeat at
+            each call (hooks, gradients left in buffers).
     """
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
@@ -82,7 +87,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         _refuse(rehearsal, outputs, uses)
         differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
         if not differentiable:
-            raise UnsupportedOperatorError(
+            raise NothingToDifferentiateError(
                 "no output depends on an input or parameter that requires a gradient"
             )
         reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])

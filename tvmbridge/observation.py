@@ -160,7 +160,7 @@ def observe(
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
-        forward = TailWatch(ArgumentWatch(module.forward))
+        forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
         writes = _written(before, _snapshot(module))

@@ -113,7 +113,8 @@ class Rehearsal:
             stack.enter_context(checks_of_numbers())
             stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))
-            forward = TailWatch(ArgumentWatch(self.module.forward))
+            differentiated = any(p.requires_grad for p in primals)
+            forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 

@@ -93,11 +93,13 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        # PyTorch's autograd records the eager tail too.
+        self._recorded = self._training is not None or captured.tail is not None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        reason = self.state.changed(tensors, check_grad=self._training is not None)
-        if reason is None and self._training is not None:
+        reason = self.state.changed(tensors, check_grad=self._recorded)
+        if reason is None and self._recorded:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"

@@ -30,8 +30,9 @@ _MARK = "tvmbridge.deferred."
 _LONGEST = 64
 
 _NAMES = (
-    "nonzero argwhere masked_select unique unique_consecutive bincount equal allclose item tolist"
-).split()
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+    *("equal", "allclose", "item", "tolist"),
+)
 _DEPENDENT = frozenset(
     getattr(owner, name)
     for owner in (torch, torch.functional, torch.Tensor)
@@ -77,14 +78,19 @@ class TailWatch:
     Where nothing does, it returns what ``forward`` returns and ``tail`` is None. Otherwise it
     returns ``(results, read)``: marks stand for the deferred results, and ``read`` are the tensors
     that ``tail`` makes them of.
+
+    Args:
+        forward: the forward that is traced.
+        differentiated: whether the results will be, so that the gradient mode matters.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, differentiated: bool) -> None:
         self.tail: Tail | None = None
         self._forward = forward
+        self._differentiated = differentiated
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = _Recorder()
+        recorder = _Recorder(differentiated=self._differentiated)
         with _Deferring(recorder):
             results = self._forward(*args, **kwargs)
         leaves, structure = pytree.tree_flatten(results)
@@ -101,14 +107,14 @@ class TailWatch:
 class _Recorder(TracerBase):
     """The graph of deferred functions while forward is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, differentiated: bool) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self.read: list[torch.Tensor] = []
         self._placeholders: dict[int, fx.Node] = {}
         self._versions: list[int] = []
         self._functions: Counter[str] = Counter()
-        self._recording = torch.is_grad_enabled()
+        self._modes = {torch.is_grad_enabled()} if differentiated else {True, False}
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Deferred:
         """Note a call, whose result is deferred."""
@@ -135,7 +141,7 @@ class _Recorder(TracerBase):
         """A node of the graph; what a tail cannot repeat is refused."""
         title = target if isinstance(target, str) else getattr(target, "__name__", str(target))
         reason = _reason_against(title, kwargs)
-        if torch.is_grad_enabled() is not self._recording:
+        if torch.is_grad_enabled() not in self._modes:
             reason = "under another gradient mode than forward"
         if torch.is_autocast_enabled("cpu"):
             reason = "under autocast"
@@ -204,7 +210,7 @@ def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
 class _Deferred(fx.Proxy):
     """A value that is known at a call only. Whoever asks what it is stops the capture."""
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         raise CaptureError(_ASKED)
 

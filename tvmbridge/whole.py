@@ -8,6 +8,7 @@ it. Only functions are here whose results have a shape that the arguments' shape
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,11 @@ def _covariance(input: torch.Tensor, **_: Any) -> torch.Tensor:
     variables = 1 if input.dim() < 2 else input.shape[0]
     dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
     return input.new_empty([] if variables == 1 else [variables, variables], dtype=dtype)
+
+
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    count = len(input) + r - 1 if with_replacement and r else len(input)
+    return input.new_empty([math.comb(count, r), r] if r else [0])
 
 
 def _ctc_loss(log_probs: torch.Tensor, reduction: str = "mean", **_: Any) -> torch.Tensor:
@@ -106,6 +112,13 @@ _FUNCTIONS = (
         torch.corrcoef,
         _covariance,
         (torch.corrcoef, torch.Tensor.corrcoef),
+    ),
+    _Whole(
+        "combinations",
+        "Tensor input, int r=2, bool with_replacement=False",
+        torch.combinations,
+        _combinations,
+        (torch.combinations,),
     ),
     _Whole(
         "ctc_loss",
