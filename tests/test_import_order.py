@@ -28,7 +28,8 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "pipeline",
         "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
         " standins patches attributes aliasing observation signature surroundings"
-        " noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
+        " plain validation noise head promotion rehearsal hoist facts frontend differentiate aot"
+        " joint combining coloring split"
         " build runtime state cache report",
         "compiled",
         "autograd",

@@ -13,10 +13,12 @@ import math
 import operator
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -25,8 +27,26 @@ from tvmbridge.patches import patched_here
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward", "call_super_init", "dump_patches"}
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+    "forward",
+    "call_super_init",
+    "dump_patches",
+    "_compiled_call_impl",  # of Module.compile(): the same forward by torch.compile
+}
 _DEPTH = 4
+# Two of these are the same only where they are one object.
+_THEMSELVES = (
+    torch.Tensor,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    enum.Enum,
+)
+# Modules are watched by themselves, and the others hold nothing that could change.
+_OPAQUE = (*_THEMSELVES, nn.Module, types.MethodType, functools.partial)
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 
 
 @contextmanager
@@ -88,9 +108,11 @@ def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
         return False
     if isinstance(a, float):
         return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
-    if isinstance(a, bool | int | complex | str | bytes | torch.dtype | torch.device | range):
+    if isinstance(a, bool | int | str | bytes):
+        return bool(a == b)
+    if isinstance(a, complex | torch.dtype | torch.device | range):
         return repr(a) == repr(b)
-    if isinstance(a, torch.Tensor | type | types.FunctionType | types.BuiltinFunctionType):
+    if isinstance(a, _THEMSELVES):
         return False
     if isinstance(a, types.MethodType):
         return a.__func__ is b.__func__
@@ -98,7 +120,9 @@ def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
         return same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
     if depth == 0:
         return True
-    ours, theirs = contents(a), contents(b)
+    ours, theirs = state_of(a), state_of(b)
+    if ours is None or theirs is None:
+        return False
     return len(ours) == len(theirs) and all(
         same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
     )
@@ -106,18 +130,58 @@ def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
 
 def contents(value: Any) -> list[Any]:
     """What ``value`` holds, if it is a container or a plain object such as a configuration."""
-    if isinstance(value, nn.Module | torch.Tensor | type | types.FunctionType | types.ModuleType):
+    if isinstance(value, _OPAQUE):
         return []
+    held = [*_attributes(value).values()]
     if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple):
-        return list(value)
+        return [*value.keys(), *value.values(), *held]
+    if isinstance(value, list | tuple | deque):
+        return [*value, *held]
     if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    if isinstance(value, types.MethodType | functools.partial | enum.Enum):
-        return []
+        return [*sorted(value, key=repr), *held]
+    return [*_attributes(value), *held]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of a plain object, in its dict or in slots."""
     held = getattr(value, "__dict__", None)
-    return [*held.keys(), *held.values()] if isinstance(held, dict) else []
+    found = dict(held) if isinstance(held, dict) else {}
+    found.update({n: getattr(value, n) for n in _slots(type(value)) if hasattr(value, n)})
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(class_: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in class_.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def state_of(value: Any) -> list[Any] | None:
+    """What tells ``value`` from others of its type: its contents, or what pickling would keep.
+
+    None: it does not say, so that it is the same as itself alone.
+    """
+    if isinstance(value, numpy.ndarray):
+        return [value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, torch.Generator):
+        return [value.get_state().numpy().tobytes()]
+    if isinstance(value, _CONTAINERS) or isinstance(value, _OPAQUE):
+        return contents(value)
+    held = contents(value)
+    if held or hasattr(value, "__dict__") or type(value) in _PLAIN_VALUES:
+        return held
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # a lock, a file, a generator: each class has errors of its own
+        return None
+    if isinstance(reduced, str):
+        return [reduced]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
 
 
 class _Watched:
@@ -144,7 +208,7 @@ class _Watched:
         return False
 
     def _hold(self, value: Any, depth: int) -> None:
-        held = contents(value)
+        held = state_of(value)
         if not held or depth == 0:
             return
         if not isinstance(value, tuple | frozenset):
@@ -163,13 +227,15 @@ class _Holder:
         now = self._read(value)
         self._keys = list(now) if isinstance(now, dict) else None
         self._held = list(now if self._keys is None else now.values())
+        # What is made anew for each look is compared by value.
+        self._same = same_value if self._read is state_of else operator.is_
 
     def changed(self) -> bool:
         now = self._read(self.value)
         if len(now) != len(self._held):
             return True
         if self._keys is None:
-            return not all(map(operator.is_, now, self._held))
+            return not all(map(self._same, now, self._held))
         return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
 
 
@@ -177,9 +243,11 @@ def _reader(value: Any) -> Callable[[Any], Any]:
     """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
     if type(value) in (list, dict):
         return lambda same: same
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
+    if isinstance(value, _CONTAINERS):
         return contents
-    return vars
+    if not hasattr(value, "__dict__") or isinstance(value, numpy.ndarray):
+        return state_of
+    return _attributes if _slots(type(value)) else vars
 
 
 class AttributeGuard:

@@ -74,12 +74,15 @@ def _packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
 
 
 def _overwritten(compiled: CompiledModule) -> frozenset[int]:
-    """Positions of the primals that get a new value after forward: buffers such as statistics."""
+    """Positions of the primals that are written into after forward: statistics, arguments."""
     captured = compiled.captured
-    targets = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
+    written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
     primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
     return frozenset(
-        i for i, d in enumerate(primals) if d.kind is InputKind.BUFFER and d.target in targets
+        i
+        for i, d in enumerate(primals)
+        if (OutputKind.INPUT_MUTATION, d.name) in written
+        or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
     )
 
 

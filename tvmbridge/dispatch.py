@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -67,10 +67,7 @@ def add_tvm_dispatch(
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
-    specialization = _find_or_add(dispatcher, args, kwargs)
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)
-    mode = Mode.of_now(module.training, needs_grad)
+    specialization, mode = _find_or_add(dispatcher, args, kwargs)
     if mode not in specialization.variants:
         dispatcher.compile(specialization, mode, args, kwargs)
     if specialization not in dispatcher.specializations:
@@ -81,12 +78,26 @@ def add_tvm_dispatch(
 
 def _find_or_add(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Specialization:
+) -> tuple[Specialization, Mode]:
+    """The specialisation that serves the sample, or a new one, and the mode to compile."""
     for specialization in dispatcher.specializations:
         leaves = specialization.signature.flatten(args, kwargs)
-        if leaves is not None and specialization.signature.mismatch(leaves) is None:
-            return specialization
-    return Specialization(Signature(args, kwargs))
+        if leaves is None or specialization.signature.mismatch(leaves) is not None:
+            continue
+        mode = _mode(dispatcher, specialization, leaves)
+        variant = specialization.variants.get(mode)
+        # Code for the same arguments that the module has changed under serves other calls.
+        if variant is None or variant.mismatch(leaves, variant.state.tensors()) is None:
+            return specialization, mode
+    specialization = Specialization(Signature(args, kwargs))
+    leaves = specialization.signature.flatten(args, kwargs) or []
+    return specialization, _mode(dispatcher, specialization, leaves)
+
+
+def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
+    training = dispatcher.module.training
+    needs_grad = training and dispatcher.anything_requires_grad(specialization, leaves)
+    return Mode.of_now(training, needs_grad)
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:

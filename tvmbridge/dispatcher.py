@@ -10,7 +10,7 @@ import os
 import threading
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,10 +22,11 @@ from tvmbridge.errors import BridgeError, BuildError
 from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
+from tvmbridge.plain import unusual_in
 from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Mode, Specialization, Variant
 from tvmbridge.standins import STAND_IN, tensors_of
-from tvmbridge.state import ModuleState
+from tvmbridge.state import ModuleState, StandsForForward
 from tvmbridge.surroundings import refused_now, tracing_here
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Dispatcher:
+class Dispatcher(StandsForForward):
     """The forward of a dispatched module.
 
     It lives in the module's ``__dict__`` under ``forward``, which is all that a dispatched module
@@ -138,6 +139,10 @@ class Dispatcher:
         if variant is not None:
             return variant
         with _COMPILING:
+            # The module may be on its way: this is no failure for good.
+            unusual = unusual_in(self.module)
+            if unusual is not None:
+                return unusual
             if mode not in specialization.variants and mode not in specialization.failures:
                 try:
                     self.compile(specialization, mode, args, kwargs)
@@ -150,7 +155,7 @@ class Dispatcher:
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
 
-    def anything_requires_grad(self, specialization: Specialization, leaves: list[Any]) -> bool:
+    def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True

@@ -11,7 +11,7 @@ from torch import fx, nn
 from tvmbridge.aot import trace_joint
 from tvmbridge.differentiate import JointModule, differentiate
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.facts import GradientFacts, NothingToDifferentiateError, gradient_facts
+from tvmbridge.facts import GradientFacts, gradient_facts
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.options import CompileOptions
 from tvmbridge.rehearsal import Rehearsal
@@ -43,24 +43,19 @@ def derive(
     captured: CapturedGraph,
     options: CompileOptions,
     records: list[PassRecord],
-) -> Derivation | None:
+) -> Derivation:
     """The joint function of a captured module, from the source that ``options.joint`` names.
 
     ``auto`` takes TVM's Gradient where the captured graph says all that PyTorch knows of the
-    gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives. It is
-    None where at most an eager tail is to be differentiated.
+    gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives.
 
     Raises:
+        NothingToDifferentiateError: no computed output requires a gradient.
         UnsupportedOperatorError: the module cannot be differentiated, or not by ``relax``; the
             message says why.
     """
     rehearsal = Rehearsal(module, args, kwargs, captured)
-    try:
-        facts = gradient_facts(rehearsal)
-    except NothingToDifferentiateError:
-        if captured.tail is None:
-            raise
-        return None
+    facts = gradient_facts(rehearsal)
     if options.joint == "aot":
         return _by_autograd(rehearsal, facts, "asked for", records)
     reason = "; ".join(facts.lost)

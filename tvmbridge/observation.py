@@ -27,8 +27,11 @@ from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
+from tvmbridge.plain import refuse_unusual
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.standins import (
     as_captured,
+    copied_values,
     plain_checkpoints,
     run_apart,
     stand_in,
@@ -93,9 +96,11 @@ def staged(
 
     Raises:
         NotApartError: the module cannot be copied.
-        CaptureError: forward does at each call what compiled code would not repeat.
+        CaptureError: a tensor is not plain, or forward does at each call what compiled code would
+            not repeat.
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
+    refuse_unusual(module, pytree.tree_leaves((args, dict(kwargs))))
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
@@ -117,6 +122,8 @@ def staged(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call"
         )
+    if not apart:
+        seen = replace(seen, values=copied_values(seen.values))
     return Stage(actor, seen)
 
 
@@ -153,7 +160,8 @@ def observe(
             checks_of_numbers(),
         ):
             stack.enter_context(context)
-        stack.enter_context(FunctionsKeptWhole())
+        for rewriting in (KernelPromotion(), FunctionsKeptWhole()):
+            stack.enter_context(rewriting)
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
@@ -169,7 +177,11 @@ def observe(
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
-    return Observation(values_read(module, read), writes, returned, aliases, rebound, tuple(impure))
+    values = values_read(module, read)
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
+            impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
+    return Observation(values, writes, returned, aliases, rebound, tuple(impure))
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -74,6 +74,9 @@ class Variant:
         noise = captured.noise
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        given = {d.name: i for i, d in enumerate(captured.inputs)}
+        reads = captured.head.reads if captured.head is not None else ()
+        self._head_reads = [given[name] for name in reads]
         outputs = captured.outputs
         self._user_of = {d.name: d.position or 0 for d in users}
         self._state_of = {name: i for i, name in enumerate(state.names)}
@@ -93,13 +96,11 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
-        # PyTorch's autograd records the eager tail too.
-        self._recorded = self._training is not None or captured.tail is not None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        reason = self.state.changed(tensors, check_grad=self._recorded)
-        if reason is None and self._recorded:
+        reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
+        if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
@@ -189,9 +190,10 @@ class Variant:
 
     def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
         """User inputs, state, draws and masks, in the order of the compiled code."""
-        noise = draw_noise(self.compiled.captured.noise)
+        captured = self.compiled.captured
         primals = [leaves[p] for p in self._positions]
         primals += tensors
+        noise = draw_noise(captured.noise, captured.head, [primals[i] for i in self._head_reads])
         primals += [noise[i] for i in self._noise_order]
         return primals
 
@@ -243,7 +245,8 @@ class Variant:
         self._make_again(flat, leaves)
         if captured.tail is not None:
             flat = captured.tail.resolve(flat)
-        return rebuild(flat, captured.out_spec, captured.changed_arguments, arguments)
+        changed, checks = captured.changed_arguments, captured.checks
+        return rebuild(flat, captured.out_spec, changed, arguments, checks)
 
     def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
         for number, alias in self._aliases:

@@ -46,6 +46,24 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     return copied
 
 
+def copied_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Copies that no change of the originals reaches; they hold the very same tensors and modules.
+
+    What cannot be copied (a lock, say) stays as it is.
+    """
+    copies = {}
+    with ExitStack() as stack:
+        for held_type in (torch.Tensor, nn.Parameter):
+            stack.enter_context(patched_here(held_type, "__deepcopy__", _itself))
+        for key, value in values.items():
+            modules = {id(m): m for m in pytree.tree_leaves(value) if isinstance(m, nn.Module)}
+            try:
+                copies[key] = copy.deepcopy(value, modules)  # type: ignore[arg-type]
+            except Exception:
+                copies[key] = value
+    return copies
+
+
 def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
     return tensor
 

@@ -53,9 +53,9 @@ class Check:
     values: bool = True
     admit: bool = False
 
-    def accepted(self, cases: Sequence[Case]) -> list[Case]:
-        """The cases that eager PyTorch accepts: some samples are of no use when varied."""
-        return [case for case in cases if self._eager(case) is not None]
+    def accepts(self, case: Case) -> bool:
+        """Whether eager PyTorch accepts a case: some samples are of no use when varied."""
+        return self._eager(case) is not None
 
     def _eager(self, case: Case, dtype: torch.dtype | None = None) -> Values | None:
         try:
@@ -121,7 +121,8 @@ class Check:
 
 def _of_case(values: Values, index: int) -> Any:
     gradients = None if values.gradients is None else values.gradients[index]
-    return values.results[index], gradients
+    requires = None if values.requires is None else values.requires[index]
+    return values.results[index], values.inputs[index], gradients, requires
 
 
 def _native_class(native: Sequence[str], aten: Sequence[str]) -> str:

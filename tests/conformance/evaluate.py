@@ -39,11 +39,15 @@ class Calls(nn.Module):
 class Values:
     """What a group gave: the results of each case, and the gradients of each (None: not asked).
 
-    Gradients stand in the order of a case's tensors that require one.
+    ``inputs`` are the tensors of each case after the call, which may have written into them.
+    Gradients stand in the order of a case's tensors that require one. ``requires`` says of each
+    result's tensors whether they require a gradient.
     """
 
     results: list[Any]
+    inputs: list[list[torch.Tensor]]
     gradients: list[list[torch.Tensor | None]] | None = None
+    requires: list[list[bool]] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,17 @@ def evaluate(
     torch.manual_seed(0)
     with torch.set_grad_enabled(gradient):
         results = module(*inputs)
+    rest = iter(inputs)
+    after = [[next(rest).detach() for _ in case.tensors] for case in cases]
     if not gradient:
-        return Values(results)
+        return Values(results, after)
     outputs = [t for t in _tensors(results) if t.requires_grad]
     leaves = [t for t in inputs if t.requires_grad]
     found = torch.autograd.grad(outputs, leaves, _cotangents(outputs), allow_unused=True)
-    rest = iter(found)
-    gradients = [[next(rest) for wanted in case.requires if wanted] for case in cases]
-    return Values([_detached(r) for r in results], gradients)
+    flowing = iter(found)
+    gradients = [[next(flowing) for wanted in case.requires if wanted] for case in cases]
+    requires = [[t.requires_grad for t in _tensors(r)] for r in results]
+    return Values([_detached(r) for r in results], after, gradients, requires)
 
 
 def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 import tvmbridge
-from tests.frontend.helpers import Function, assert_like_eager, run
+from tests.frontend.helpers import Cases, Function, Together, run
 
 INF = float("inf")
 X = torch.arange(24.0).reshape(2, 3, 4) - 9
 INDEX = torch.tensor([1, 0])
 
-CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+CASES: Cases = {
     "None in a list": (lambda x, i: (x[:, i], x[:, :, i], x[i, :, i]), (X, INDEX)),
     "infinite numbers": (lambda x: (x.nan_to_num(0, INF, -INF), torch.full_like(x, -INF)), (X,)),
     "number nan": (lambda x: functional.threshold(x, 0.0, float("nan")), (X,)),
@@ -48,12 +48,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "of strided inputs": (lambda x: (x.cumsum(0), x.sort(0)), (X.permute(2, 0, 1)[::2],)),
 }
 
+TOGETHER = Together(CASES)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_like_eager(name: str) -> None:
     """The call has the dtypes, shapes and values of PyTorch's."""
-    function, inputs = CASES[name]
-    assert_like_eager(function, *inputs)
+    TOGETHER.assert_like_eager(name)
 
 
 def test_results_are_views_of_inputs_where_they_are_in_eager() -> None:
