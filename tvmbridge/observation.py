@@ -42,6 +42,7 @@ from tvmbridge.standins import (
     without_inference_state,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
 from tvmbridge.whole import FunctionsKeptWhole
@@ -160,18 +161,18 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
-            KernelPromotion(),
             checks_of_numbers(),
-            FunctionsKeptWhole(),
         ):
             stack.enter_context(context)
+        for rewriting in (KernelPromotion(), FunctionsKeptWhole()):
+            stack.enter_context(rewriting)
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
-        forward = ArgumentWatch(module.forward)
+        forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         with ViewWatch() as views:
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)

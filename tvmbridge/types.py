@@ -17,6 +17,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from tvmbridge.tail import Tail
+
 
 class InputKind(enum.Enum):
     """Where the value of a graph input comes from at a call."""
@@ -195,7 +197,8 @@ class CapturedGraph:
     attribute's name). ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs. ``head`` makes the draws where one of
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
-    have passed.
+    have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
+    and ``out_spec`` the structure of what it makes of them all.
     """
 
     program: ExportedProgram
@@ -212,6 +215,7 @@ class CapturedGraph:
     changed_arguments: tuple[int | str, ...] = ()
     head: EagerHead | None = None
     checks: int = 0
+    tail: Tail | None = None
 
     @property
     def device(self) -> torch.device:

@@ -99,6 +99,7 @@ class Check:
             sorted(calls)
             for calls in (specialization.native_operators, specialization.aten_operators)
         )
+        aten += sorted(f"eager {name}" for name in specialization.eager_functions)
         ours, theirs = _of_case(run.ours, index), _of_case(run.theirs, index)
         difference = compare(ours, theirs, values=self.values)
         if difference and self._is_rounding(case, ours, theirs):
