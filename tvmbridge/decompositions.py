@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -97,6 +98,14 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
         differentiated: attention is taken apart, because TVM's Gradient needs its parts and
             because its dropout must be drawn outside; otherwise it stays one kernel.
     """
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return dict(_table_with(differentiated, tuple(registered)))
+
+
+@lru_cache(maxsize=2)
+def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
+    """The table while PyTorch knows these operators; it takes longer to make than a small module
+    to be traced."""
     table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
     random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     for op in (*_KEPT_WHOLE, *random):

@@ -1,4 +1,4 @@
-"""Which operators the conformance run takes from PyTorch's own operator tests (OpInfo), and more."""
+"""Which operators the conformance run takes from PyTorch's operator tests (OpInfo), and more."""
 
 from __future__ import annotations
 

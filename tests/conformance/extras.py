@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.testing._internal.opinfo.core import SampleInput
 
 aten = torch.ops.aten
@@ -76,6 +77,11 @@ def _sorted(x: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.sort(x, **options)[0]
 
 
+def _folded(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    columns = x.reshape(-1)[: x.numel() // 4 * 4].reshape(4, -1)
+    return functional.fold(columns, (columns.shape[1] + 1, 2), (2, 2), **options)
+
+
 _ORDERS: list[Arguments] = [
     ((), {"dim": d, "descending": down}) for d in (0, -1) for down in (0, 1)
 ]
@@ -88,6 +94,7 @@ EXTRAS: tuple[Extra, ...] = (
     *(_bitwise(name) for name in ("and", "or", "xor")),
     Extra("div", "scalar_mode", aten.div.Scalar_mode, _FLOATS | _INTEGERS, _roundings()),
     Extra("fmod", "scalar", aten.fmod.Scalar, _FLOATS | _INTEGERS, _DIVISORS),
+    Extra("nn.functional.fold", "", _folded, _FLOATS, [((), {})], gradient=True),
     Extra("sort", "values", _sorted, _FLOATS | _INTEGERS, _ORDERS, gradient=True),
     Extra("topk", "values", _largest, _FLOATS | _INTEGERS, _COUNTS, gradient=True),
 )

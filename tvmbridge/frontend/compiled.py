@@ -13,14 +13,13 @@ from torch import fx
 
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.aten_call import emit_aten_call
 
 aten = torch.ops.aten
 
-# A remainder or a power is a call of the C library for each element.
-_FEW = 4096
 _QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _INDICES = (torch.int32, torch.int64)
 
@@ -79,7 +78,7 @@ def _rounded_quotient(
     if dtype.is_floating_point and by_remainder:
         if isinstance(b, fx.Node) or not 1 <= abs(b) < math.inf:
             raise Declined("a remainder which PyTorch's vectors compute otherwise than libm")
-        if prod(shape_of(node)) > _FEW:
+        if prod(shape_of(node)) > FEW_CALLS:
             raise Declined("a remainder of many floats, for which PyTorch has vectors")
     if not dtype.is_floating_point and (isinstance(b, fx.Node) or not 0 < b < 2**31):
         raise Declined("integers divided by what may be zero")
@@ -94,7 +93,7 @@ def _rounded_quotient(
 def _power(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     if not result_dtype(node).is_floating_point:
         raise Declined("powers of integers")
-    if prod(shape_of(node)) > _FEW:
+    if prod(shape_of(node)) > FEW_CALLS:
         raise Declined("many powers, for which PyTorch has vectors")
     return emit_compiled(ctx, node)
 

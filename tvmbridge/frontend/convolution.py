@@ -55,9 +55,6 @@ def _convolution(
         raise Declined("a convolution of more than three dimensions")
     if len({result_dtype(n) for n in node.all_input_nodes}) > 1:
         raise Declined("operands of different dtypes")
-    edges, steps = per_dimension(output_padding, rank), per_dimension(stride, rank)
-    if transposed and any(e >= s for e, s in zip(edges, steps, strict=True)):
-        raise Declined("an output padding that Relax does not take")
     convolution = Convolution(
         stride=tuple(per_dimension(stride, rank)),
         padding=tuple(per_dimension(padding, rank)),
@@ -66,6 +63,9 @@ def _convolution(
         output_padding=tuple(per_dimension(output_padding, rank)),
         groups=groups,
     )
+    ends = zip(convolution.output_padding, convolution.stride, strict=True)
+    if transposed and any(end >= step for end, step in ends):
+        raise Declined("an output padding that Relax does not take")
     data = ctx.value(x)
     if len(shape_of(x)) == rank + 1:
         data = ctx.emit(relax.op.expand_dims(data, 0))

@@ -15,6 +15,9 @@ from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.promotion import kernel_dtypes
 from tvmbridge.types import TensorSpec
 
+# Elements of a result each of which is a call of the C library: for more PyTorch has vectors.
+FEW_CALLS = 4096
+
 _STRIDE_DEPENDENT = frozenset(
     {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::set_"}
 )

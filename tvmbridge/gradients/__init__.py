@@ -13,7 +13,8 @@ import tvm
 from tvm import relax
 
 from tvmbridge.admission import is_proven
-from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, has_one_result
+from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
+from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
 from tvmbridge.gradients.convolution import CONVOLUTION_RULES, is_plain
 from tvmbridge.gradients.rules import OWN_RULES
 from tvmbridge.kernels.aten_call import aten_call_operator
@@ -73,7 +74,8 @@ CLAIMED: dict[str, Condition] = {
     "relax.full": _fills_with_a_number,
     "relax.take": _indices_of_rank_one,
     **dict.fromkeys(CONVOLUTION_RULES, is_plain),
-    **dict.fromkeys(ATEN_RULES, has_one_result),
+    **dict.fromkeys(ATEN_RULES, is_pulled_back),
+    **dict.fromkeys(MOVE_RULES, can_move_back),
 }
 
 
@@ -95,9 +97,17 @@ def dtypes_of(call: relax.Call) -> set[str]:
     return {name for name in (str(t.dtype.dtype) for t in types) if "float" in name}
 
 
+def _packed_rule(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The rule of ``relax.call_pure_packed``: that of the ATen operator which is called."""
+    rule = move_rule if rule_name(call) in MOVE_RULES else aten_rule
+    return rule(var, call, cotangent, builder)
+
+
 @functools.cache
 def install_rules() -> None:
     """Register our rules with TVM, above its own; done once, before the first gradient."""
-    rules = {**OWN_RULES, **CONVOLUTION_RULES, "relax.call_pure_packed": aten_rule}
+    rules = {**OWN_RULES, **CONVOLUTION_RULES, "relax.call_pure_packed": _packed_rule}
     for name, rule in rules.items():
         relax.op.register_gradient(name, rule, level=_LEVEL)

@@ -144,6 +144,7 @@ POINTWISE: dict[str, Compile] = {
     "aten.fmod.Scalar": pointwise(_remainder, "self", "other"),
     "aten.fmod.Tensor": pointwise(_remainder, "self", "other"),
     "aten.pow.Scalar": pointwise(_power, "self", "exponent"),
+    "aten.pow.Tensor_Scalar": pointwise(_power, "self", "exponent"),
     "aten.pow.Tensor_Tensor": pointwise(_power, "self", "exponent"),
     "aten.div.Tensor_mode": _divided,
     "aten.div.Scalar_mode": _divided,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import relax, tirx
 from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.nests import (
+    Buffer,
     around,
     dtype_of,
     emit_nest,
@@ -29,7 +32,7 @@ def _cumsum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     wide = _SUMMED_IN.get(result, result)
     blocks = (rows, columns // width)
 
-    def write(inputs: list[object], outputs: list[object]) -> None:
+    def write(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
         (source,), (target,) = inputs, outputs
         with loops(blocks[0] * blocks[1], parallel_work=rows * count * columns) as (block,):
             row, first = block // blocks[1], block % blocks[1] * width

@@ -21,7 +21,8 @@ def _replace(old: Expr, new: Expr) -> Expr:
     return new
 
 
-def _add(old: Expr, new: Expr) -> Expr:
+def added(old: Expr, new: Expr) -> Expr:
+    """The sum of two elements of one dtype, rounded to it."""
     dtype = str(old.ty.dtype)
     if dtype == "bool":
         return tirx.Or(old, new)
@@ -70,7 +71,7 @@ def _index_put(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr
     start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
     kept = [n for a, n in enumerate(shape) if a not in axes]
     extents = [*kept[:start], *common, *kept[start:]]
-    combine = _add if arguments["accumulate"] else _replace
+    combine = added if arguments["accumulate"] else _replace
 
     def write(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
         target = outputs[0]
@@ -106,6 +107,6 @@ def _element(buffer: Buffer, i: tuple[Any, ...]) -> Expr:
 SCATTERS: dict[str, Compile] = {
     "aten.scatter.src": _scatter(_replace),
     "aten.scatter.value": _scatter(_replace),
-    "aten.scatter_add.default": _scatter(_add),
+    "aten.scatter_add.default": _scatter(added),
     "aten.index_put.default": _index_put,
 }
