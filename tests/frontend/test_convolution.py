@@ -68,9 +68,7 @@ def transposed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch
 CASES = {
     f"{form.__name__} {rank}d": (form, (x, weight, BIAS))
     for form in (plain, transposed)
-    for rank, (x, weight) in enumerate(
-        zip((LINE, IMAGE, VOLUME), WEIGHTS, strict=True), start=1
-    )
+    for rank, (x, weight) in enumerate(zip((LINE, IMAGE, VOLUME), WEIGHTS, strict=True), start=1)
 }
 TOGETHER = Together(CASES)
 

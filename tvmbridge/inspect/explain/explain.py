@@ -165,6 +165,7 @@ def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     return {
         "noise": tuple(_draws(captured)),
         "mutations": tuple(_mutations(captured)),
+        "eager_functions": () if captured.tail is None else tuple(captured.tail.functions),
         "frozen": frozen,
     }
 
