@@ -213,7 +213,13 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     drawn = _IN_PLACE.get(op, op)
     if drawn is aten.bernoulli_.Tensor:
         args = (spec_of_node(node.args[0]), *args[1:])
-    return NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    if op._schema.name == "aten::normal" and len({c.spec.dtype for c in descriptor.computed}) > 1:
+        raise UnsupportedOperatorError(
+            f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
+            "where PyTorch's tracing foretells another"
+        )
+    return descriptor
 
 
 def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
@@ -258,15 +264,21 @@ def draw_noise(
         noise: the draws.
         head: what makes them, where one of them reads values.
         inputs: what the head reads.
+
+    Raises:
+        UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
     """
     if head is None:
         return [_draw(descriptor).contiguous() for descriptor in noise]
     with torch.no_grad():
         drawn = head.module(*(tensor.detach() for tensor in inputs))
-    return [
-        draw.to(descriptor.spec.dtype).contiguous()
-        for draw, descriptor in zip(drawn, noise, strict=True)
-    ]
+    for draw, descriptor in zip(drawn, noise, strict=True):
+        found, foretold = TensorSpec.of(draw), descriptor.spec
+        if (found.shape, found.dtype) != (foretold.shape, foretold.dtype):
+            raise UnsupportedOperatorError(
+                f"{descriptor.op} draws {found}, where PyTorch's tracing foretells {foretold}"
+            )
+    return [draw.contiguous() for draw in drawn]
 
 
 def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
     as_captured,
@@ -29,6 +30,7 @@ from tvmbridge.standins import (
     without_autocast,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.whole import FunctionsKeptWhole
 
@@ -60,9 +62,7 @@ class Rehearsal:
         self.outputs = [o for o in captured.outputs if o.is_computed]
         self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
         self.originals = [self._original(d) for d in self.inputs]
-        self.written = {
-            o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION
-        }
+        self.written = {o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     @property
@@ -113,10 +113,12 @@ class Rehearsal:
             stack.enter_context(cumulative_averages_on_tensors(self.module))
             stack.enter_context(as_captured())
             stack.enter_context(conversions_without_effect())
+            stack.enter_context(KernelPromotion())
             stack.enter_context(checks_of_numbers())
             stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))
-            forward = ArgumentWatch(self.module.forward)
+            differentiated = any(p.requires_grad for p in primals)
+            forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 

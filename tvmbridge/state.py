@@ -17,6 +17,7 @@ from torch.nn.modules import module as nn_module
 
 from tvmbridge.attributes import MISSING, AttributeGuard
 from tvmbridge.libraries import acts
+from tvmbridge.plain import PLAIN
 from tvmbridge.types import CapturedGraph, InputKind
 
 _HOOKS = (
@@ -32,7 +33,6 @@ _GLOBAL_HOOKS = tuple(
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
 _HELD = ("_parameters", "_buffers", "_modules")
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 _REPLACED = "a submodule was replaced"
 _PATCHED = "the forward of a submodule was replaced"
@@ -177,7 +177,7 @@ class ModuleState:
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in PLAIN:
                 return _not_plain(tensor)
             assert tensor is not None
             if tensor.dtype is not dtype:

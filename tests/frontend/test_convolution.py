@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.frontend.helpers import assert_like_eager
+from tests.frontend.helpers import Together, assert_like_eager
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -65,13 +65,19 @@ def transposed(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch
     )
 
 
-@pytest.mark.parametrize("form", [plain, transposed])
-@pytest.mark.parametrize(
-    ("x", "w"), list(zip((LINE, IMAGE, VOLUME), WEIGHTS, strict=True)), ids=["1d", "2d", "3d"]
-)
-def test_every_form(form: Callable[..., Any], x: torch.Tensor, w: torch.Tensor) -> None:
-    report = assert_like_eager(form, x, w, BIAS)
-    assert set(report.aten_calls) <= {"aten.constant_pad_nd.default"}
+CASES = {
+    f"{form.__name__} {rank}d": (form, (x, weight, BIAS))
+    for form in (plain, transposed)
+    for rank, (x, weight) in enumerate(zip((LINE, IMAGE, VOLUME), WEIGHTS, strict=True), start=1)
+}
+TOGETHER = Together(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_form(name: str) -> None:
+    TOGETHER.assert_like_eager(name)
+    assert TOGETHER.report is not None
+    assert set(TOGETHER.report.aten_calls) <= {"aten.constant_pad_nd.default"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
