@@ -22,6 +22,10 @@ _NO_BATCHES = (
     "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
     "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
 )
+_NO_LAYOUT = (
+    "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
+    "call remove_tvm_dispatch(module)"
+)
 
 
 class TrainingCall:
@@ -74,12 +78,15 @@ def _packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
 
 
 def _overwritten(compiled: CompiledModule) -> frozenset[int]:
-    """Positions of the primals that get a new value after forward: buffers such as statistics."""
+    """Positions of the primals that are written into after forward: statistics, arguments."""
     captured = compiled.captured
-    targets = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
+    written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
     primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
     return frozenset(
-        i for i, d in enumerate(primals) if d.kind is InputKind.BUFFER and d.target in targets
+        i
+        for i, d in enumerate(primals)
+        if (OutputKind.INPUT_MUTATION, d.name) in written
+        or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
     )
 
 
@@ -139,7 +146,7 @@ def _run_backward(
         values[i] = values[i].reshape(shape)
     for number, spec in zip(parts.cotangent_of, call.cotangent_specs, strict=True):
         cotangent = cotangents[number]
-        if cotangent is None:
+        if cotangent is None or cotangent._is_zerotensor():
             assert spec is not None
             cotangent = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         values.append(cotangent)
@@ -173,5 +180,9 @@ class _Refused(torch.autograd.Function):
 
 
 def _refuse_batched(cotangents: Sequence[torch.Tensor | None]) -> None:
-    if any(c is not None and not _C._has_storage(c) for c in cotangents):
+    for cotangent in cotangents:
+        if cotangent is None or _C._has_storage(cotangent) or cotangent._is_zerotensor():
+            continue
+        if cotangent.layout is not torch.strided:
+            raise BridgeError(_NO_LAYOUT.format(layout=cotangent.layout))
         raise BridgeError(_NO_BATCHES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,7 @@ from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.combining import Combining, Packs
-from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.facts import refuse_other_draws
+from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.observation import staged
@@ -31,7 +30,7 @@ from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
-from tvmbridge.types import CapturedGraph, OutputKind, PassRecord, ValueDescriptor
+from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +46,12 @@ class CompiledModule:
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
+    ``recorded``: it serves calls that autograd records.
     ``coverage`` counts the calls of kernels by where these come from.
     """
 
     captured: CapturedGraph
+    recorded: bool
     packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
@@ -65,6 +66,11 @@ class CompiledModule:
     coverage: Coverage
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
+
+    @property
+    def eager_functions(self) -> Mapping[str, int]:
+        """What runs in eager PyTorch after the compiled code, counted by name."""
+        return {} if self.captured.tail is None else self.captured.tail.functions
 
     @property
     def residual_bytes(self) -> int:
@@ -100,10 +106,12 @@ class LoweredModule:
     """A module as graphs, before it is built: what compilation and comparison have in common.
 
     ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
-    where nothing is differentiated. ``origin`` is the class of the module, for people.
+    where nothing is differentiated: autograd does not record the call (``recorded``), or no output
+    requires a gradient. ``origin`` is the class of the module, for people.
     """
 
     captured: CapturedGraph
+    recorded: bool
     target: tvm.target.Target
     imported: ImportedModule
     derivation: Derivation | None
@@ -147,19 +155,21 @@ def lower_module(
         captured = capture_staged(stage, args, kwargs, needs_grad)
         module = stage.module
         resolved = resolve_target(target, captured.device.type)
-        _refuse_mutation_under_gradient(captured, needs_grad)
+    derivation = None
     if needs_grad:
-        with measure("differentiate"):
+        with measure("differentiate"), suppress(NothingToDifferentiateError):
             derivation = derive(module, args, kwargs, captured, options, records)
+    if derivation is not None:
+        with measure("split"):
             combining = Combining.of(derivation.captured, packing, options, records)
             joint, packs = combining.joint(derivation.joint)
             joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
             parts = split(joint, color(joint, options.residual_policy, options.recompute))
-        captured, imported = derivation.captured, derivation.imported
         return LoweredModule(
-            captured,
+            derivation.captured,
+            True,
             resolved,
-            imported,
+            derivation.imported,
             derivation,
             parts,
             parts.mod,
@@ -176,8 +186,10 @@ def lower_module(
         mod, packs = Combining.of(captured, packing, options, records).inference(mod)
         mod = run_extra_passes(mod, passes, records)
         mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
-    num_outputs = sum(o.is_computed for o in captured.outputs)
-    return LoweredModule(captured, resolved, imported, None, None, mod, num_outputs, origin, packs)
+    count = sum(o.is_computed for o in captured.outputs)
+    return LoweredModule(
+        captured, needs_grad, resolved, imported, None, None, mod, count, origin, packs
+    )
 
 
 def compile_module(
@@ -243,6 +255,7 @@ def build_lowered(
             _note_missing(built.missing, lowered, options)
     return CompiledModule(
         captured=lowered.captured,
+        recorded=lowered.recorded,
         packs=lowered.packs,
         split=parts,
         loaded=loaded,
@@ -272,14 +285,6 @@ def _note_missing(
     folder = Folder.below(log_dir, lowered.target)
     noted = note_pending(folder, missing, lowered.origin)
     logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
-
-
-def _refuse_mutation_under_gradient(captured: CapturedGraph, needs_grad: bool) -> None:
-    mutated = [o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION]
-    if needs_grad and mutated:
-        raise UnsupportedOperatorError(
-            f"forward writes into its input {mutated[0]} while gradients are recorded"
-        )
 
 
 def shared_results(mod: tvm.IRModule, name: str, count: int | None = None) -> frozenset[int]:

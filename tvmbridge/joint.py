@@ -50,6 +50,7 @@ def derive(
     gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives.
 
     Raises:
+        NothingToDifferentiateError: no computed output requires a gradient.
         UnsupportedOperatorError: the module cannot be differentiated, or not by ``relax``; the
             message says why.
     """

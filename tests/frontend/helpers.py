@@ -55,11 +55,13 @@ class Together:
 
     No two of them share an input, so that nothing of one case meets another in a kernel. Where the
     module cannot be compiled, each case is compiled by itself, and the one that is at fault fails.
+    ``report`` is that of the module, once a case has run.
     """
 
     def __init__(self, cases: Cases) -> None:
         self._cases = dict(cases)
         self._results: dict[str, Any] | None = None
+        self.report: DispatchReport | None = None
 
     def assert_like_eager(self, name: str) -> None:
         """Assert that the case ``name`` agrees with PyTorch in structure, dtype and values."""
@@ -88,7 +90,7 @@ class Together:
                 inputs.append(_copy(tensor) if storage in seen else tensor)
                 seen.add(storage)
         try:
-            results, _ = run(calls, *inputs)
+            results, self.report = run(calls, *inputs)
         except (BridgeError, AssertionError, RuntimeError):
             return {}
         return dict(zip(self._cases, results, strict=True))

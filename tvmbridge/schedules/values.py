@@ -126,9 +126,13 @@ class Memory:
         self._flat: dict[Any, Buffer] = {}
 
     def allocate(self, buffer: Buffer) -> None:
-        """Make room for an intermediate result."""
+        """Make room for an intermediate result.
+
+        TVM's legalisation of bfloat16 loses allocations that a choice reads: they hold bits.
+        """
         size = integer(prod(int(extent) for extent in buffer.shape))
-        self._flat[buffer] = tirx.decl_buffer([size], str(buffer.dtype), buffer.name)
+        kept = bfloat16.stored_as(str(buffer.dtype))
+        self._flat[buffer] = tirx.decl_buffer([size], kept, buffer.name)
         self.allocations.append(tirx.AllocBuffer(self._flat[buffer]))
 
     def holds(self, buffer: Buffer) -> bool:
@@ -138,12 +142,13 @@ class Memory:
     def load(self, buffer: Buffer, offset: Expr) -> Expr:
         """Return the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
-        return bfloat16.from_memory(tirx.BufferLoad(target, _last(target, offset)))
+        element = tirx.BufferLoad(target, _last(target, offset))
+        return bfloat16.from_memory(element, str(buffer.dtype))
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> tirx.Stmt:
         """Return the statement that writes the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
-        value = bfloat16.to_memory(value, str(buffer.dtype))
+        value = bfloat16.to_memory(value, str(buffer.dtype), str(target.dtype))
         return tirx.BufferStore(target, value, _last(target, offset))
 
 

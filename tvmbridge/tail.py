@@ -1,0 +1,317 @@
+"""The eager tail: what depends on values that only a call knows.
+
+The shape of ``torch.nonzero(mask)``, or the number ``x.item()``, depends on data, so that nothing
+that is made of it can be compiled. While a module is traced such a function returns a *deferred*
+value, and every function that reads one is deferred too: it is noted, not run. What the deferred
+functions read of other tensors becomes further results of forward. At a call the deferred
+functions run on these, in eager PyTorch, after the compiled code; autograd records them as usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TracerBase
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils import _pytree as pytree
+
+from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+
+# Stands, among the results of a traced forward, for one that the tail computes.
+_MARK = "tvmbridge.deferred."
+
+# So much that little of forward is left to be compiled.
+_LONGEST = 64
+
+_NAMES = (
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+    *("equal", "allclose", "item", "tolist"),
+)
+_DEPENDENT = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.functional, torch.Tensor)
+    for name in _NAMES
+    if hasattr(owner, name)
+)
+_BY_TENSOR: Mapping[Any, int] = {
+    getattr(owner, name): place
+    for owner in (torch, torch.Tensor)
+    for name, place in (("narrow", 2), ("tensor_split", 1), ("repeat_interleave", 1))
+}
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "poisson", "gumbel")
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What runs eagerly after the compiled code.
+
+    ``graph`` has one placeholder for each of the ``num_read`` tensors that are the last results of
+    forward; ``functions`` counts its functions by name.
+    """
+
+    graph: fx.Graph
+    num_read: int
+    functions: Mapping[str, int]
+
+    def resolve(self, flat: Sequence[Any]) -> list[Any]:
+        """The leaves of what forward returns, from those of what the traced forward returns."""
+        read = flat[len(flat) - self.num_read :]
+        deferred = fx.Interpreter(nn.Module(), graph=self.graph).run(*read)
+        return [
+            deferred[int(leaf.removeprefix(_MARK))]
+            if isinstance(leaf, str) and leaf.startswith(_MARK)
+            else leaf
+            for leaf in flat[: len(flat) - self.num_read]
+        ]
+
+
+class TailWatch:
+    """A forward that returns, of what depends on data, what is needed to compute it.
+
+    Where nothing does, it returns what ``forward`` returns and ``tail`` is None. Otherwise it
+    returns ``(results, read)``: marks stand for the deferred results, and ``read`` are the tensors
+    that ``tail`` makes them of.
+
+    Args:
+        forward: the forward that is traced.
+        differentiated: whether the results will be, so that the gradient mode matters.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, differentiated: bool) -> None:
+        self.tail: Tail | None = None
+        self._forward = forward
+        self._differentiated = differentiated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = _Recorder(differentiated=self._differentiated)
+        with _Deferring(recorder):
+            results = self._forward(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(results)
+        found = [leaf for leaf in leaves if type(leaf) is _Deferred]
+        if not found:
+            recorder.check()
+            return results
+        self.tail = recorder.finish(found)
+        numbers = iter(range(len(found)))
+        marked = [f"{_MARK}{next(numbers)}" if type(leaf) is _Deferred else leaf for leaf in leaves]
+        return pytree.tree_unflatten(marked, structure), recorder.read
+
+
+class _Recorder(TracerBase):
+    """The graph of deferred functions while forward is traced."""
+
+    def __init__(self, *, differentiated: bool) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.read: list[torch.Tensor] = []
+        self._placeholders: dict[int, fx.Node] = {}
+        self._versions: list[int] = []
+        self._functions: Counter[str] = Counter()
+        self._modes = {torch.is_grad_enabled()} if differentiated else {True, False}
+
+    def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Deferred:
+        """Note a call, whose result is deferred."""
+        if is_tensor_method_or_property(function) and hasattr(function, "__name__"):
+            return self._note("call_method", function.__name__, args, kwargs)
+        return self._note("call_function", function, args, kwargs)
+
+    def _note(
+        self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> _Deferred:
+        result = self.create_proxy(kind, target, tuple(args), dict(kwargs))
+        assert isinstance(result.node, fx.Node)
+        return result  # type: ignore[return-value]
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        """A node of the graph; what a tail cannot repeat is refused."""
+        title = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        reason = _reason_against(title, kwargs)
+        if torch.is_grad_enabled() not in self._modes:
+            reason = "under another gradient mode than forward"
+        if torch.is_autocast_enabled("cpu"):
+            reason = "under autocast"
+        if reason:
+            raise CaptureError(
+                f"forward calls {title} on what depends on the values of tensors, {reason}"
+            )
+        self._functions[title] += 1
+        if sum(self._functions.values()) > _LONGEST:
+            raise CaptureError(
+                f"more than {_LONGEST} functions of forward depend on a shape or a number that "
+                "is computed from the values of tensors"
+            )
+        return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
+
+    def proxy(self, node: fx.Node) -> _Deferred:
+        """The value of a node."""
+        return _Deferred(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """What stands in the graph for an argument: a tensor is read from forward's results."""
+        if type(a) is _Deferred:
+            return a.node
+        if not isinstance(a, torch.Tensor):
+            return super().create_arg(a)
+        node = self._placeholders.get(id(a))
+        if node is None:
+            with self.graph.inserting_before(self._first()):
+                node = self.graph.placeholder(f"read_{len(self.read)}")
+            self._placeholders[id(a)] = node
+            self.read.append(a)
+            self._versions.append(a._version)
+        return node
+
+    def _first(self) -> fx.Node:
+        """The first node that is no placeholder."""
+        return next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
+
+    def check(self) -> None:
+        """Raise where the tensors that are read were written after they were read."""
+        for tensor, version in zip(self.read, self._versions, strict=True):
+            if tensor._version != version:
+                raise CaptureError(
+                    "forward writes into a tensor that a function whose result depends on data "
+                    f"({', '.join(self._functions)}) has read"
+                )
+
+    def finish(self, results: Sequence[_Deferred]) -> Tail:
+        """The tail that computes ``results``."""
+        self.check()
+        self.graph.output([r.node for r in results])
+        return Tail(self.graph, len(self.read), dict(self._functions))
+
+
+def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return "in place"
+    if title.endswith("_") and not title.endswith("__"):
+        return "in place"
+    if title in ("__setitem__", "__set__", "setitem", "setattr"):
+        return "in place"
+    drawing = any(word in title for word in _RANDOM) or title == "normal"
+    return "which draws random numbers" if drawing else ""
+
+
+class _Deferred(fx.Proxy):
+    """A value that is known at a call only. Whoever asks what it is stops the capture."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise CaptureError(_ASKED)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(name)
+        recorder: Any = self.tracer
+        if not callable(getattr(torch.Tensor, name)):
+            return recorder._note("call_function", getattr, (self, name), {})
+        return lambda *args, **kwargs: recorder._note("call_method", name, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None
+    ) -> _Deferred:
+        named = kwargs or {}
+        recorder: Any = next(_deferred_among((args, named))).tracer
+        noted: _Deferred = recorder.call(orig_method, args or (), named)
+        return noted
+
+
+_ASKED = "forward asks for the type of a value that depends on the values of tensors"
+
+
+def _refuse_in_place(self: _Deferred, other: Any) -> Any:
+    raise CaptureError("forward changes in place what depends on the values of tensors")
+
+
+for _name in _IN_PLACE.split():
+    setattr(_Deferred, f"__{_name}__", _refuse_in_place)
+
+
+class _Deferring(TorchFunctionMode):
+    """Within it functions whose result depends on data are deferred, and what reads them too."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if next(_deferred_among((args, named)), None) is not None:
+            return self._recorder.call(func, args, named)
+        if not _depends_on_data(func, args, named) or _is_known((args, named)):
+            return func(*args, **named)
+        return self._recorder.call(func, args, named)
+
+
+def _deferred_among(value: Any) -> Iterator[_Deferred]:
+    kind = type(value)
+    if kind is _Deferred:
+        yield value
+    elif kind is slice:
+        yield from _deferred_among((value.start, value.stop, value.step))
+    elif kind in (tuple, list):
+        for item in value:
+            yield from _deferred_among(item)
+    elif kind is dict:
+        yield from _deferred_among(list(value.values()))
+
+
+def _is_known(arguments: Any) -> bool:
+    """Whether all tensors are constants that PyTorch traces with their values."""
+    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+    return all(getattr(t, "constant", None) is not None for t in tensors)
+
+
+def _depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the shape of the result, or a number that it is, depends on the tensors' values."""
+    if func in _DEPENDENT:
+        return True
+    if func is torch.where:
+        return len(args) + len(kwargs) == 1
+    if func is functional.one_hot:
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return bool(classes == -1)
+    if func is torch.Tensor.__getitem__:
+        return any(_is_mask(i) for i in (args[1] if type(args[1]) is tuple else (args[1],)))
+    place = _BY_TENSOR.get(func)
+    if place is None or kwargs.get("output_size") is not None:
+        return False
+    names = ("start", "repeats", "tensor_indices_or_sections", "indices_or_sections")
+    given = [*args[place : place + 1], *(kwargs[n] for n in names if n in kwargs)]
+    alone = func is torch.repeat_interleave and len(args) == 1 and not given
+    return alone or any(isinstance(g, torch.Tensor) for g in given)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def refuse_random(tail: Tail, flat: Sequence[Any]) -> None:
+    """Run the tail once, and see that it draws no random numbers.
+
+    Raises:
+        UnsupportedOperatorError: it does.
+    """
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        tail.resolve(flat)
+    if not torch.equal(before, torch.get_rng_state()):
+        raise UnsupportedOperatorError(
+            "forward draws random numbers from what depends on the values of tensors"
+        )
