@@ -192,7 +192,7 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a branch": (_branch, "control flow"),
+    "a branch": (_branch, "data-dependent value decides.*in _branch"),
     "the type": (_type, "asks for the type"),
     "an augmented assignment": (_added, "in place"),
     "a method in place": (lambda x: x[x > 0].add_(1), "calls add_ .*in place"),
@@ -202,6 +202,8 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "another gradient mode": (_without_gradient, "gradient mode"),
     "much": (_long, "more than 64"),
     "autocast": (_autocast, "autocast"),
+    "a loop": (lambda x: sum(row for row in x[x > 0]), "loops over"),
+    "a number": (lambda x: x * len(x[x > 0]), "Python number"),
     "a size": (lambda x: torch.zeros(x.long().unique().shape[0]), "asks for the type"),
 }
 

@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from tvmbridge.errors import CaptureError
+
 _NAMES = (
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
     *("equal", "allclose", "item", "tolist"),
@@ -24,6 +26,13 @@ _BY_TENSOR: Mapping[Any, int] = {
     for owner in (torch, torch.Tensor)
     for name, place in (("narrow", 2), ("tensor_split", 1), ("repeat_interleave", 1))
 }
+
+
+class DependenceError(CaptureError):
+    """Forward does with a data-dependent value what nothing can be compiled around."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"forward {what}")
 
 
 def is_known(arguments: Any) -> bool:

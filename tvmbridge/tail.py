@@ -20,8 +20,8 @@ from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
-from tvmbridge.dependence import depends_on_data, is_known
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.dependence import DependenceError, depends_on_data, is_known
+from tvmbridge.errors import UnsupportedOperatorError
 
 # Stands, among the results of a traced forward, for one that the tail computes.
 _MARK = "tvmbridge.deferred."
@@ -131,15 +131,10 @@ class _Recorder(TracerBase):
         if torch.is_autocast_enabled("cpu"):
             reason = "under autocast"
         if reason:
-            raise CaptureError(
-                f"forward calls {title} on what depends on the values of tensors, {reason}"
-            )
+            raise DependenceError(f"calls {title} on a data-dependent value, {reason}")
         self._functions[title] += 1
         if sum(self._functions.values()) > _LONGEST:
-            raise CaptureError(
-                f"more than {_LONGEST} functions of forward depend on a shape or a number that "
-                "is computed from the values of tensors"
-            )
+            raise DependenceError(f"calls more than {_LONGEST} functions on data-dependent values")
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def proxy(self, node: fx.Node) -> _Deferred:
@@ -161,6 +156,18 @@ class _Recorder(TracerBase):
             self._versions.append(a._version)
         return node
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A deferred value decides which way forward takes."""
+        raise DependenceError("takes a way that a data-dependent value decides")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """A deferred value decides how often a loop runs."""
+        raise DependenceError("loops over a data-dependent value")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """A deferred value is no mapping."""
+        raise DependenceError("takes a data-dependent value for a mapping")
+
     def _first(self) -> fx.Node:
         """The first node that is no placeholder."""
         return next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
@@ -169,8 +176,8 @@ class _Recorder(TracerBase):
         """Raise where the tensors that are read were written after they were read."""
         for tensor, version in zip(self.read, self._versions, strict=True):
             if tensor._version != version:
-                raise CaptureError(
-                    "forward writes into a tensor that a function whose result depends on data "
+                raise DependenceError(
+                    "writes into a tensor that a function with a data-dependent result "
                     f"({', '.join(self._functions)}) has read"
                 )
 
@@ -197,7 +204,7 @@ class _Deferred(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        raise CaptureError(_ASKED)
+        raise DependenceError("asks for the type of a data-dependent value")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -217,15 +224,18 @@ class _Deferred(fx.Proxy):
         return noted
 
 
-_ASKED = "forward asks for the type of a value that depends on the values of tensors"
-
-
 def _refuse_in_place(self: _Deferred, other: Any) -> Any:
-    raise CaptureError("forward changes in place what depends on the values of tensors")
+    raise DependenceError("changes a data-dependent value in place")
+
+
+def _refuse_number(self: _Deferred) -> Any:
+    raise DependenceError("needs a data-dependent value as a Python number")
 
 
 for _name in _IN_PLACE.split():
     setattr(_Deferred, f"__{_name}__", _refuse_in_place)
+for _name in ("len", "int", "float", "index", "complex", "round"):
+    setattr(_Deferred, f"__{_name}__", _refuse_number)
 
 
 class _Deferring(TorchFunctionMode):
