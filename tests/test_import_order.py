@@ -27,10 +27,10 @@ LAYERS: tuple[frozenset[str], ...] = tuple(
         "passes",
         "pipeline",
         "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
-        " standins patches attributes aliasing observation signature surroundings"
+        " standins patches attributes views aliasing observation signature surroundings"
         " plain validation noise head promotion rehearsal hoist facts frontend differentiate aot"
         " joint combining coloring split"
-        " build runtime state cache report",
+        " contents forwards build runtime state cache report",
         "compiled",
         "autograd",
         "specialization",

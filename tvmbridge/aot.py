@@ -71,9 +71,10 @@ def trace_joint(
     given, arriving = inputs[:count], inputs[count : count + len(cotangents)]
     drawn = _in_calling_order(inputs[count + len(cotangents) :], noise)
     imported = import_fx_graph(functional, [*given, *drawn, *arriving], "joint")
+    passes = [*recorded_passes(), *zapp_passes(cotangents)]
     return TracedJoint(
         joint=JointModule(
-            mod=run_passes(imported.mod, [*recorded_passes(), *zapp_passes()], records),
+            mod=run_passes(imported.mod, passes, records),
             primals=tuple(i.name for i in [*given, *drawn]),
             cotangents=cotangents,
             cotangent_of=facts.cotangent_of,
@@ -147,7 +148,10 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """The overload whose schema says that running statistics are written."""
+    """The overload whose schema says whether running statistics are written."""
+    if not training:
+        norm = aten._native_batch_norm_legit_no_training.default
+        return norm(x, weight, bias, mean, variance, momentum, eps)
     if mean is None or variance is None:
         norm = aten._native_batch_norm_legit.no_stats
         return norm(x, weight, bias, training, momentum, eps)

@@ -202,6 +202,10 @@ def _describe_inputs(
             position += 1
         if isinstance(spec.arg, ConstantArgument):
             continue
+        if getattr(spec.arg, "class_fqn", "") == "torch._C.Generator":
+            raise UnsupportedOperatorError(
+                "forward draws from a torch.Generator of its own, which compiled code does not move"
+            )
         if kind is None or not isinstance(spec.arg, TensorArgument):
             raise UnsupportedOperatorError(
                 f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "

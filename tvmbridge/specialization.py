@@ -17,11 +17,17 @@ from tvmbridge.compiled import CompiledModule
 from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.packing import Packing
 from tvmbridge.signature import Signature
+from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
 from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+_SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
+
+
+def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
+    return tuple(step == 0 for step in stride)
 
 
 class Mode(NamedTuple):
@@ -91,6 +97,9 @@ class Variant:
         held = [d for d in captured.inputs if d.kind in _OF_MODULE]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
+        # Eager sorts equal elements otherwise where they lie in one place.
+        sorts = not _SORTS.isdisjoint({**compiled.native_calls, **compiled.aten_calls})
+        self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._packing = packing
         self._packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
@@ -118,6 +127,9 @@ class Variant:
         for position, order in self._orders:
             if memory_order(leaves[position]) != order:
                 return "an input is laid out otherwise, so that random numbers would differ"
+        for position, repeated in self._repeats:
+            if _repeated(leaves[position].stride()) != repeated:
+                return "an input is expanded otherwise, so that equal elements would be sorted so"
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:
                 return "a parameter is laid out otherwise, so that random numbers would differ"
@@ -155,6 +167,7 @@ class Variant:
         with torch.random.fork_rng(devices=[]):
             tensors: Sequence[Any] = self._sample_state()
             primals = [p.detach() for p in self._primals(leaves, tensors)]
+            primals = without_inference_tensors(primals)
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
             if self._training is None:

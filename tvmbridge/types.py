@@ -133,6 +133,16 @@ class InputDescriptor:
 
 
 @dataclass(frozen=True)
+class ViewStep:
+    """A view ``operator`` with its arguments behind the tensor; ``index``: of which result."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int | None
+
+
+@dataclass(frozen=True)
 class OutputAlias:
     """An output that shares memory with another tensor, its base.
 
@@ -140,7 +150,8 @@ class OutputAlias:
     the module (BUFFER, whatever it is) by its dotted name, or (None) another user output by its
     number. ``shape`` None says that the output is the base itself; otherwise it is the view with
     these strides, ``offset`` elements from where the base begins, of a base with the strides
-    ``base_stride``. ``detached``: no gradient flows from it to the base.
+    ``base_stride``. ``detached``: no gradient flows from it to the base. ``steps``, if there are
+    any, make it where strides do not tell which elements of the base it has.
     """
 
     kind: InputKind | None
@@ -150,6 +161,7 @@ class OutputAlias:
     offset: int = 0
     base_stride: tuple[int, ...] = ()
     detached: bool = False
+    steps: tuple[ViewStep, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -199,11 +199,11 @@ class _Check:
         self._variant.checked_gradients += 1
 
     def _output_names(self) -> list[str | None]:
-        """The names of the computed results, in order; None for state."""
+        """The names of the computed results, in order; None for state, and for checks."""
         names = iter(self._twin.outcome.leaves)
         found: list[str | None] = []
         for output in self._variant.compiled.captured.outputs:
-            name = next(names) if output.kind is OutputKind.USER else None
+            name = next(names, None) if output.kind is OutputKind.USER else None
             if output.is_computed:
                 found.append(name)
         return found
