@@ -21,15 +21,16 @@ PACKAGE = ROOT / "tvmbridge"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "errors libraries options types versions admission structure checks",
+        "errors libraries options types versions admission structure checks whole tail dependence",
         "kernels gradients legalize schedules",
         "records",
         "passes",
         "pipeline",
         "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
         " standins patches attributes views aliasing observation signature surroundings"
-        " noise rehearsal hoist facts frontend differentiate aot joint combining coloring split"
-        " build runtime state cache report",
+        " plain validation noise head promotion rehearsal hoist facts frontend differentiate aot"
+        " joint combining coloring split"
+        " contents forwards build runtime state cache report",
         "compiled",
         "autograd",
         "specialization",

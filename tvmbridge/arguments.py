@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
 from tvmbridge.structure import unflatten
+from tvmbridge.validation import noted_checks, raise_unless_passed
 
 # Stands, among the results, for an argument that is returned as the object that it is.
 _MARK = "tvmbridge.argument."
@@ -30,17 +31,26 @@ class ArgumentWatch:
 
     Where it changes some, it returns ``(results, changed)``: ``changed`` maps the place of each (a
     position or a keyword) to its final content, and where a result is such an argument itself, a
-    mark stands for it. ``changed`` holds these places after a call.
+    mark stands for it. ``changed`` holds these places after a call. Where distributions check
+    values it returns ``(results, changed, checks)``, and ``checks`` is their number.
+
+    Args:
+        forward: the function that is watched.
+        checks: whether the checks of distributions are noted.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
+    def __init__(self, forward: Callable[..., Any], *, checks: bool = True) -> None:
         self.changed: tuple[Any, ...] = ()
+        self.checks = 0
         self._forward = forward
+        self._noting = noted_checks if checks else _no_checks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = dict(_containers(args, kwargs))
         before = {place: pytree.tree_flatten(value) for place, value in held.items()}
-        results = self._forward(*args, **kwargs)
+        with self._noting() as checks:
+            results = self._forward(*args, **kwargs)
+        self.checks = len(checks)
         changed = {p: v for p, v in held.items() if _differ(before[p], pytree.tree_flatten(v))}
         self.changed = tuple(changed)
         for place, value in changed.items():
@@ -49,13 +59,18 @@ class ArgumentWatch:
                     f"forward changes its argument {place!r}, a {type(value).__name__} whose "
                     "content cannot be replaced"
                 )
-        if not changed:
+        if not changed and not checks:
             return results
         marks = {id(value): f"{_MARK}{place}" for place, value in changed.items()}
         marked = pytree.tree_map(
             lambda leaf: marks.get(id(leaf), leaf), results, is_leaf=lambda v: id(v) in marks
         )
-        return marked, changed
+        return (marked, changed, tuple(checks)) if checks else (marked, changed)
+
+
+@contextmanager
+def _no_checks() -> Iterator[list[torch.Tensor]]:
+    yield []
 
 
 def _containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
@@ -70,19 +85,18 @@ def _differ(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool
 
 
 @contextmanager
-def watched_forward(module: nn.Module) -> Iterator[ArgumentWatch]:
-    """Within it ``module`` has a forward that is an :class:`ArgumentWatch`."""
+def watched_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it ``module`` has another ``forward``, such as an :class:`ArgumentWatch`."""
     own = module.__dict__.get("forward")
-    watch = ArgumentWatch(module.forward)
 
     # torch.export reads the signature, and the code, of a function.
     @functools.wraps(module.forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        return watch(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     module.__dict__["forward"] = watched
     try:
-        yield watch
+        yield
     finally:
         if own is None:
             del module.__dict__["forward"]
@@ -91,16 +105,26 @@ def watched_forward(module: nn.Module) -> Iterator[ArgumentWatch]:
 
 
 def rebuild(
-    flat: list[Any], out_spec: pytree.TreeSpec, changed: Sequence[Any], arguments: Arguments
+    flat: list[Any],
+    out_spec: pytree.TreeSpec,
+    changed: Sequence[Any],
+    arguments: Arguments,
+    checks: int = 0,
 ) -> Any:
-    """The results of a call from their leaves; the ``changed`` arguments get their new content."""
-    if not changed:
+    """The results of a call from their leaves; the ``changed`` arguments get their new content.
+
+    Raises:
+        ValueError: one of the ``checks`` of distributions, the last leaves, did not pass.
+    """
+    if checks:
+        raise_unless_passed(flat[-checks:])
+    if not changed and not checks:
         return unflatten(flat, out_spec)
     args, kwargs = arguments
     held = {place: args[place] if isinstance(place, int) else kwargs[place] for place in changed}
     marks = {f"{_MARK}{place}": value for place, value in held.items()}
     flat = [marks.get(leaf, leaf) if isinstance(leaf, str) else leaf for leaf in flat]
-    results, contents = unflatten(flat, out_spec)
+    results, contents, *_ = unflatten(flat, out_spec)
     for place, value in held.items():
         _put(contents[place], value)
     return results

@@ -8,25 +8,36 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
-import math
 import operator
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
+from tvmbridge.contents import (
+    CONTAINERS,
+    DEPTH,
+    attributes_of,
+    contents,
+    same_value,
+    slots_of,
+    state_of,
+)
 from tvmbridge.libraries import BOOKKEEPING
 from tvmbridge.patches import patched_here
 
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {"forward", "call_super_init", "dump_patches"}
-_DEPTH = 4
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+    "forward",
+    "call_super_init",
+    "dump_patches",
+    "_compiled_call_impl",  # of Module.compile(): the same forward by torch.compile
+}
 
 
 @contextmanager
@@ -80,46 +91,6 @@ def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[st
     return values
 
 
-def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
-    """Whether two attributes mean the same to forward: equal in value, type and sign of zero."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
-    if isinstance(a, bool | int | complex | str | bytes | torch.dtype | torch.device | range):
-        return repr(a) == repr(b)
-    if isinstance(a, torch.Tensor | type | types.FunctionType | types.BuiltinFunctionType):
-        return False
-    if isinstance(a, types.MethodType):
-        return a.__func__ is b.__func__
-    if isinstance(a, functools.partial):
-        return same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
-    if depth == 0:
-        return True
-    ours, theirs = contents(a), contents(b)
-    return len(ours) == len(theirs) and all(
-        same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
-    )
-
-
-def contents(value: Any) -> list[Any]:
-    """What ``value`` holds, if it is a container or a plain object such as a configuration."""
-    if isinstance(value, nn.Module | torch.Tensor | type | types.FunctionType | types.ModuleType):
-        return []
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple):
-        return list(value)
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    if isinstance(value, types.MethodType | functools.partial | enum.Enum):
-        return []
-    held = getattr(value, "__dict__", None)
-    return [*held.keys(), *held.values()] if isinstance(held, dict) else []
-
-
 class _Watched:
     """One attribute: where it is, what it was, and quick signs that it is the same still."""
 
@@ -139,12 +110,12 @@ class _Watched:
         if not same_value(value, self.expected):
             return True
         self.held = []
-        self._hold(value, _DEPTH)
+        self._hold(value, DEPTH)
         self.last = value
         return False
 
     def _hold(self, value: Any, depth: int) -> None:
-        held = contents(value)
+        held = state_of(value)
         if not held or depth == 0:
             return
         if not isinstance(value, tuple | frozenset):
@@ -163,13 +134,15 @@ class _Holder:
         now = self._read(value)
         self._keys = list(now) if isinstance(now, dict) else None
         self._held = list(now if self._keys is None else now.values())
+        # What is made anew for each look is compared by value.
+        self._same = same_value if self._read is state_of else operator.is_
 
     def changed(self) -> bool:
         now = self._read(self.value)
         if len(now) != len(self._held):
             return True
         if self._keys is None:
-            return not all(map(operator.is_, now, self._held))
+            return not all(map(self._same, now, self._held))
         return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
 
 
@@ -177,9 +150,11 @@ def _reader(value: Any) -> Callable[[Any], Any]:
     """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
     if type(value) in (list, dict):
         return lambda same: same
-    if isinstance(value, Mapping | list | tuple | set | frozenset):
+    if isinstance(value, CONTAINERS):
         return contents
-    return vars
+    if not hasattr(value, "__dict__") or isinstance(value, numpy.ndarray):
+        return state_of
+    return attributes_of if slots_of(type(value)) else vars  # type: ignore[arg-type]
 
 
 class AttributeGuard:

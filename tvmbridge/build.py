@@ -13,6 +13,7 @@ from tvmbridge.errors import BuildError
 from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
@@ -61,6 +62,7 @@ def kernel_passes(measure: bool) -> list[AnyPass]:
         # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
         # result inside it.
         DispatchKernels(fuse_bias=False, measure=measure),
+        DispatchConvolutions(),
         *tidy_passes(),
         CompileAtenCalls(),
         relax.transform.LegalizeOps(LEGALIZE_MAP),

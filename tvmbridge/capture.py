@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgument
@@ -16,20 +17,23 @@ from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.arguments import watched_forward
+from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
-from tvmbridge.noise import find_noise
+from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observation import NotApartError, Observation, Stage, staged
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
     user_line,
 )
 from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -38,6 +42,7 @@ from tvmbridge.types import (
     OutputKind,
     TensorSpec,
 )
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +99,7 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program, changed = _export(module, args, kwargs, needs_grad)
+    program, watch, tail = _export(module, args, kwargs, needs_grad)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -102,26 +107,38 @@ def capture_staged(
         ) from stage.failure
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     inputs, constant_tensors = _describe_inputs(module, program, leaves)
+    noise = find_noise(program.graph)
     return CapturedGraph(
         program=program,
         training=module.training,
         in_spec=in_spec,
-        out_spec=seen.structure,
+        out_spec=seen.structure if tail is None else _first_of(seen.structure),
         inputs=inputs,
         outputs=_with_aliases(_describe_outputs(program), seen),
-        noise=find_noise(program.graph),
+        noise=noise,
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
         constant_tensors=constant_tensors,
         aliases=_find_aliases(module),
         values=seen.values,
-        changed_arguments=changed,
+        changed_arguments=watch.changed,
+        checks=watch.checks,
+        head=cut_head(program.graph, noise, constant_tensors),
+        tail=tail,
     )
+
+
+def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
+    """The structure of the first of a pair."""
+    pair = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    return pytree.tree_structure(pair[0])
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
-) -> tuple[ExportedProgram, tuple[Any, ...]]:
+) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
+    watch = ArgumentWatch(module.forward)
+    tails = TailWatch(watch, differentiated=needs_grad)
     try:
         with (
             torch.set_grad_enabled(needs_grad),
@@ -135,12 +152,16 @@ def _export(
                 cumulative_averages_on_tensors(module),
                 conversions_without_effect(),
                 DropoutWithoutEffect(),
-                watched_forward(module) as watch,
+                KernelPromotion(),
+                FunctionsKeptWhole(),
+                watched_forward(module, tails),
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)
-            program = program.run_decompositions(table)
-            _spell_out_total_dropout(program)
-            return program, watch.changed
+            # Without it PyTorch drops draws that nothing reads.
+            with torch._inductor.config.patch(fallback_random=True):
+                program = program.run_decompositions(table)
+            tidy_draws(program)
+            return program, watch, tails.tail
     except CaptureError:
         raise
     except Exception as error:
@@ -150,22 +171,6 @@ def _export(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
             f"{first_paragraph(error)}"
         ) from error
-
-
-def _spell_out_total_dropout(program: ExportedProgram) -> None:
-    """Dropout of everything is a product with zero: eager PyTorch draws nothing for it."""
-    aten = torch.ops.aten
-    for node in list(program.graph.nodes):
-        if node.target is not aten.native_dropout.default or node.args[1:] != (1.0, True):
-            continue
-        for item in list(node.users):
-            if item.args[1] == 0:
-                with program.graph.inserting_before(item):
-                    product = program.graph.call_function(aten.mul.Tensor, (node.args[0], 0.0))
-                product.meta = dict(item.meta)
-                item.replace_all_uses_with(product)
-                program.graph_signature.replace_all_uses(item.name, product.name)
-    program.graph.eliminate_dead_code()
 
 
 def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -197,6 +202,10 @@ def _describe_inputs(
             position += 1
         if isinstance(spec.arg, ConstantArgument):
             continue
+        if getattr(spec.arg, "class_fqn", "") == "torch._C.Generator":
+            raise UnsupportedOperatorError(
+                "forward draws from a torch.Generator of its own, which compiled code does not move"
+            )
         if kind is None or not isinstance(spec.arg, TensorArgument):
             raise UnsupportedOperatorError(
                 f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "

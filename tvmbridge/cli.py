@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command(known, rest)
     except UsageError as error:
         parser.error(str(error))
-    except BridgeError as error:
+    except (BridgeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

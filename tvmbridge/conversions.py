@@ -1,5 +1,6 @@
 """What does nothing, and is to be traced as nothing: conversions of modules in forward, such as
-``self.linear = self.linear.to(x.dtype)``, and dropout that drops nothing."""
+``self.linear = self.linear.to(x.dtype)``, dropout that drops nothing, checks that pass.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +31,20 @@ def conversions_without_effect() -> Iterator[None]:
         return convert(module, fn, recurse)
 
     with patched_here(nn.Module, "_apply", apply):
+        yield
+
+
+@contextmanager
+def checks_of_numbers() -> Iterator[None]:
+    """Within it PyTorch's own fake kernels may check a number for not being zero.
+
+    That of ``upsample_nearest2d`` does so with the size of an empty input.
+    """
+
+    def check(genuine: Callable[..., Any], cond: Any, *args: Any, **kwargs: Any) -> Any:
+        return genuine(bool(cond) if type(cond) is int else cond, *args, **kwargs)
+
+    with patched_here(torch, "_check", check):
         yield
 
 

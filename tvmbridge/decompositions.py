@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.promotion import promoting_as_kernels
 from tvmbridge.recurrent import recurrent_decompositions
 
 aten = torch.ops.aten
@@ -41,6 +43,18 @@ _KEPT_WHOLE = (
     aten.multilabel_margin_loss_forward.default,
     # Its parts read a 0-d index as a number.
     aten.take.default,
+    # Their parts round another way, which shows where integers are asked for.
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+    # A number that fills a tensor is one loop, sums of overlapping windows are one nest.
+    aten.fill.Scalar,
+    aten.col2im.default,
 )
 
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
@@ -84,45 +98,56 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
         differentiated: attention is taken apart, because TVM's Gradient needs its parts and
             because its dropout must be drawn outside; otherwise it stays one kernel.
     """
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return dict(_table_with(differentiated, tuple(registered)))
+
+
+@lru_cache(maxsize=2)
+def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
+    """The table while PyTorch knows these operators; it takes longer to make than a small module
+    to be traced."""
     table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
     random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     for op in (*_KEPT_WHOLE, *random):
         if not str(op).startswith(_DRAWN_IN_PARTS):
             table.pop(op, None)
+    table = promoting_as_kernels(table)
     table.update(recurrent_decompositions(table))
+    table[aten.sort.default] = _sort
+    table[aten.soft_margin_loss.default] = _unless_half(table[aten.soft_margin_loss.default])
     table[aten._safe_softmax.default] = _safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
         table[sdpa] = _attention
     else:
         table[sdpa] = _attention_with_dropout
-    return table | _draws_apart()
+    table[aten.rrelu.default] = _rrelu
+    return table
 
 
-def _draws_apart() -> dict[Any, Callable[..., Any]]:
-    """Draws whose parameters are tensors, from draws that depend on no values."""
-    return {
-        aten.normal.Tensor_float: _normal,
-        aten.normal.float_Tensor: _normal,
-        aten.normal.Tensor_Tensor: _normal,
-        aten.bernoulli.default: _bernoulli,
-    }
+def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Half precision stays whole where eager rounds, and overflows, between the parts."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        halves = (torch.float16, torch.bfloat16)
+        return NotImplemented if args[0].dtype in halves else parts(*args, **kwargs)
+
+    return decompose
 
 
-def _normal(mean: Any, std: Any = 1.0, *, generator: None = None) -> torch.Tensor:
-    """Standard normal numbers, scaled and shifted in place, as PyTorch's kernel does."""
-    shapes = [x.shape for x in (mean, std) if isinstance(x, torch.Tensor)]
-    like = mean if isinstance(mean, torch.Tensor) else std
-    shape = torch.broadcast_shapes(*shapes)
-    drawn = torch.randn(shape, dtype=like.dtype, device=like.device)
-    return ((drawn * std).to(like.dtype) + mean).to(like.dtype)
-
-
-def _bernoulli(p: torch.Tensor, *, generator: None = None) -> torch.Tensor:
-    """One where a uniform number is below ``p``; halves are compared in float32."""
-    wide = torch.float64 if p.dtype is torch.float64 else torch.float32
-    drawn = torch.rand(p.shape, dtype=wide, device=p.device)
-    return (drawn < p.to(wide)).to(p.dtype)
+def _rrelu(
+    x: torch.Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Randomized leaky ReLU by its draw: a slope for each element, 1 where it is positive."""
+    if not training:
+        return aten.leaky_relu(x, (lower + upper) / 2)
+    slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
+    functional = aten.rrelu_with_noise_functional
+    return functional(x, slopes, lower, upper, True, generator=generator)[0]
 
 
 def _attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
@@ -156,9 +181,17 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
     return table | {
         aten.copy.default: _copy,
+        aten.sort.default: _sort,
         aten.view.default: _view,
         aten._safe_softmax.default: _safe_softmax,
     }
+
+
+def _sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+    """Equal elements that lie in one place stay in order in eager, which knows the stride of 0."""
+    if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
+        return NotImplemented
+    return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:

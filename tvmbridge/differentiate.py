@@ -13,8 +13,7 @@ from tvm import relax
 
 from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.gradients import dtypes_of, install_rules, is_admitted
-from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
 from tvmbridge.passes.base import dtype_of, flat_results
 from tvmbridge.passes.relax.append_cotangents import AppendCotangents
 from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
@@ -54,10 +53,9 @@ def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
             if not isinstance(call, relax.Call) or binding.var not in active:
                 continue
             if not isinstance(call.op, tvm.ir.Op) or not is_admitted(call):
-                name = aten_call_operator(call) or str(getattr(call.op, "name", call.op))
-                missing[name] = None
+                missing[rule_name(call) if isinstance(call.op, tvm.ir.Op) else str(call.op)] = None
             else:
-                note_use("rules", call.op.name, dtypes_of(call))
+                note_use("rules", rule_name(call), dtypes_of(call))
     return list(missing)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,12 +11,15 @@ from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.checks import CheckPolicy
 from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.errors import CaptureError
 from tvmbridge.inspect.check import Checker
 from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
+from tvmbridge.refusal import refuse_at_sight
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.signature import Signature
 from tvmbridge.specialization import Mode, Specialization
+from tvmbridge.surroundings import refused_now
 
 
 def add_tvm_dispatch(
@@ -46,7 +49,8 @@ def add_tvm_dispatch(
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
         ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check.
-        CaptureError: forward refuses the sample, or torch.export cannot capture it.
+        CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
+            active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
         BuildError: the target is unknown, or TVM cannot compile for it.
         The module is left as it was.
@@ -58,6 +62,10 @@ def add_tvm_dispatch(
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     if target is not None:
         resolve_target(target)
+    refuse_at_sight(module, args, kwargs)
+    surroundings = refused_now()
+    if surroundings is not None:
+        raise CaptureError(f"add_tvm_dispatch cannot trace the module here: {surroundings}")
     installed = module.__dict__.get("forward")
     if isinstance(installed, Dispatcher):
         dispatcher = installed
@@ -67,10 +75,7 @@ def add_tvm_dispatch(
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
-    specialization = _find_or_add(dispatcher, args, kwargs)
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    needs_grad = module.training and dispatcher.anything_requires_grad(specialization, leaves)
-    mode = Mode.of_now(module.training, needs_grad)
+    specialization, mode = _find_or_add(dispatcher, args, kwargs)
     if mode not in specialization.variants:
         dispatcher.compile(specialization, mode, args, kwargs)
     if specialization not in dispatcher.specializations:
@@ -81,12 +86,26 @@ def add_tvm_dispatch(
 
 def _find_or_add(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Specialization:
+) -> tuple[Specialization, Mode]:
+    """The specialisation that serves the sample, or a new one, and the mode to compile."""
     for specialization in dispatcher.specializations:
         leaves = specialization.signature.flatten(args, kwargs)
-        if leaves is not None and specialization.signature.mismatch(leaves) is None:
-            return specialization
-    return Specialization(Signature(args, kwargs))
+        if leaves is None or specialization.signature.mismatch(leaves) is not None:
+            continue
+        mode = _mode(dispatcher, specialization, leaves)
+        variant = specialization.variants.get(mode)
+        # Code for the same arguments that the module has changed under serves other calls.
+        if variant is None or variant.mismatch(leaves, variant.state.tensors()) is None:
+            return specialization, mode
+    specialization = Specialization(Signature(args, kwargs))
+    leaves = specialization.signature.flatten(args, kwargs) or []
+    return specialization, _mode(dispatcher, specialization, leaves)
+
+
+def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
+    training = dispatcher.module.training
+    needs_grad = training and dispatcher.anything_requires_grad(specialization, leaves)
+    return Mode.of_now(training, needs_grad)
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
@@ -135,6 +154,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             native_operators=dict(variant.compiled.native_calls),
             aten_operators=dict(variant.compiled.aten_calls),
             kernels=variant.compiled.coverage,
+            eager_functions=dict(variant.compiled.eager_functions),
             passes=variant.compiled.records,
         )
         for specialization in dispatcher.specializations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
-from tvmbridge.noise import memory_order
+from tvmbridge.noise import (
+    OTHER_DRAWS,
+    READS_VALUES,
+    RRELU_NAME,
+    base_name,
+    memory_order,
+)
 from tvmbridge.patches import patched_here
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.rehearsal import Rehearsal
-from tvmbridge.types import NoiseDescriptor, OutputKind
+from tvmbridge.types import ComputedTensor, NoiseDescriptor, OutputKind, TensorSpec
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(
@@ -46,8 +52,6 @@ _CREATES = frozenset(
         "aten::new_full",
     }
 )
-
-_OTHER_DRAWS = "the captured graph draws other random numbers than the module"
 
 
 class NothingToDifferentiateError(UnsupportedOperatorError):
@@ -90,7 +94,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
             raise NothingToDifferentiateError("no computed output requires a gradient")
         reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
     if not _draws_alike(watch, rehearsal):
-        watch.reasons[_OTHER_DRAWS] = None
+        watch.reasons[OTHER_DRAWS] = None
     return GradientFacts(
         lost=tuple(watch.reasons),
         cotangent_of=tuple(differentiable),
@@ -109,7 +113,7 @@ def refuse_other_draws(rehearsal: Rehearsal) -> None:
     with rehearsal.mode, watch:
         rehearsal([f.detach() for f in rehearsal.fakes()])
     if not _draws_alike(watch, rehearsal):
-        raise UnsupportedOperatorError(_OTHER_DRAWS)
+        raise UnsupportedOperatorError(OTHER_DRAWS)
 
 
 def _draws_alike(watch: _FlowWatch, rehearsal: Rehearsal) -> bool:
@@ -236,13 +240,20 @@ def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
     """A draw in words that are the same for its variants: operator, shape, order in memory."""
     value = pytree.tree_leaves(result)[0]
     order = memory_order(value)
-    name = op._schema.name.removesuffix("_functional").rstrip("_")
     if op is torch.ops.aten.native_dropout.default:
         return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
-    if op is torch.ops.aten.bernoulli_.float:
+    if op in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p):
         keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
-    return f"{name} {tuple(value.shape)} {order} {value.dtype}"
+    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return _in_words(op, TensorSpec.of(value), [TensorSpec.of(t) for t in operands])
+
+
+def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str:
+    words = f"{base_name(op)} {drawn.shape} {memory_order(drawn)} {drawn.dtype}"
+    if base_name(op) not in (*READS_VALUES, RRELU_NAME):
+        return words
+    return f"{words} of {[(t.shape, memory_order(t), t.dtype) for t in operands]}"
 
 
 def _nesting(order: tuple[int, ...]) -> list[int]:
@@ -252,11 +263,15 @@ def _nesting(order: tuple[int, ...]) -> list[int]:
 
 def _captured_draw(noise: NoiseDescriptor) -> str:
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
-    order = memory_order(filled)
     if noise.op is torch.ops.aten.bernoulli_.float:
-        return f"mask {noise.spec.shape} {_nesting(order)} {noise.args[1]}"
-    name = noise.op._schema.name.removesuffix("_functional").rstrip("_")
-    return f"{name} {noise.spec.shape} {order} {noise.spec.dtype}"
+        return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"
+    operands = [
+        leaf.spec if isinstance(leaf, ComputedTensor) else leaf
+        for leaf in pytree.tree_leaves((noise.args, dict(noise.kwargs)))
+        if isinstance(leaf, ComputedTensor | TensorSpec)
+    ]
+    drawn = replace(noise.spec, stride=filled.stride)
+    return _in_words(noise.op, drawn, operands)
 
 
 def _floating(value: Any) -> list[torch.Tensor]:

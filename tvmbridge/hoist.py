@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.noise import METADATA_ONLY_OVERLOADS, READS_METADATA_ONLY, mask_descriptor
+from tvmbridge.noise import (
+    METADATA_ONLY_OVERLOADS,
+    OTHER_DRAWS,
+    READS_METADATA_ONLY,
+    RRELU_NAME,
+    base_name,
+    mask_descriptor,
+    spec_of_node,
+)
 from tvmbridge.types import NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
@@ -24,19 +33,36 @@ aten = torch.ops.aten
 _IN_PLACE = frozenset(f"{name}_" for name in READS_METADATA_ONLY) | {"aten::normal_"}
 
 
-def hoist_draws(graph: fx.Graph, mode: FakeTensorMode) -> tuple[NoiseDescriptor, ...]:
+def hoist_draws(
+    graph: fx.Graph, mode: FakeTensorMode, captured: Sequence[NoiseDescriptor] = ()
+) -> tuple[NoiseDescriptor, ...]:
     """Replace every draw of ``graph`` by a placeholder behind the others.
+
+    Args:
+        graph: the recorded operators, writes among them.
+        mode: where its fake tensors live.
+        captured: the draws of the captured graph. Where one of them reads values, they are what
+            is drawn, so that those of ``graph`` must be the same.
 
     Returns:
         The draws in program order; the new placeholders stand in the same order.
 
     Raises:
-        UnsupportedOperatorError: a draw depends on values that the graph computes.
+        UnsupportedOperatorError: a draw reads values, and is not among those of the captured
+            graph.
     """
     found: list[NoiseDescriptor] = []
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    for node in [n for n in graph.nodes if _is_draw(n)]:
-        descriptor = _describe(node, f"noise_{len(found)}")
+    draws = [n for n in graph.nodes if _is_draw(n)]
+    by_head = any(descriptor.computed for descriptor in captured)
+    if by_head and len(draws) != len(captured):
+        raise UnsupportedOperatorError(OTHER_DRAWS)
+    for number, node in enumerate(draws):
+        name = f"noise_{number}"
+        if by_head:
+            descriptor = _as_captured(node, name, captured[number])
+        else:
+            descriptor = _describe(node, name)
         with graph.inserting_after(last):
             last = graph.placeholder(descriptor.name)
         last.meta["val"] = _fake(descriptor.spec, mode)
@@ -61,10 +87,35 @@ def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if op is aten.native_dropout.default:
         return args[2] is not False
     names = [a.name for a in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if base_name(op) in (RRELU_NAME, "aten::rrelu"):
+        return bool(given.get("training", False))
     if "dropout_p" not in names:
         return True
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
     return bool(given.get("dropout_p", 0.0))
+
+
+def _as_captured(node: fx.Node, name: str, captured: NoiseDescriptor) -> NoiseDescriptor:
+    """The draw of the captured graph under another name, if it is that of ``node``."""
+    if not captured.computed:
+        own = _describe(node, name)
+        same = (own.spec.shape, own.spec.dtype) == (captured.spec.shape, captured.spec.dtype)
+    else:
+        value = _drawn_at(node).meta["val"]
+        spec = captured.spec
+        same = base_name(node.target) == base_name(captured.op)
+        same = same and (tuple(value.shape), value.dtype) == (spec.shape, spec.dtype)
+        own = captured
+    if not same:
+        raise UnsupportedOperatorError(OTHER_DRAWS)
+    return replace(own, name=name)
+
+
+def _drawn_at(node: fx.Node) -> fx.Node:
+    """What is drawn: the result, or the slopes that randomized leaky ReLU writes."""
+    drawn = node.args[1] if base_name(node.target) == RRELU_NAME else node
+    assert isinstance(drawn, fx.Node)
+    return drawn
 
 
 def _describe(node: fx.Node, name: str) -> NoiseDescriptor:
@@ -79,19 +130,15 @@ def _describe(node: fx.Node, name: str) -> NoiseDescriptor:
     draws = READS_METADATA_ONLY | _IN_PLACE
     if op._schema.name not in draws and op not in METADATA_ONLY_OVERLOADS:
         raise UnsupportedOperatorError(
-            f"{op} draws random numbers from values that the graph computes, so the draw cannot "
-            "be made beforehand"
+            f"{op} draws random numbers from values that the captured graph does not compute, so "
+            "the draw cannot be made beforehand"
         )
-    args, kwargs = pytree.tree_map(_spec_of_node, (node.args, dict(node.kwargs)))
+    args, kwargs = pytree.tree_map(spec_of_node, (node.args, dict(node.kwargs)))
     return NoiseDescriptor(name, TensorSpec.of(value), op, tuple(args), kwargs)
 
 
 def _mask(name: str, like: torch.Tensor, keep: Any) -> NoiseDescriptor:
     return mask_descriptor(name, like, keep, drop_probability=1.0 - keep)
-
-
-def _spec_of_node(value: Any) -> Any:
-    return TensorSpec.of(value.meta["val"]) if isinstance(value, fx.Node) else value
 
 
 def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
@@ -112,6 +159,13 @@ def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
             assert user.target is operator.getitem
             user.replace_all_uses_with((kept, draw)[user.args[1]])  # type: ignore[index]
             graph.erase_node(user)
+    elif base_name(target) == RRELU_NAME:
+        x, slopes = node.args[:2]
+        graph.call_function(aten.copy_.default, (slopes, draw))
+        product = graph.call_function(aten.mul.Tensor, (x, draw))
+        if target._schema.name.endswith("_"):
+            product = graph.call_function(aten.copy_.default, (x, product))
+        node.replace_all_uses_with(product)
     elif target._schema.is_mutable:
         copy = graph.call_function(aten.copy_.default, (node.args[0], draw))
         node.replace_all_uses_with(copy)

@@ -7,15 +7,17 @@ generator in the same state.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram, ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.types import NoiseDescriptor, TensorSpec
+from tvmbridge.types import ComputedTensor, EagerHead, NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
 
@@ -24,6 +26,11 @@ _ATTENTION = (
     aten.scaled_dot_product_attention.default,
     aten._scaled_dot_product_attention_math.default,
 )
+
+RRELU = aten.rrelu_with_noise_functional.default
+RRELU_NAME = "aten::rrelu_with_noise"
+
+OTHER_DRAWS = "the captured graph draws other random numbers than the module"
 
 # Draws that read nothing of their tensor arguments but shape, strides, dtype and device.
 READS_METADATA_ONLY = frozenset(
@@ -46,6 +53,19 @@ READS_METADATA_ONLY = frozenset(
 )
 METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
 
+# Draws that read values; what they read is computed before them, by PyTorch.
+READS_VALUES = frozenset(
+    {
+        "aten::_sample_dirichlet",
+        "aten::_standard_gamma",
+        "aten::bernoulli",
+        "aten::binomial",
+        "aten::multinomial",
+        "aten::normal",
+        "aten::poisson",
+    }
+)
+
 # What PyTorch makes of draws in place. They are drawn in place again: the order of the numbers
 # follows the memory of the tensor that is filled, and a copy would be laid out otherwise.
 _IN_PLACE: dict[Any, Any] = {
@@ -58,26 +78,69 @@ _IN_PLACE: dict[Any, Any] = {
     aten.random.default: aten.random_.default,
     getattr(aten.random, "from"): getattr(aten.random_, "from"),
     aten.random.to: aten.random_.to,
+    aten.bernoulli.Tensor: aten.bernoulli_.Tensor,
 }
+
+
+def tidy_draws(program: ExportedProgram) -> None:
+    """Leave of random operators those that eager PyTorch draws at, and each as one draw.
+
+    What nothing reads goes away, but for draws: they move the generator.
+    """
+    graph, signature = program.graph, program.graph_signature
+    for node in list(graph.nodes):
+        if node.target is aten.native_dropout.default and node.args[1:] == (1.0, True):
+            # Dropout of everything is a product with zero: eager PyTorch draws nothing for it.
+            _replace_item(graph, signature, node, 0, (node.args[0], 0.0))
+        elif node.target is RRELU and is_draw(node):
+            slopes = next((u for u in node.users if u.args[1] == 1), None)
+            if slopes is None:
+                with graph.inserting_after(node):
+                    slopes = graph.call_function(operator.getitem, (node, 1))
+                slopes.meta["val"] = node.meta["val"][1]
+            _replace_item(graph, signature, node, 0, (node.args[0], slopes))
+    graph.eliminate_dead_code(
+        lambda n: is_draw(n) or n.op in ("placeholder", "output") or _is_slopes(n)
+    )
+
+
+def _is_slopes(node: fx.Node) -> bool:
+    """Whether it is the draw of randomized leaky ReLU, the second of its results."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    return node.args[0].target is RRELU  # type: ignore[union-attr]
+
+
+def _replace_item(
+    graph: fx.Graph, signature: ExportGraphSignature, node: fx.Node, index: int, factors: Any
+) -> None:
+    """Replace one of the results of ``node`` by a product."""
+    for item in [u for u in node.users if u.args[1] == index]:
+        with graph.inserting_before(item.next):
+            product = graph.call_function(aten.mul.Tensor, factors)
+        product.meta = dict(item.meta)
+        item.replace_all_uses_with(product)
+        signature.replace_all_uses(item.name, product.name)
 
 
 def find_noise(graph: fx.Graph) -> tuple[NoiseDescriptor, ...]:
     """Every random draw of ``graph`` in program order.
 
     Raises:
-        UnsupportedOperatorError: a draw depends on values that the graph computes, so that
-            PyTorch cannot make it beforehand.
+        UnsupportedOperatorError: a draw is of an operator that cannot be called beforehand.
     """
-    found = []
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target in _DROPOUT:
-            if is_active_dropout(node):
-                found.append(_describe_dropout(node))
-        elif _is_random(node):
-            found.append(_describe_draw(node))
-    return tuple(found)
+    return tuple(
+        _describe_dropout(node) if node.target in _DROPOUT else _describe_draw(node)
+        for node in graph.nodes
+        if is_draw(node)
+    )
+
+
+def is_draw(node: fx.Node) -> bool:
+    """Whether eager PyTorch draws random numbers at this node."""
+    if node.op != "call_function":
+        return False
+    return is_active_dropout(node) if node.target in _DROPOUT else _is_random(node)
 
 
 def dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
@@ -101,6 +164,8 @@ def _is_random(node: fx.Node) -> bool:
         return False
     if target in _ATTENTION:
         return bool(_argument(node, "dropout_p", 4, 0.0))
+    if target is RRELU:
+        return bool(_argument(node, "training", 4, False))
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
@@ -125,10 +190,13 @@ def mask_descriptor(
 
 def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     op: Any = node.target
-    if op._schema.name not in READS_METADATA_ONLY and op not in METADATA_ONLY_OVERLOADS:
+    if op is RRELU:
+        return describe_rrelu(node)
+    metadata_only = op._schema.name in READS_METADATA_ONLY or op in METADATA_ONLY_OVERLOADS
+    if not metadata_only and op._schema.name not in READS_VALUES:
         raise UnsupportedOperatorError(
-            f"{op} draws random numbers from values that the graph computes, so the draw cannot "
-            "be made beforehand"
+            f"{op} draws random numbers in a way that is not known, so the draw cannot be made "
+            "before the compiled code runs"
         )
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
@@ -140,9 +208,31 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
                 "it stands for bernoulli_"
             )
         return mask_descriptor(node.name, value, float(_argument(node, "p", 1, 0.5)))
-    args, kwargs = pytree.tree_map(_spec_of_node, (node.args, node.kwargs))
+    spec_of = spec_of_node if metadata_only else computed_by
+    args, kwargs = pytree.tree_map(spec_of, (node.args, node.kwargs))
     drawn = _IN_PLACE.get(op, op)
-    return NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    if drawn is aten.bernoulli_.Tensor:
+        args = (spec_of_node(node.args[0]), *args[1:])
+    descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    if op._schema.name == "aten::normal" and len({c.spec.dtype for c in descriptor.computed}) > 1:
+        raise UnsupportedOperatorError(
+            f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
+            "where PyTorch's tracing foretells another"
+        )
+    return descriptor
+
+
+def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
+    """The slopes that randomized leaky ReLU multiplies by; they are called as the item of them."""
+    x, noise, *rest = node.args
+    name = next((u.name for u in node.users if u.args[1] == 1), node.name)
+    spec = spec_of_node(noise)
+    return NoiseDescriptor(name, spec, RRELU, (computed_by(x), spec, *rest), {}, result=1)
+
+
+def base_name(op: Any) -> str:
+    """The name that the variants of an operator share: in place, functional or neither."""
+    return str(op._schema.name).removesuffix("_functional").rstrip("_")
 
 
 def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
@@ -151,13 +241,44 @@ def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
     return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
 
 
-def _spec_of_node(value: Any) -> Any:
+def spec_of_node(value: Any) -> Any:
+    """What stands for an argument of which a draw reads the metadata."""
     return TensorSpec.of(value.meta["val"]) if isinstance(value, fx.Node) else value
 
 
-def draw_noise(noise: Sequence[NoiseDescriptor]) -> list[torch.Tensor]:
-    """Make the draws with PyTorch's default generator; contiguous tensors, in order."""
-    return [_draw(descriptor).contiguous() for descriptor in noise]
+def computed_by(value: Any) -> Any:
+    """What stands for an argument of which a draw reads the values."""
+    if not isinstance(value, fx.Node):
+        return value
+    return ComputedTensor(value.name, TensorSpec.of(value.meta["val"]))
+
+
+def draw_noise(
+    noise: Sequence[NoiseDescriptor],
+    head: EagerHead | None = None,
+    inputs: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """Make the draws with PyTorch's generators; contiguous tensors, in order.
+
+    Args:
+        noise: the draws.
+        head: what makes them, where one of them reads values.
+        inputs: what the head reads.
+
+    Raises:
+        UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
+    """
+    if head is None:
+        return [_draw(descriptor).contiguous() for descriptor in noise]
+    with torch.no_grad():
+        drawn = head.module(*(tensor.detach() for tensor in inputs))
+    for draw, descriptor in zip(drawn, noise, strict=True):
+        found, foretold = TensorSpec.of(draw), descriptor.spec
+        if (found.shape, found.dtype) != (foretold.shape, foretold.dtype):
+            raise UnsupportedOperatorError(
+                f"{descriptor.op} draws {found}, where PyTorch's tracing foretells {foretold}"
+            )
+    return [draw.contiguous() for draw in drawn]
 
 
 def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:

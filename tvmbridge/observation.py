@@ -22,23 +22,31 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.attributes import contents, recorded_reads, same_value, values_read
-from tvmbridge.conversions import conversions_without_effect
+from tvmbridge.attributes import recorded_reads, values_read
+from tvmbridge.contents import contents, same_value
+from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
+from tvmbridge.promotion import KernelPromotion
+from tvmbridge.refusal import refuse_at_sight, user_line
 from tvmbridge.standins import (
     as_captured,
+    copied_values,
     plain_checkpoints,
     run_apart,
     stand_in,
     tensors_of,
     tensors_replaced,
     without_autocast,
+    without_inference_state,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
+from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +100,11 @@ def staged(
 
     Raises:
         NotApartError: the module cannot be copied.
-        CaptureError: forward does at each call what compiled code would not repeat.
+        CaptureError: a tensor is not plain, or forward does at each call what compiled code would
+            not repeat.
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
+    refuse_at_sight(module, args, kwargs)
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
@@ -105,6 +115,8 @@ def staged(
             # What it wrote must be in place at a call, although it may never read it.
             written = values_read(actor, {_split(name) for name in seen.writes})
             seen = replace(again, values={**again.values, **written})
+    except DependenceError as error:
+        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
     except BridgeError:
         raise
     except Exception as error:
@@ -116,6 +128,8 @@ def staged(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call"
         )
+    if not apart:
+        seen = replace(seen, values=copied_values(seen.values))
     return Stage(actor, seen)
 
 
@@ -124,6 +138,7 @@ def _actor(module: nn.Module) -> nn.Module:
     actor = stand_in(module)
     if actor is None:
         raise NotApartError(f"{type(module).__name__} cannot be copied")
+    without_inference_state(actor)
     for name, value in actor.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):
             value.clear()
@@ -149,15 +164,18 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
+            checks_of_numbers(),
         ):
             stack.enter_context(context)
+        for rewriting in (KernelPromotion(), FunctionsKeptWhole()):
+            stack.enter_context(rewriting)
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
-        forward = ArgumentWatch(module.forward)
+        forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         with ViewWatch() as views:
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
@@ -167,7 +185,11 @@ def observe(
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
-    return Observation(values_read(module, read), writes, returned, aliases, rebound, tuple(impure))
+    values = values_read(module, read)
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
+            impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
+    return Observation(values, writes, returned, aliases, rebound, tuple(impure))
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:

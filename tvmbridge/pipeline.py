@@ -97,7 +97,8 @@ def run_passes(
 ) -> tvm.IRModule:
     """Apply ``passes`` in order; append a record of each to ``records``.
 
-    With ``TVMBRIDGE_DUMP=folder`` the module after each pass is written there.
+    With ``TVMBRIDGE_DUMP=folder`` the module after each pass is written there; where that fails,
+    a warning is logged.
 
     Raises:
         PassError: a pass failed, or left an ill-formed module; it names the pass.
@@ -202,7 +203,13 @@ def count_bindings(mod: tvm.IRModule) -> int:
 
 def _dump(mod: tvm.IRModule, record: PassRecord, number: int) -> None:
     folder = os.environ.get("TVMBRIDGE_DUMP")
-    if folder:
+    if not folder:
+        return
+    try:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / f"{number:03d}_{record.name}.py").write_text(mod.script(show_meta=False))
+        text = mod.script(show_meta=False)
+        (path / f"{number:03d}_{record.name}.py").write_text(text, encoding="utf-8")
+    except OSError as error:
+        # Compilation goes on without what was only for looking at.
+        logger.warning("TVMBRIDGE_DUMP: what %s left is not written: %s", record.name, error)

@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.conversions import conversions_without_effect
+from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
     as_captured,
@@ -29,7 +30,9 @@ from tvmbridge.standins import (
     without_autocast,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.whole import FunctionsKeptWhole
 
 
 class Rehearsal:
@@ -110,8 +113,12 @@ class Rehearsal:
             stack.enter_context(cumulative_averages_on_tensors(self.module))
             stack.enter_context(as_captured())
             stack.enter_context(conversions_without_effect())
+            stack.enter_context(KernelPromotion())
+            stack.enter_context(checks_of_numbers())
+            stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))
-            forward = ArgumentWatch(self.module.forward)
+            differentiated = any(p.requires_grad for p in primals)
+            forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.attributes import same_value
-
-_PLAIN = (torch.Tensor, nn.Parameter)
+from tvmbridge.contents import same_value
+from tvmbridge.plain import PLAIN
 
 
 class Signature:
@@ -52,9 +50,9 @@ class Signature:
         """Why ``leaves`` do not fit the signature; None when they do."""
         for i, shape, dtype, device in self.tensors:
             leaf = leaves[i]
-            if type(leaf) not in _PLAIN:
+            if type(leaf) not in PLAIN:
                 return "an argument is not a plain tensor"
-            if leaf.layout is not torch.strided or leaf._is_zerotensor():
+            if leaf.layout is not torch.strided or leaf.is_nested or leaf._is_zerotensor():
                 return "the layout of an input differs"
             if leaf.shape != shape:
                 return "the shape of an input differs"

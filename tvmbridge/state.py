@@ -7,7 +7,7 @@ optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn.modules import module as nn_module
 
 from tvmbridge.attributes import MISSING, AttributeGuard
 from tvmbridge.libraries import acts
+from tvmbridge.plain import PLAIN
 from tvmbridge.types import CapturedGraph, InputKind
 
 _HOOKS = (
@@ -32,7 +33,6 @@ _GLOBAL_HOOKS = tuple(
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 )
 _HELD = ("_parameters", "_buffers", "_modules")
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 _REPLACED = "a submodule was replaced"
 _PATCHED = "the forward of a submodule was replaced"
@@ -177,7 +177,7 @@ class ModuleState:
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in PLAIN:
                 return _not_plain(tensor)
             assert tensor is not None
             if tensor.dtype is not dtype:
@@ -206,9 +206,20 @@ def _not_plain(tensor: Any) -> str:
     return "a parameter or buffer is not a plain tensor"
 
 
+class StandsForForward:
+    """What is installed as an instance's ``forward`` and does the same.
+
+    ``own`` is the forward that the instance had; None: it has that of its class.
+    """
+
+    own: Callable[..., Any] | None
+
+
 def _own(forward: Any) -> Any:
     """The forward in an instance's dict; a dispatcher counts as what it stands for."""
-    return getattr(forward, "own", forward)
+    if not isinstance(forward, StandsForForward):
+        return forward
+    return MISSING if forward.own is None else forward.own
 
 
 def _structure(module: nn.Module) -> Iterator[_Entry]:

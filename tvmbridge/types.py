@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.utils._pytree import TreeSpec
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec, tree_leaves
+
+from tvmbridge.tail import Tail
 
 
 class InputKind(enum.Enum):
@@ -68,13 +71,22 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class ComputedTensor:
+    """A tensor whose values a draw reads: the node ``name`` of the captured graph computes it."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
 class NoiseDescriptor:
     """One random draw, hoisted out of the graph and made by PyTorch before each call.
 
     ``op`` is the ATen overload that draws, called as ``op(*args, **kwargs)``; a ``TensorSpec``
     among the arguments stands for a fresh tensor of that spec, of which the operator reads
-    nothing but its metadata. ``drop_probability`` is set for dropout, whose draw is the mask of
-    the elements that stay (one byte an element).
+    nothing but its metadata, a ``ComputedTensor`` for one whose values it reads.
+    ``drop_probability`` is set for dropout, whose draw is the mask of the elements that stay (one
+    byte an element). ``result`` is the number of the draw among several results of ``op``.
     """
 
     name: str
@@ -83,6 +95,25 @@ class NoiseDescriptor:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     drop_probability: float | None = None
+    result: int | None = None
+
+    @property
+    def computed(self) -> tuple[ComputedTensor, ...]:
+        """The tensors whose values the draw reads, in the order of the arguments."""
+        leaves = tree_leaves((self.args, dict(self.kwargs)))
+        return tuple(leaf for leaf in leaves if isinstance(leaf, ComputedTensor))
+
+
+@dataclass(frozen=True)
+class EagerHead:
+    """The part of a captured graph that draws need, which PyTorch runs before the compiled code.
+
+    ``module`` makes all draws in program order, each as eager PyTorch does, and what they read;
+    it returns them as a tuple. ``reads`` are the names of the graph's inputs that it takes.
+    """
+
+    module: GraphModule
+    reads: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -164,7 +195,10 @@ class CapturedGraph:
     specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
     first name of it. ``values`` are the attributes that forward read, by (submodule's name,
     attribute's name). ``changed_arguments`` are the places of the container arguments that forward
-    changes: their content is among the outputs.
+    changes: their content is among the outputs. ``head`` makes the draws where one of
+    them reads values; None where none does. The last ``checks`` user outputs are checks that must
+    have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
+    and ``out_spec`` the structure of what it makes of them all.
     """
 
     program: ExportedProgram
@@ -179,6 +213,9 @@ class CapturedGraph:
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
+    head: EagerHead | None = None
+    checks: int = 0
+    tail: Tail | None = None
 
     @property
     def device(self) -> torch.device:

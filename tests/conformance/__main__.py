@@ -55,8 +55,10 @@ def _named(wanted: Sequence[str]) -> list[str]:
     return names
 
 
-def _quick_entries() -> list[Entry]:
+def _quick_entries(size: str) -> list[Entry]:
     chosen = all_entries(QUICK_OPERATORS, ["float32"])
+    if size == "once":
+        return chosen + all_entries(QUICK_GRADIENTS, ["float32"], ["relax"])
     for first, dtype in enumerate(QUICK_OTHERS):
         chosen += all_entries(QUICK_OPERATORS[first::QUICK_STEP], [dtype])
     return chosen + all_entries(QUICK_GRADIENTS, ["float32"], ["relax", "aot"])
@@ -65,7 +67,13 @@ def _quick_entries() -> list[Entry]:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     add = parser.add_argument
-    add("--quick", action="store_true", help="the curated set, forward and gradients")
+    add(
+        "--quick",
+        nargs="?",
+        const="whole",
+        choices=["whole", "once"],
+        help="the curated set, forward and gradients; once: in one dtype, few samples",
+    )
     add("--ops", nargs="+", help="operators, by their name in OpInfo")
     add("--dtypes", nargs="+", default=["float32"], help="such as float32 int64")
     add("--modes", nargs="+", default=["forward"], choices=MODES, help="forward, or gradients by")
@@ -88,14 +96,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     index, count = (int(part) for part in options.shard.split("/"))
     if options.quick:
-        chosen = _quick_entries()
+        chosen = _quick_entries(options.quick)
     else:
         names = _named(options.ops) if options.ops else list(operators())
         chosen = all_entries(names, options.dtypes, options.modes)
+    limits = {"whole": QUICK_LIMIT, "once": 1}
     table = Table(options.out, resume=options.resume)
     entries = [e for e in chosen[index::count] if not table.has(e)]
     settings = Settings(
-        limit=QUICK_LIMIT if options.quick else options.samples,
+        limit=limits.get(options.quick, options.samples),
         timeout=options.timeout,
         workers=options.workers,
         admit=options.admit,

@@ -1,4 +1,4 @@
-"""Which operators the conformance run takes from PyTorch's own operator tests (OpInfo)."""
+"""Which operators the conformance run takes from PyTorch's operator tests (OpInfo), and more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import Counter
 from typing import Any
 
 from torch.testing._internal import common_methods_invocations
+
+from tests.conformance.extras import EXTRAS
 
 # Random operators are wrapped to seed the generator themselves, which no capture can follow.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
@@ -85,8 +87,9 @@ def is_covered(op: Any) -> bool:
 
 @functools.cache
 def operators() -> dict[str, Any]:
-    """The covered operators by full name."""
-    return {full_name(op): op for op in common_methods_invocations.op_db if is_covered(op)}
+    """The covered operators by full name, those that OpInfo lacks behind the others."""
+    covered = [op for op in common_methods_invocations.op_db if is_covered(op)]
+    return {full_name(op): op for op in (*covered, *EXTRAS)}
 
 
 def left_out() -> Counter[str]:

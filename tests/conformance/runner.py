@@ -48,11 +48,16 @@ class Settings:
 
 @dataclass
 class Progress:
-    """What the workers have said of one entry."""
+    """What the workers have said of one entry.
+
+    ``eager`` is the case that eager PyTorch was running, ``left_out`` are those that ended it.
+    """
 
     labels: list[str] | None = None
     group: list[str] = field(default_factory=list)
     outcomes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    eager: str | None = None
+    left_out: list[str] = field(default_factory=list)
 
     def left(self) -> list[str] | None:
         """Labels without an outcome; None while the labels are unknown."""
@@ -149,6 +154,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             "limit": settings.limit,
             "group_size": group_size,
             "labels": progress.left(),
+            "left_out": progress.left_out,
         }
         try:
             for line in worker.run(task, settings.timeout):
@@ -157,6 +163,11 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
         except WorkerDied as death:
             worker.close()
             worker = Worker()
+            if progress.eager is not None:
+                # Not a crash of ours: PyTorch's own kernel cannot run this variant of a sample.
+                progress.left_out.append(progress.eager)
+                progress.eager = None
+                continue
             lonely = len(progress.group) == 1
             if lonely or not progress.group:
                 label = progress.group[0] if lonely else "samples"
@@ -170,7 +181,10 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
 def _take(progress: Progress, line: dict[str, Any]) -> None:
     if "group" in line:
         progress.group = line["group"]
+    elif "eager" in line:
+        progress.eager = line["eager"]
     elif "cases" in line:
+        progress.eager = None
         if progress.labels is None:
             progress.labels = line["cases"]
     else:

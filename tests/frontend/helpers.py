@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,11 @@ from torch import nn
 
 import tvmbridge
 from tests.conformance.compare import compare
+from tvmbridge.errors import BridgeError
 from tvmbridge.report import DispatchReport
+
+# What is called, and the tensors that it is called with.
+Cases = Mapping[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
 
 
 class Function(nn.Module):
@@ -44,3 +48,56 @@ def assert_like_eager(function: Callable[..., Any], *inputs: torch.Tensor) -> Di
     difference = compare(result, expected, values=True)
     assert difference is None, difference
     return report
+
+
+class Together:
+    """Cases that are compiled as one module, since a compilation costs more than its operators.
+
+    No two of them share an input, so that nothing of one case meets another in a kernel. Where the
+    module cannot be compiled, each case is compiled by itself, and the one that is at fault fails.
+    ``report`` is that of the module, once a case has run.
+    """
+
+    def __init__(self, cases: Cases) -> None:
+        self._cases = dict(cases)
+        self._results: dict[str, Any] | None = None
+        self.report: DispatchReport | None = None
+
+    def assert_like_eager(self, name: str) -> None:
+        """Assert that the case ``name`` agrees with PyTorch in structure, dtype and values."""
+        function, inputs = self._cases[name]
+        if self._results is None:
+            self._results = self._run()
+        if name not in self._results:
+            assert_like_eager(function, *inputs)
+            raise AssertionError(f"{name} is right by itself, but not compiled with the others")
+        with torch.no_grad():
+            expected = function(*[t.clone() for t in inputs])
+        difference = compare(self._results[name], expected, values=True)
+        assert difference is None, difference
+
+    def _run(self) -> dict[str, Any]:
+        def calls(*tensors: torch.Tensor) -> list[Any]:
+            rest = iter(tensors)
+            return [f(*[next(rest) for _ in inputs]) for f, inputs in self._cases.values()]
+
+        # As they are, strides and alignment too, but for memory that cases share.
+        seen: set[int] = set()
+        inputs: list[torch.Tensor] = []
+        for _, tensors in self._cases.values():
+            for tensor in tensors:
+                storage = tensor.untyped_storage().data_ptr()
+                inputs.append(_copy(tensor) if storage in seen else tensor)
+                seen.add(storage)
+        try:
+            results, self.report = run(calls, *inputs)
+        except (BridgeError, AssertionError, RuntimeError):
+            return {}
+        return dict(zip(self._cases, results, strict=True))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, at the same place in a storage of its own."""
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype)
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -10,13 +10,13 @@ import torch
 from torch.nn import functional
 
 import tvmbridge
-from tests.frontend.helpers import Function, assert_like_eager, run
+from tests.frontend.helpers import Cases, Function, Together, run
 
 INF = float("inf")
 X = torch.arange(24.0).reshape(2, 3, 4) - 9
 INDEX = torch.tensor([1, 0])
 
-CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+CASES: Cases = {
     "None in a list": (lambda x, i: (x[:, i], x[:, :, i], x[i, :, i]), (X, INDEX)),
     "infinite numbers": (lambda x: (x.nan_to_num(0, INF, -INF), torch.full_like(x, -INF)), (X,)),
     "number nan": (lambda x: functional.threshold(x, 0.0, float("nan")), (X,)),
@@ -48,12 +48,13 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "of strided inputs": (lambda x: (x.cumsum(0), x.sort(0)), (X.permute(2, 0, 1)[::2],)),
 }
 
+TOGETHER = Together(CASES)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_like_eager(name: str) -> None:
     """The call has the dtypes, shapes and values of PyTorch's."""
-    function, inputs = CASES[name]
-    assert_like_eager(function, *inputs)
+    TOGETHER.assert_like_eager(name)
 
 
 def test_results_are_views_of_inputs_where_they_are_in_eager() -> None:
@@ -114,3 +115,19 @@ def test_refused_with_a_reason(function: Callable[..., Any]) -> None:
         with pytest.raises(tvmbridge.BridgeError):
             tvmbridge.add_tvm_dispatch(module, (X,))
         assert "forward" not in module.__dict__
+
+
+def test_equal_elements_are_sorted_as_eager_sorts_them() -> None:
+    """Along a stride of 0 eager keeps the order, which it does not do with a copy."""
+    row = torch.full((1, 3), 2.0)
+    expanded, dense = row.expand(3000, 3), row.repeat(3000, 1)
+    assert not torch.equal(expanded.argsort(0), dense.argsort(0))
+    module = Function(lambda x: (x.sort(0)[1], x.argsort(0, descending=True), x.msort())).eval()
+    with torch.no_grad():
+        expected = [module(expanded), module(dense)]
+        tvmbridge.add_tvm_dispatch(module, (expanded,))
+        for x, theirs in zip((expanded, dense), expected, strict=True):
+            assert all(map(torch.equal, module(x), theirs))
+        tvmbridge.add_tvm_dispatch(module, (dense,))
+        for x, theirs in zip((expanded, dense), expected, strict=True):
+            assert all(map(torch.equal, module(x), theirs))

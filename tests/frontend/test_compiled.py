@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import tvmbridge
-from tests.frontend.helpers import Function, assert_like_eager
+from tests.frontend.helpers import Cases, Function, Together, assert_like_eager
 
 NAN, INF = float("nan"), float("inf")
 GENERATOR = torch.Generator().manual_seed(0)
@@ -23,20 +23,28 @@ TIES = torch.tensor([[2.0, NAN, 2.0, NAN], [INF, -INF, INF, 1.0], [-0.0, 0.0, -1
 IMAGE = torch.randn(2, 3, 12, 12, generator=GENERATOR)
 IMAGE[0, 0, 3, 4], IMAGE[0, 1, 2, 2], IMAGE[1, 2] = NAN, INF, -INF
 INTS = torch.arange(-9, 9)
+FACTORS: list[dict[str, Any]] = [
+    {"size": (9, 17)},
+    {"scale_factor": (1.7, 0.4)},
+    {"scale_factor": 1.7, "recompute_scale_factor": True},
+    {"size": (1, 5)},
+]
 ROWS = torch.tensor([[0, -1, 3], [8, -9, 3]])
 
-CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+CASES: Cases = {
     **{
         name: (getattr(torch, name), (WIDE,))
         for name in ["log1p", "expm1", "cosh", "asinh", "acosh", "atanh", "asin", "acos", "atan"]
     },
     "atan2": (lambda x: torch.atan2(x[:, None], x), (SPECIAL,)),
     "elu": (lambda x: (functional.elu(x), functional.elu(x, 1.3)), (WIDE,)),
-    "fmod": (lambda x: (x.fmod(2.5), x.fmod(-0.3)), (WIDE,)),
+    # PyTorch's vectors know no remainder of a quotient beyond 2**126 or of a denormal number.
+    "fmod": (lambda x: (x.fmod(2.5), x.fmod(-0.3), x.fmod(1e-40), (x * 1e30).fmod(1e-3)), (WIDE,)),
     "quotients rounded down": (
         lambda x: (
             torch.div(x, 2.5, rounding_mode="floor"),
             torch.div(x[:, None], x, rounding_mode="floor"),
+            torch.div(x * 1e30, 1e-3, rounding_mode="floor"),
         ),
         (SPECIAL,),
     ),
@@ -88,17 +96,30 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         (IMAGE,),
     ),
     "nearest": (lambda x: functional.interpolate(x, scale_factor=2), (IMAGE,)),
+    "nearest by other factors": (
+        lambda x: tuple(functional.interpolate(x, **f) for f in FACTORS),
+        (IMAGE,),
+    ),
+    "bilinear": (
+        lambda x: tuple(
+            functional.interpolate(x, mode="bilinear", align_corners=corners, **f)
+            for f in (*FACTORS, {"size": (12, 12)})
+            for corners in (False, True)
+        ),
+        (IMAGE,),
+    ),
     "norms": (
         lambda x: (x.norm(), *(torch.linalg.vector_norm(x, p, 0) for p in (1, 2, 3, INF))),
         (X,),
     ),
 }
 
+TOGETHER = Together(CASES)
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_result_is_eager_s(name: str) -> None:
-    function, inputs = CASES[name]
-    assert_like_eager(function, *inputs)
+    TOGETHER.assert_like_eager(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.frontend.helpers import assert_like_eager
+from tests.frontend.helpers import Together, assert_like_eager
 
 INF, NAN = float("inf"), float("nan")
 
@@ -43,19 +44,29 @@ FOLDED: dict[str, Callable[..., Any]] = {
 }
 
 
+@functools.cache
+def lost(dtype: torch.dtype) -> Together:
+    x = torch.linspace(-1, 1, 24, dtype=dtype).reshape(4, 6) + 0.01
+    y = torch.full((4, 6), 1e8 if dtype is torch.float32 else 1e18, dtype=dtype)
+    return Together({name: (function, (x, y)) for name, function in LOST.items()})
+
+
+@functools.cache
+def folded(dtype: torch.dtype) -> Together:
+    x = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.5, -2.5, 3e38], dtype=dtype)
+    return Together({name: (function, (x,)) for name, function in FOLDED.items()})
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", LOST)
 def test_nothing_is_rearranged(name: str, dtype: torch.dtype) -> None:
-    x = torch.linspace(-1, 1, 24, dtype=dtype).reshape(4, 6) + 0.01
-    y = torch.full((4, 6), 1e8 if dtype is torch.float32 else 1e18, dtype=dtype)
-    assert_like_eager(LOST[name], x, y)
+    lost(dtype).assert_like_eager(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", FOLDED)
 def test_nothing_is_folded(name: str, dtype: torch.dtype) -> None:
-    x = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.5, -2.5, 3e38], dtype=dtype)
-    assert_like_eager(FOLDED[name], x)
+    folded(dtype).assert_like_eager(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -1,4 +1,4 @@
-"""The table is sound, and two mistakes are planted; all of them with ``-m slow``."""
+"""The table is sound, and one mistake is planted; all of them with ``-m slow``."""
 
 from __future__ import annotations
 
@@ -51,10 +51,9 @@ def test_a_plant_lives_in_its_process_alone() -> None:
     assert QUICK[0].path.read_bytes() == before
 
 
-def test_two_are_caught() -> None:
-    for plant in QUICK[:2]:
-        found = verdict(plant)
-        assert found.caught, f"{plant.name} is not caught:\n{found.last}"
+def test_one_is_caught() -> None:
+    found = verdict(QUICK[0])
+    assert found.caught, f"{found.plant.name} is not caught:\n{found.last}"
 
 
 @pytest.mark.slow

@@ -16,13 +16,13 @@ from tests.random_graphs.strategy import programs
 
 
 @settings(
-    max_examples=25,
+    max_examples=12,
     derandomize=True,
     deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate, Phase.shrink],
 )
-@given(programs(most=20))
+@given(programs(most=14))
 def test_drawn_program(program: Program) -> None:
     outcome = check(program)
     assert outcome.result not in BAD, f"{outcome}\n{program.source()}\n{program.script()}"

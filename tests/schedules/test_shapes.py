@@ -81,6 +81,12 @@ def test_bfloat16_rounds_after_every_operation() -> None:
     torch.testing.assert_close(result, (x + y) * x + (x - y), rtol=0, atol=0)
 
 
+def test_a_choice_reads_an_intermediate_result_of_bfloat16() -> None:
+    x, numbers = torch.randn(4, 3).bfloat16(), torch.arange(6).reshape(2, 3).int()
+    result = run(lambda a, b: op.concat([a, op.astype(b, "bfloat16")], 0), x, numbers)
+    torch.testing.assert_close(result, torch.cat([x, numbers.bfloat16()]), rtol=0, atol=0)
+
+
 def test_gather_feeds_a_normalisation() -> None:
     table, at = torch.randn(50, 48), torch.randint(0, 50, (3, 7))
     w = torch.ones(48)

@@ -38,7 +38,8 @@ _ROUNDED = _names(
 _REDUCTIONS = _names("sum mean max min")
 _SMOOTH_PRODUCTS = _names(
     "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
-    "collapse_sum_to"
+    "collapse_sum_to nn.conv1d nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose "
+    "nn.conv3d_transpose"
 )
 _SMOOTH_ATEN_NAMES = (
     "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "

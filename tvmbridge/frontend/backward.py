@@ -16,6 +16,7 @@ from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.kernels.dtypes import to_relax_dtype
 
 aten = torch.ops.aten
 op = relax.op
@@ -116,3 +117,30 @@ def _log_softmax_backward(
     total = ctx.emit(op.sum(ctx.value(grad), [dim % len(shape_of(node))], keepdims=True))
     scaled = ctx.emit(op.multiply(ctx.emit(op.exp(ctx.value(result))), total))
     return op.subtract(ctx.value(grad), scaled)
+
+
+@converts(aten.embedding_dense_backward.default, dtypes=FLOATS | {torch.int32, torch.int64})
+def _embedding_backward(
+    ctx: Importer,
+    node: fx.Node,
+    grad: fx.Node,
+    indices: fx.Node,
+    rows: int,
+    padding_idx: int,
+    scale_grad_by_freq: bool,
+) -> relax.Expr:
+    """Rows of the cotangent added up by index, but for those of the padding."""
+    if scale_grad_by_freq:
+        raise Declined("a gradient that is scaled by frequency")
+    if result_dtype(indices) not in (torch.int32, torch.int64) or result_dtype(grad) not in FLOATS:
+        raise Declined("indices that are no integers, or a cotangent that is one")
+    width, dtype = shape_of(node)[1], to_relax_dtype(result_dtype(node))
+    flat = ctx.emit(op.reshape(ctx.value(indices), (-1,)))
+    values = ctx.emit(op.reshape(ctx.value(grad), (-1, width)))
+    if padding_idx >= 0:
+        padding = ctx.tensor(padding_idx, result_dtype(indices))
+        padded = ctx.emit(op.equal(ctx.emit(op.expand_dims(flat, 1)), padding))
+        values = ctx.emit(op.where(padded, ctx.tensor(0, result_dtype(node)), values))
+    # Only its shape is read.
+    table = ctx.emit(op.zeros((rows, width), dtype))
+    return op.grad.take_backward(values, table, flat, axis=0)

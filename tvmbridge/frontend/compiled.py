@@ -4,6 +4,7 @@ pass knows what they mean, and become loops of :mod:`tvmbridge.legalize.aten` wh
 
 from __future__ import annotations
 
+import math
 from math import prod
 from typing import Any
 
@@ -12,20 +13,19 @@ from torch import fx
 
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import COMPUTED, FLOATS, MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.limits import FEW_CALLS
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.aten_call import emit_aten_call
 
 aten = torch.ops.aten
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
-# A remainder is a call of the C library for each element.
-_FEW = 4096
 _QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _INDICES = (torch.int32, torch.int64)
 
 
-def _compiled(ctx: Importer, node: fx.Node) -> Any:
+def emit_compiled(ctx: Importer, node: fx.Node) -> Any:
+    """The ATen call of ``node``, marked to become loops."""
     return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
 
 
@@ -43,12 +43,12 @@ def _compiled(ctx: Importer, node: fx.Node) -> Any:
     dtypes=COMPUTED | HALVES,
 )
 def _function(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
 
 
 @converts(aten.elu.default, dtypes=FLOATS | HALVES)
 def _elu(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
 
 
 @converts(
@@ -58,7 +58,7 @@ def _elu(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     dtypes=frozenset({torch.int32, torch.int64}),
 )
 def _bitwise_by_number(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
 
 
 @converts(
@@ -75,11 +75,27 @@ def _rounded_quotient(
     if rounding_mode is None:
         raise Declined("a division that does not round")
     by_remainder = node.target not in _QUOTIENTS or rounding_mode == "floor"
-    if dtype.is_floating_point and by_remainder and prod(shape_of(node)) > _FEW:
-        raise Declined("a remainder of many floats, for which PyTorch has vectors")
+    if dtype.is_floating_point and by_remainder:
+        if isinstance(b, fx.Node) or not 1 <= abs(b) < math.inf:
+            raise Declined("a remainder which PyTorch's vectors compute otherwise than libm")
+        if prod(shape_of(node)) > FEW_CALLS:
+            raise Declined("a remainder of many floats, for which PyTorch has vectors")
     if not dtype.is_floating_point and (isinstance(b, fx.Node) or not 0 < b < 2**31):
         raise Declined("integers divided by what may be zero")
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
+
+
+@converts(
+    aten.pow.Tensor_Tensor,
+    aten.pow.Scalar,
+    dtypes=NUMBERS | HALVES,
+)
+def _power(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+    if not result_dtype(node).is_floating_point:
+        raise Declined("powers of integers")
+    if prod(shape_of(node)) > FEW_CALLS:
+        raise Declined("many powers, for which PyTorch has vectors")
+    return emit_compiled(ctx, node)
 
 
 @converts(aten.index.Tensor, dtypes=MOVED)
@@ -87,25 +103,25 @@ def _index(ctx: Importer, node: fx.Node, x: fx.Node, indices: Any) -> Any:
     for index in indices:
         if index is not None and index.meta["val"].dtype not in _INDICES:
             raise Declined("an index that is no integer")
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
 
 
 @converts(aten.gather.default, aten.index_select.default, dtypes=MOVED)
 def _gather(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, **_: Any) -> Any:
     if index.meta["val"].dtype not in _INDICES or not shape_of(x) or not shape_of(index):
         raise Declined("0-d tensors, or indices of another dtype")
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
 
 
 @converts(aten.diagonal.default, aten.slice_scatter.default, dtypes=MOVED)
 def _move(ctx: Importer, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
     if any(result_dtype(n) != result_dtype(x) for n in node.all_input_nodes):
         raise Declined("a source of another dtype")
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)
 
 
 @converts(aten.argmax.default, aten.argmin.default, dtypes=NUMBERS)
 def _argument(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     if not shape_of(x):
         raise Declined("an extremum of a 0-d tensor")
-    return _compiled(ctx, node)
+    return emit_compiled(ctx, node)

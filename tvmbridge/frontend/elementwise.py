@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
+from tvmbridge.kernels.aten_call import emit_aten_call
 from tvmbridge.passes.relax.constants import uniform_value
 
 aten = torch.ops.aten
@@ -195,7 +198,9 @@ def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> rel
         return relax.op.sqrt(value)
     if exponent == -1:
         return relax.op.divide(ctx.tensor(1, result_dtype(node)), value)
-    raise Declined("a power without an exact short form")
+    if math.prod(node.meta["val"].shape) > FEW_CALLS:
+        raise Declined("many powers without a short form, for which PyTorch has vectors")
+    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
 
 
 @converts(aten._to_copy.default)

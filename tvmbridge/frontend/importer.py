@@ -234,6 +234,8 @@ def _import(
     """One function with one dataflow block; ``dropouts`` are the nodes that stay dropout."""
     builder = relax.BlockBuilder()
     importer = Importer(builder)
+    # A parameter that is one of the results of an operator stands for that operator.
+    drawing = {i.node.args[0] for i in inputs if i.node.target is operator.getitem}
     parameters = [_parameter(i.name, i.spec) for i in inputs]
     with builder.function(name, parameters):
         with builder.dataflow():
@@ -243,7 +245,7 @@ def _import(
             for node, tensor in constants.items():
                 importer.values[node] = importer.constant(tensor)
             for node in graph.nodes:
-                if node.op != "call_function" or node in importer.values:
+                if node.op != "call_function" or node in importer.values or node in drawing:
                     continue
                 if node in dropouts:
                     importer.values[node] = _emit_dropout(importer, node)

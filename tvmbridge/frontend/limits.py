@@ -12,7 +12,11 @@ from tvmbridge.admission import is_proven
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import Converter
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
+from tvmbridge.promotion import kernel_dtypes
 from tvmbridge.types import TensorSpec
+
+# Elements of a result each of which is a call of the C library: for more PyTorch has vectors.
+FEW_CALLS = 4096
 
 _STRIDE_DEPENDENT = frozenset(
     {"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter", "aten::set_"}
@@ -82,6 +86,22 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
             raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
         if not all(isinstance(s, int) for s in tensor.shape):
             raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")
+    _refuse_other_dtypes(node)
+
+
+def _refuse_other_dtypes(node: fx.Node) -> None:
+    """What reads the result was traced for the dtype that the trace has."""
+    value = node.meta["val"]
+    fakes = value if isinstance(value, tuple | list) else [value]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    made = kernel_dtypes(node.target, args, kwargs)  # type: ignore[arg-type]
+    read = {id(t) for t in _read_results(node)}
+    for fake, dtype in zip(fakes, made or (), strict=False):
+        if id(fake) in read and dtype is not None and fake.dtype is not dtype:
+            raise UnsupportedOperatorError(
+                f"{node.target} makes {dtype} of operands of several dtypes, where PyTorch's "
+                f"trace has {fake.dtype}"
+            )
 
 
 def _refuse_kernels_with_faults(node: fx.Node) -> None:

@@ -135,13 +135,21 @@ def _mean_of_tiles_backward(
 @converts(aten.upsample_nearest2d.vec, dtypes=MOVED)
 def _repeated(
     ctx: Importer, node: fx.Node, x: fx.Node, size: Any, factors: Sequence[float] | None = None
-) -> relax.Expr:
-    """Each element as a tile: only where both factors are whole."""
-    shape = shape_of(x)
-    tiles = _even_windows(shape_of(node)[-2:], shape[-2:])
-    if factors is not None and any(f != t for f, t in zip(factors, tiles, strict=True)):
-        raise Declined("a factor that is not whole")
+) -> Any:
+    """Each element as a tile where both factors are whole, else loops."""
+    shape, result = shape_of(x), shape_of(node)
+    tiles = [r // n for r, n in zip(result[-2:], shape[-2:], strict=True)]
+    whole = [t * n for t, n in zip(tiles, shape[-2:], strict=True)] == list(result[-2:])
+    if not whole or (factors is not None and list(factors) != tiles):
+        if result_dtype(x) not in FLOATS:
+            raise Declined("factors that are not whole, in another dtype than the loops have")
+        return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
     single = [*shape[:-2], shape[-2], 1, shape[-1], 1]
     wide = [*shape[:-2], shape[-2], tiles[0], shape[-1], tiles[1]]
     values = ctx.emit(relax.op.reshape(ctx.value(x), single))
-    return relax.op.reshape(ctx.emit(relax.op.broadcast_to(values, wide)), shape_of(node))
+    return relax.op.reshape(ctx.emit(relax.op.broadcast_to(values, wide)), result)
+
+
+@converts(aten.upsample_bilinear2d.vec, dtypes=FLOATS)
+def _interpolated(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)

@@ -13,7 +13,11 @@ import tvm
 from tvm import relax
 
 from tvmbridge.admission import is_proven
+from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
+from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
+from tvmbridge.gradients.convolution import CONVOLUTION_RULES, is_plain
 from tvmbridge.gradients.rules import OWN_RULES
+from tvmbridge.kernels.aten_call import aten_call_operator
 
 # Overrides TVM's own registrations, which have level 10.
 _LEVEL = 20
@@ -69,12 +73,20 @@ CLAIMED: dict[str, Condition] = {
     "relax.strided_slice": _steps_of_one,
     "relax.full": _fills_with_a_number,
     "relax.take": _indices_of_rank_one,
+    **dict.fromkeys(CONVOLUTION_RULES, is_plain),
+    **dict.fromkeys(ATEN_RULES, is_pulled_back),
+    **dict.fromkeys(MOVE_RULES, can_move_back),
 }
+
+
+def rule_name(call: relax.Call) -> str:
+    """What the rule for ``call`` goes by: an ATen call's overload, else the Relax operator."""
+    return aten_call_operator(call) or str(call.op.name)
 
 
 def is_admitted(call: relax.Call) -> bool:
     """Whether ``call`` may be differentiated with TVM's Gradient."""
-    name = call.op.name
+    name = rule_name(call)
     condition = CLAIMED.get(name)
     return condition is not None and condition(call) and is_proven("rules", name, dtypes_of(call))
 
@@ -85,8 +97,17 @@ def dtypes_of(call: relax.Call) -> set[str]:
     return {name for name in (str(t.dtype.dtype) for t in types) if "float" in name}
 
 
+def _packed_rule(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The rule of ``relax.call_pure_packed``: that of the ATen operator which is called."""
+    rule = move_rule if rule_name(call) in MOVE_RULES else aten_rule
+    return rule(var, call, cotangent, builder)
+
+
 @functools.cache
 def install_rules() -> None:
     """Register our rules with TVM, above its own; done once, before the first gradient."""
-    for name, rule in OWN_RULES.items():
+    rules = {**OWN_RULES, **CONVOLUTION_RULES, "relax.call_pure_packed": _packed_rule}
+    for name, rule in rules.items():
         relax.op.register_gradient(name, rule, level=_LEVEL)

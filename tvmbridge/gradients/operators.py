@@ -19,7 +19,8 @@ _MOVES = (
     "expand fill flip lift_fresh lift_fresh_copy permute pixel_shuffle pixel_unshuffle repeat "
     "reshape roll select select_scatter slice split split_with_sizes squeeze stack t _to_copy "
     "transpose tril triu unbind unsafe_split unsafe_split_with_sizes unsqueeze view where zero "
-    "masked_fill embedding"
+    "masked_fill embedding gather index index_add index_copy index_fill index_put index_select "
+    "scatter scatter_add sort msort take_along_dim topk"
 )
 _ELEMENTWISE = (
     "abs add addcdiv addcmul cos div erf exp gelu glu lerp log maximum minimum mul native_dropout "
@@ -28,13 +29,19 @@ _ELEMENTWISE = (
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
 _REDUCTIONS = (
     "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
-    "mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
+    "cumsum mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
+)
+_WINDOWS = (
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d "
+    "avg_pool3d convolution max_pool2d_with_indices max_pool3d_with_indices upsample_bicubic2d "
+    "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
+    "upsample_nearest3d upsample_trilinear3d"
 )
 
 # What is claimed; it counts where it is admitted (``tvmbridge/admission.py``).
 SAME_DERIVATIVE: frozenset[str] = frozenset(
     f"aten::{name}"
-    for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS)
+    for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS, _WINDOWS)
     for name in group.split()
 )
 
@@ -42,5 +49,7 @@ SAME_DERIVATIVE: frozenset[str] = frozenset(
 def has_same_derivative(schema_name: str, dtypes: Iterable[str]) -> bool:
     """Whether the operator (``aten::add_``, say) may be left to TVM's Gradient in these dtypes."""
     name = schema_name.removesuffix("_")
+    if name not in SAME_DERIVATIVE:
+        return False
     note_use("derivatives", name, dtypes)
-    return name in SAME_DERIVATIVE and is_proven("derivatives", name, dtypes)
+    return is_proven("derivatives", name, dtypes)

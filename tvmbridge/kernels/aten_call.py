@@ -178,14 +178,20 @@ def aten_call_operator(call: relax.Call) -> str | None:
     callee = call.args[0]
     if not isinstance(callee, relax.ExternFunc) or callee.global_symbol != ATEN_CALL:
         return None
-    return str(json.loads(call.args[1].value)["op"])
+    return str(spec_of(call)["op"])
+
+
+def spec_of(call: relax.Call) -> dict[str, Any]:
+    """The content of the spec of an ATen call."""
+    content: dict[str, Any] = json.loads(call.args[1].value)
+    return content
 
 
 def compiled_call(call: relax.Call) -> dict[str, Any] | None:
     """The content of the spec of an ATen call that is to become loops; None for any other call."""
     if aten_call_operator(call) is None:
         return None
-    content: dict[str, Any] = json.loads(call.args[1].value)
+    content = spec_of(call)
     return content if content.get("compiled") else None
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,28 @@ class Folder:
                 by_name[verdict.task].verdict = verdict
         return entries
 
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Within it the folder is locked.
+
+        Raises:
+            BridgeError: it cannot be written, as on a full disk.
+        """
+        try:
+            with locked(self.path):
+                yield
+        except OSError as error:
+            raise BridgeError(
+                f"{self.path} cannot be written any more ({error}); what was measured before is "
+                "kept, and the next run goes on from there"
+            ) from error
+
     def _tasks_by_line(self) -> list[tuple[Task, str] | None]:
         return [_parsed_workload(value) for value in read_lines(self.path / WORKLOADS)]
 
     def add_task(self, task: Task) -> tuple[int, str]:
         """The line number and the key of ``task`` in the folder, appended if it was missing."""
-        with locked(self.path):
+        with self._written():
             lines = self._tasks_by_line()
             for index, named in enumerate(lines):
                 if named is not None and named[0] == task:
@@ -226,12 +243,12 @@ class Folder:
 
     def add_records(self, index: int, records: Sequence[Record]) -> None:
         """Append measured schedules of the task in line ``index``."""
-        with locked(self.path):
+        with self._written():
             append_lines(self.path / RECORDS, [[index, list(r.content)] for r in records])
 
     def add_verdict(self, verdict: Verdict) -> None:
         """Append what tuning a task came to; later lines count."""
-        with locked(self.path):
+        with self._written():
             append_lines(self.path / VERDICTS, [asdict(verdict)])
 
 

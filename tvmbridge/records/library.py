@@ -39,7 +39,15 @@ def log_dirs(option: str | None) -> list[Path]:
     shipped = (package / DEFAULT_LOG_DIR, package.parent / DEFAULT_LOG_DIR)
     named = named_log_dir(option)
     found = [*([named] if named else []), Path(DEFAULT_LOG_DIR), *shipped]
-    return list(dict.fromkeys(path.resolve() for path in found))
+    return list(dict.fromkeys(filter(None, map(_resolved, found))))
+
+
+def _resolved(path: Path) -> Path | None:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # the working directory was deleted; links in a circle
+        logger.warning("the tuning records in %s are not used: %s", path, error)
+        return None
 
 
 def apply_trace(mod: tvm.IRModule, trace: Any) -> tirx.PrimFunc:
@@ -63,7 +71,7 @@ class Library:
     def open(option: str | None, target: Target) -> Library:
         """Load what there is for ``target``; what may not be applied is logged and left out."""
         folders = (Folder.below(path, target) for path in log_dirs(option))
-        loaded = (_load_once(folder) for folder in folders if folder.exists)
+        loaded = (_load_once(folder) for folder in folders if _readable(folder))
         return Library([entries for entries in loaded if entries])
 
     def knows(self, task: Task) -> bool:
@@ -89,6 +97,15 @@ class Library:
 
 
 EMPTY = Library([])
+
+
+def _readable(folder: Folder) -> bool:
+    """Whether there are records; a folder that may not be looked into has none."""
+    try:
+        return folder.exists
+    except OSError as error:
+        logger.warning("the tuning records in %s are not used: %s", folder.path, error)
+        return False
 
 
 def _load_once(folder: Folder) -> Mapping[Task, Entry]:

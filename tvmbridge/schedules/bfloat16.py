@@ -28,20 +28,26 @@ def held_as(dtype: str) -> str:
     return "float32" if dtype == NAME else dtype
 
 
-def from_memory(value: Expr) -> Expr:
-    """Return a loaded element as float32, if it is bfloat16."""
-    if _dtype(value) != NAME:
+def stored_as(dtype: str) -> str:
+    """Return the dtype of memory of our own for elements of ``dtype``: bfloat16 as its bits."""
+    return "uint16" if dtype == NAME else dtype
+
+
+def from_memory(value: Expr, dtype: str) -> Expr:
+    """Return a loaded element of ``dtype`` (or its bits) as float32, if it is bfloat16."""
+    if dtype != NAME:
         return value
-    half = tirx.Cast("uint32", tirx.reinterpret("uint16", value))
-    return tirx.reinterpret("float32", half << tirx.const(16, "uint32"))
+    bits = tirx.reinterpret("uint16", value) if _dtype(value) == NAME else value
+    return tirx.reinterpret("float32", tirx.Cast("uint32", bits) << tirx.const(16, "uint32"))
 
 
-def to_memory(value: Expr, dtype: str) -> Expr:
-    """Return a value (rounded already) as the element to be stored in a buffer of ``dtype``."""
+def to_memory(value: Expr, dtype: str, memory: str) -> Expr:
+    """Return a value of ``dtype`` (rounded already) as an element of memory of ``memory``."""
     if dtype != NAME:
         return value
     half = tirx.reinterpret("uint32", value) >> tirx.const(16, "uint32")
-    return tirx.reinterpret(NAME, tirx.Cast("uint16", half))
+    bits = tirx.Cast("uint16", half)
+    return tirx.reinterpret(NAME, bits) if memory == NAME else bits
 
 
 def rounded(value: Expr) -> Expr:

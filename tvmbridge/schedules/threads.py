@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,8 @@ import torch
 import tvm
 import tvm_ffi
 from tvm import tirx
+
+logger = logging.getLogger(__name__)
 
 # task(task_id, environment, data) divides its loop among the environment's number of tasks.
 _LAUNCHER = """
@@ -69,15 +72,20 @@ _NEEDED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 def share_torch_threads() -> bool:
     """Run parallel loops of modules loaded from now on by PyTorch's threads; False if it cannot.
 
-    It cannot where PyTorch was built without GNU's OpenMP interface; TVM's own pool serves there.
+    It cannot where PyTorch was built without GNU's OpenMP interface, or no temporary file can be
+    written; TVM's own pool serves there.
     """
     addresses = _openmp_addresses()
     if addresses is None:
         return False
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "launcher.ll"
-        path.write_text(_target_lines() + _LAUNCHER.format(**addresses), encoding="ascii")
-        module = tvm.runtime.load_module(str(path))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "launcher.ll"
+            path.write_text(_target_lines() + _LAUNCHER.format(**addresses), encoding="ascii")
+            module = tvm.runtime.load_module(str(path))
+    except OSError as error:
+        logger.warning("compiled loops run on threads of TVM's own: no temporary file: %s", error)
+        return False
     address = int(module["launch_address"]())
     _KEPT.append(module)
     library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())

@@ -126,9 +126,13 @@ class Memory:
         self._flat: dict[Any, Buffer] = {}
 
     def allocate(self, buffer: Buffer) -> None:
-        """Make room for an intermediate result."""
+        """Make room for an intermediate result.
+
+        TVM's legalisation of bfloat16 loses allocations that a choice reads: they hold bits.
+        """
         size = integer(prod(int(extent) for extent in buffer.shape))
-        self._flat[buffer] = tirx.decl_buffer([size], str(buffer.dtype), buffer.name)
+        kept = bfloat16.stored_as(str(buffer.dtype))
+        self._flat[buffer] = tirx.decl_buffer([size], kept, buffer.name)
         self.allocations.append(tirx.AllocBuffer(self._flat[buffer]))
 
     def holds(self, buffer: Buffer) -> bool:
@@ -138,12 +142,13 @@ class Memory:
     def load(self, buffer: Buffer, offset: Expr) -> Expr:
         """Return the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
-        return bfloat16.from_memory(tirx.BufferLoad(target, _last(target, offset)))
+        element = tirx.BufferLoad(target, _last(target, offset))
+        return bfloat16.from_memory(element, str(buffer.dtype))
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> tirx.Stmt:
         """Return the statement that writes the element of ``buffer`` at a row-major offset."""
         target = self._flat.get(buffer, buffer)
-        value = bfloat16.to_memory(value, str(buffer.dtype))
+        value = bfloat16.to_memory(value, str(buffer.dtype), str(target.dtype))
         return tirx.BufferStore(target, value, _last(target, offset))
 
 
@@ -221,7 +226,7 @@ class Evaluator:
             if tvm_ffi.structural_equal(at, offset):
                 return value
         place = self.places.get(buffer)
-        stage = None if buffer in self.stored else self.kernel.producer(buffer)
+        stage = None if self._lies(buffer) else self.kernel.producer(buffer)
         if place is not None:
             value = place(offset)
         elif stage is None:
@@ -231,6 +236,12 @@ class Evaluator:
         named = self.name(value, "v")
         self.remember(buffer, offset, named)
         return named
+
+    def _lies(self, buffer: Buffer) -> bool:
+        """Whether ``buffer`` is in memory; what is stored in a name only is computed anew."""
+        if buffer not in self.stored:
+            return False
+        return self.memory.holds(buffer) or buffer in self.kernel.outputs
 
     def remember(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
         """State that the element of ``buffer`` at a row-major offset is ``value`` in this scope."""
@@ -260,7 +271,7 @@ class Evaluator:
 
         What is stored for this scope only, in a name, is computed anew at other indices.
         """
-        lying = {b for b in self.stored if self.memory.holds(b) or b in self.kernel.outputs}
+        lying = {b for b in self.stored if self._lies(b)}
         inner = _Inliner(self.kernel, lying, self.indexer, self.memory)
         inner.places = dict(self.places)
         value = inner.load(buffer, indices)

@@ -161,8 +161,8 @@ def plant_variant(
 def test_a_draw_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     right = specialization.draw_noise
 
-    def wrong(noise: Any) -> list[torch.Tensor]:
-        drawn = right(noise)
+    def wrong(*args: Any) -> list[torch.Tensor]:
+        drawn = right(*args)
         torch.rand(1)
         return drawn
 

@@ -70,7 +70,7 @@ def observed_call(
         return returned[0]
 
     args, kwargs = arguments
-    watched = ArgumentWatch(keeping)(*args, **kwargs)
+    watched = ArgumentWatch(keeping, checks=False)(*args, **kwargs)
     leaves, structure = pytree.tree_flatten(watched)
     tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     state = {**tensors, **tensors_of(module)}

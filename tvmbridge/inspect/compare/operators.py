@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 from tvm import relax
 
+from tvmbridge.kernels.convolution import CONVOLUTIONS, Convolution
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, shape_of
 
@@ -143,6 +144,24 @@ def _rms_norm(call: relax.Call, operands: list[Any]) -> torch.Tensor:
     return functional.rms_norm(x, _normalized(call, x), gamma, float(call.attrs.epsilon))
 
 
+def _convolution(call: relax.Call, operands: list[Any]) -> torch.Tensor:
+    convolution = Convolution.of(call)
+    if convolution is None:
+        raise NotImplementedError("a convolution that PyTorch has no kernel for")
+    x, weight = operands
+    return torch.convolution(
+        x,
+        weight,
+        None,
+        convolution.stride,
+        convolution.padding,
+        convolution.dilation,
+        convolution.transposed,
+        convolution.output_padding,
+        convolution.groups,
+    )
+
+
 def _collapse(call: relax.Call, operands: list[Any]) -> torch.Tensor:
     shape = shape_of(call)
     assert shape is not None
@@ -189,6 +208,7 @@ OPERATORS: dict[str, Meaning] = {
     "relax.max": _reduction(_extreme(torch.amax)),
     "relax.min": _reduction(_extreme(torch.amin)),
     "relax.matmul": _matmul,
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
     "relax.clip": _clip,
     "relax.astype": lambda call, v: _to_type(call, v[0]),
     "relax.broadcast_to": lambda call, v: _to_type(call, v[0]),

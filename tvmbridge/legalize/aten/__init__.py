@@ -12,12 +12,31 @@ from tvm import relax
 from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.aten.distances import DISTANCES
 from tvmbridge.legalize.aten.extrema import EXTREMA
+from tvmbridge.legalize.aten.folds import FOLDS
+from tvmbridge.legalize.aten.histograms import HISTOGRAMS
 from tvmbridge.legalize.aten.moves import MOVES
 from tvmbridge.legalize.aten.pointwise import POINTWISE
+from tvmbridge.legalize.aten.scans import SCANS
+from tvmbridge.legalize.aten.scatters import SCATTERS
+from tvmbridge.legalize.aten.sorts import SORTS
+from tvmbridge.legalize.aten.upsample import UPSAMPLE
 from tvmbridge.legalize.aten.windows import WINDOWS
 
-COMPILED: dict[str, Compile] = {**POINTWISE, **MOVES, **EXTREMA, **WINDOWS}
+COMPILED: dict[str, Compile] = {
+    **POINTWISE,
+    **MOVES,
+    **EXTREMA,
+    **SCANS,
+    **SCATTERS,
+    **DISTANCES,
+    **HISTOGRAMS,
+    **FOLDS,
+    **SORTS,
+    **UPSAMPLE,
+    **WINDOWS,
+}
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:

@@ -14,10 +14,14 @@ from tvmbridge.kernels.aten_call import resolve_overload
 
 @dataclass(frozen=True)
 class Arguments:
-    """The operator's name and its arguments; tensors are Relax expressions."""
+    """The operator's name and its arguments; tensors are Relax expressions.
+
+    ``results`` are those of its results that the graph has; None where it returns one only.
+    """
 
     op: str
     values: dict[str, Any]
+    results: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, content: dict[str, Any], tensors: Sequence[Expr]) -> Arguments:
@@ -27,7 +31,8 @@ class Arguments:
         names = [a.name for a in schema]
         values |= {n: _filled(v, tensors) for n, v in zip(names, content["args"], strict=False)}
         values |= {n: _filled(v, tensors) for n, v in content["kwargs"].items()}
-        return cls(content["op"], values)
+        results = content.get("results")
+        return cls(content["op"], values, None if results is None else tuple(results))
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]

@@ -38,12 +38,12 @@ def pointwise(function: Scalar, *operands: str) -> Compile:
             def element(*i: Expr) -> Expr:
                 rest = iter(args)
                 sides = [
-                    tirx.Cast(wide, element_of(next(rest), i))
+                    tirx.Cast(result, element_of(next(rest), i))
                     if isinstance(v, Expr)
-                    else constant(v, wide)
+                    else constant(v, result)
                     for v in values
                 ]
-                value = function(*sides)
+                value = function(*[tirx.Cast(wide, side) for side in sides])
                 value = opaque(value) if wide in FLOATS else value
                 return tirx.Cast(result, value) if wide != result else value
 
@@ -69,6 +69,11 @@ def _remainder(a: Expr, b: Expr) -> Expr:
     if dtype not in FLOATS:
         return tirx.truncmod(a, b)
     return tirx.call_pure_extern(dtype, "fmodf" if dtype == "float32" else "fmod", a, b)
+
+
+def _power(a: Expr, b: Expr) -> Expr:
+    dtype = dtype_of(a)
+    return tirx.call_pure_extern(dtype, "powf" if dtype == "float32" else "pow", a, b)
 
 
 def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
@@ -138,6 +143,9 @@ POINTWISE: dict[str, Compile] = {
     "aten.atan2.default": pointwise(_angle, "self", "other"),
     "aten.fmod.Scalar": pointwise(_remainder, "self", "other"),
     "aten.fmod.Tensor": pointwise(_remainder, "self", "other"),
+    "aten.pow.Scalar": pointwise(_power, "self", "exponent"),
+    "aten.pow.Tensor_Scalar": pointwise(_power, "self", "exponent"),
+    "aten.pow.Tensor_Tensor": pointwise(_power, "self", "exponent"),
     "aten.div.Tensor_mode": _divided,
     "aten.div.Scalar_mode": _divided,
     "aten.elu.default": _elu,

@@ -1,0 +1,163 @@
+"""Attributes that are no plain numbers, lists or settings: what is in them is noticed too."""
+
+from __future__ import annotations
+
+import array
+import copy
+import enum
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from tests.test_dispatch import eager
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+
+
+class Power(enum.Enum):
+    SQUARE = 2
+    CUBE = 3
+
+
+@dataclass(slots=True)
+class Slotted:
+    factor: float
+
+
+class Listed(list):  # type: ignore[type-arg]
+    """A list with an attribute."""
+
+    factor: float
+
+
+VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "numpy array": (lambda: numpy.array([2.0, 3.0]), lambda v: float(v[0])),
+    "array in a list": (lambda: [numpy.array([2.0])], lambda v: float(v[0][0])),
+    "deque": (lambda: deque([2.0]), lambda v: v[0]),
+    "slots": (lambda: Slotted(2.0), lambda v: v.factor),
+    "array": (lambda: array.array("d", [2.0]), lambda v: v[0]),
+    "bytes": (lambda: bytearray(b"ab"), lambda v: v[0] / 97),
+    "decimal": (lambda: Decimal(2), float),
+    "fraction": (lambda: Fraction(2), float),
+    "enum": (lambda: Power.SQUARE, lambda v: float(v.value)),
+    "attribute of a list": (lambda: Listed([1.0]), lambda v: getattr(v, "factor", 2.0)),
+}
+
+
+def _put(name: str, place: Any, value: Any) -> Callable[[Any], None]:
+    if isinstance(place, str):
+        return lambda m: setattr(m.values[name], place, value)
+    return lambda m: m.values[name].__setitem__(place, value)
+
+
+def _replace(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda m: m.values.__setitem__(name, value)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "numpy array": _put("numpy array", 0, 7.0),
+    "array in a list": lambda m: m.values["array in a list"][0].fill(5.0),
+    "deque": _put("deque", 0, 7.0),
+    "slots": _put("slots", "factor", 7.0),
+    "array": _put("array", 0, 7.0),
+    "bytes": _put("bytes", 0, 7),
+    "decimal": _replace("decimal", Decimal("2.5")),
+    "fraction": _replace("fraction", Fraction(5, 2)),
+    "enum": _replace("enum", Power.CUBE),
+    "attribute of a list": _put("attribute of a list", "factor", 3.0),
+}
+
+
+class Holder(nn.Module):
+    """Multiplies by what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = {name: make() for name, (make, _) in VALUES.items()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, (_, read) in VALUES.items():
+            x = x * read(self.values[name])
+        return x
+
+
+@pytest.fixture(scope="module")
+def holder() -> nn.Module:
+    return add_tvm_dispatch(Holder().eval(), torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_a_change_is_noticed(holder: nn.Module, kind: str) -> None:
+    module = copy.deepcopy(holder)
+    before = module(torch.ones(3))
+    CHANGES[kind](module)
+    after = module(torch.ones(3))
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after, eager(module)(torch.ones(3)))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (1, {"the attribute values changed": 1})
+
+
+def test_no_change_is_none(holder: nn.Module) -> None:
+    module = copy.deepcopy(holder)
+    for _ in range(2):
+        module(torch.ones(3))
+        module.values = {name: make() for name, (make, _) in VALUES.items()}  # type: ignore[assignment]
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_dispatch_after_a_change_compiles_for_it(holder: nn.Module) -> None:
+    module = copy.deepcopy(holder)
+    for name, times in (("enum", 2), ("deque", 3), ("enum", 3)):
+        CHANGES[name](module)
+        add_tvm_dispatch(module, torch.ones(3))
+        torch.testing.assert_close(module(torch.ones(3)), eager(module)(torch.ones(3)))
+        assert len(dispatch_report(module).specializations) == times
+    module.values = {name: make() for name, (make, _) in VALUES.items()}  # type: ignore[assignment]
+    torch.testing.assert_close(module(torch.ones(3)), eager(module)(torch.ones(3)))
+    assert (dispatch_report(module).tvm_calls, dispatch_report(module).fallbacks) == (4, {})
+
+
+class Uncopied(nn.Module):
+    """It is traced itself, and what it holds changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.factors: list[Any] = [2.0, self.layer]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is only one")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factors[0]  # type: ignore[no-any-return]
+
+
+def test_a_change_of_a_module_that_cannot_be_copied_is_noticed() -> None:
+    module = add_tvm_dispatch(Uncopied().eval(), torch.ones(3))
+    with torch.no_grad():
+        before = module(torch.ones(3))
+        module.factors[0] = 4.0  # type: ignore[index, operator]
+        torch.testing.assert_close(module(torch.ones(3)), 2 * before)
+    assert dispatch_report(module).fallbacks == {"the attribute factors changed": 1}
+
+
+@pytest.mark.parametrize("values", [iter(range(1, 9)), list(range(1, 9)).__iter__()])
+def test_iterators_are_refused_by_name(values: Any) -> None:
+    class Iterates(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = values
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * next(self.values)
+
+    with pytest.raises(CaptureError, match="reads the iterator values"):
+        add_tvm_dispatch(Iterates().eval(), torch.ones(3))

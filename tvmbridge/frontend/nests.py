@@ -1,0 +1,149 @@
+"""Converters of operators that become loops of our own which nothing fuses with.
+
+PyTorch's kernels for them run on all cores: beyond a size that was measured they stay calls.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.frontend.compiled import emit_compiled
+from tvmbridge.frontend.elementwise import result_dtype
+from tvmbridge.frontend.importer import Importer
+from tvmbridge.frontend.limits import FEW_CALLS
+from tvmbridge.frontend.registry import FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.shapes import shape_of
+
+aten = torch.ops.aten
+
+_INDICES = (torch.int32, torch.int64)
+# Elements that are written one after the other.
+_MOST_WRITTEN = 1 << 16
+_MOST_SORTED = 1 << 14
+_MOST_CHOSEN = 32
+# From here on PyTorch computes euclidean distances as a product of matrices.
+_ROWS_BY_PRODUCT = 25
+
+
+@converts(aten.cumsum.default, dtypes=MOVED)
+def _cumsum(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, **_: Any) -> Any:
+    have, want = result_dtype(x), result_dtype(node)
+    if not shape_of(x):
+        raise Declined("a running sum of a 0-d tensor")
+    if have.is_floating_point and not want.is_floating_point:
+        raise Declined("a float to integer conversion is undefined out of range")
+    if torch.bool in (have, want) and want is torch.bool:
+        raise Declined("a running sum in bool")
+    return emit_compiled(ctx, node)
+
+
+@converts(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, dtypes=NUMBERS | HALVES)
+def _scatter(
+    ctx: Importer, node: fx.Node, x: fx.Node, dim: int, places: fx.Node, source: Any
+) -> Any:
+    if places.meta["val"].dtype not in _INDICES or not shape_of(x) or not shape_of(places):
+        raise Declined("0-d tensors, or indices of another dtype")
+    _refuse_many(node, places)
+    if isinstance(source, fx.Node) and (
+        result_dtype(source) != result_dtype(x) or not shape_of(source)
+    ):
+        raise Declined("a source of another dtype or without dimensions")
+    return emit_compiled(ctx, node)
+
+
+@converts(aten.index_put.default, dtypes=NUMBERS | HALVES)
+def _index_put(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    indices: Sequence[fx.Node | None],
+    values: fx.Node,
+    accumulate: bool = False,
+) -> Any:
+    given = [i for i in indices if i is not None]
+    if not given or any(i.meta["val"].dtype not in _INDICES for i in given):
+        raise Declined("an index that is no integer")
+    if result_dtype(values) != result_dtype(x) or not shape_of(x):
+        raise Declined("values of another dtype, or a 0-d tensor")
+    _refuse_many(node, values, *given)
+    return emit_compiled(ctx, node)
+
+
+@converts(aten._cdist_forward.default, dtypes=FLOATS)
+def _cdist(
+    ctx: Importer, node: fx.Node, x: fx.Node, y: fx.Node, p: float, mode: int | None = None
+) -> Any:
+    rows = max(shape_of(x)[-2], shape_of(y)[-2])
+    if p == 2 and mode != 2 and (mode == 1 or rows > _ROWS_BY_PRODUCT):
+        raise Declined("distances that PyTorch takes from a matrix product")
+    _refuse_costly(prod(shape_of(node)) * shape_of(x)[-1], p)
+    return emit_compiled(ctx, node)
+
+
+@converts(aten._pdist_forward.default, dtypes=FLOATS)
+def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
+    _refuse_costly(prod(shape_of(node)) * shape_of(x)[-1], p)
+    return emit_compiled(ctx, node)
+
+
+def _refuse_costly(terms: int, p: float) -> None:
+    if terms > (_MOST_WRITTEN if p in (0, 1, 2, math.inf) else FEW_CALLS):
+        raise Declined("many distances, for which PyTorch has vectors")
+
+
+@converts(aten.histc.default, dtypes=FLOATS)
+def _histc(
+    ctx: Importer, node: fx.Node, x: fx.Node, bins: int = 100, low: float = 0, high: float = 0
+) -> Any:
+    if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+        raise Declined("a range that PyTorch refuses")
+    _refuse_many(x)
+    return emit_compiled(ctx, node)
+
+
+@converts(aten.col2im.default, dtypes=FLOATS | HALVES)
+def _col2im(ctx: Importer, node: fx.Node, *_: Any) -> Any:
+    return emit_compiled(ctx, node)
+
+
+@converts(aten.sort.default, aten.sort.stable, dtypes=NUMBERS | HALVES)
+def _sort(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **kwargs: Any) -> Any:
+    if not shape_of(x) or prod(shape_of(x)) > _MOST_SORTED:
+        raise Declined("a 0-d tensor, or many elements, for which PyTorch has vectors")
+    if not kwargs.get("stable") and _reads_places(node):
+        raise Declined("the order of equal elements is that of PyTorch's kernel")
+    return emit_compiled(ctx, node)
+
+
+@converts(aten.topk.default, dtypes=NUMBERS | HALVES)
+def _topk(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    in_order: bool = True,
+) -> Any:
+    if not shape_of(x) or prod(shape_of(x)) > _MOST_SORTED or k > _MOST_CHOSEN:
+        raise Declined("a 0-d tensor, or many elements")
+    if not in_order or _reads_places(node):
+        raise Declined("the order of equal elements is that of PyTorch's kernel")
+    return emit_compiled(ctx, node)
+
+
+def _reads_places(node: fx.Node) -> bool:
+    """Whether anything reads the second result, or the results as a whole."""
+    return any(user.target is not operator.getitem or user.args[1] == 1 for user in node.users)
+
+
+def _refuse_many(*nodes: fx.Node) -> None:
+    if max(prod(shape_of(n)) for n in nodes) > _MOST_WRITTEN:
+        raise Declined("many elements, for which PyTorch's kernel uses all cores")

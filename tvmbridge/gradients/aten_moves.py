@@ -1,0 +1,223 @@
+"""Gradient rules of ATen calls that move elements by indices, sort, scan or raise to powers.
+
+They are PyTorch's own formulas. What they emit for moves are ATen calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import relax
+
+from tvmbridge.gradients.helpers import constant_like, fit_shape, shape_of
+from tvmbridge.kernels.aten_call import (
+    ATEN_CALL,
+    aten_call_operator,
+    call_overload,
+    packed_call,
+    resolve_overload,
+    spec_of,
+)
+from tvmbridge.legalize.aten.arguments import Arguments
+
+op = relax.op
+
+# The callee and the spec stand before the tensors.
+_FIRST_TENSOR = 2
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """What a rule reads: the call, its arguments by name, its result and the result's cotangent."""
+
+    call: relax.Call
+    arguments: Arguments
+    result: relax.Expr
+    cotangent: relax.Expr
+    builder: relax.BlockBuilder
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def aten(self, overload: str, like: relax.Expr, *args: Any) -> relax.Expr:
+        """An ATen call with a result of the type of ``like``; expressions in ``args`` are read."""
+        tensors: list[relax.Expr] = []
+
+        def encoded(value: Any) -> Any:
+            if isinstance(value, list):
+                return [encoded(v) for v in value]
+            if isinstance(value, relax.Expr):
+                tensors.append(value)
+                return {"tensor": len(tensors) - 1}
+            return value
+
+        listed = [encoded(a) for a in args]
+        return self.builder.emit(call_overload(overload, listed, tensors, like.ty))
+
+    def zeros(self, like: relax.Expr) -> relax.Expr:
+        """Zeros in the shape of ``like`` and the cotangent's dtype."""
+        number = constant_like(self.cotangent, 0.0)
+        return self.builder.emit(op.full(list(shape_of(like)), number, str(number.ty.dtype)))
+
+
+Gradients = dict[str, relax.Expr]
+MoveRule = Callable[[_Pull], Gradients]
+
+
+def _gather(pull: _Pull) -> Gradients:
+    x = pull["self"]
+    places = [pull.zeros(x), pull["dim"], pull["index"], pull.cotangent]
+    return {"self": pull.aten("aten.scatter_add.default", x, *places)}
+
+
+def _index_select(pull: _Pull) -> Gradients:
+    x = pull["self"]
+    places = [pull.zeros(x), pull["dim"], pull["index"], pull.cotangent]
+    return {"self": pull.aten("aten.index_add.default", x, *places)}
+
+
+def _index(pull: _Pull) -> Gradients:
+    x = pull["self"]
+    written = [pull.zeros(x), pull["indices"], pull.cotangent, True]
+    return {"self": pull.aten("aten.index_put.default", x, *written)}
+
+
+def _scatter(pull: _Pull) -> Gradients:
+    x, grad, where = pull["self"], pull.cotangent, (pull["dim"], pull["index"])
+    found = {"self": pull.aten("aten.scatter.value", x, grad, *where, 0)}
+    if "src" in pull.arguments.values:
+        found["src"] = pull.aten("aten.gather.default", pull["src"], grad, *where)
+    return found
+
+
+def _scatter_add(pull: _Pull) -> Gradients:
+    taken = [pull.cotangent, pull["dim"], pull["index"]]
+    return {"self": pull.cotangent, "src": pull.aten("aten.gather.default", pull["src"], *taken)}
+
+
+def _index_put(pull: _Pull) -> Gradients:
+    x, values, indices = pull["self"], pull["values"], pull["indices"]
+    axes = [axis for axis, i in enumerate(indices) if i is not None]
+    kept = [n for axis, n in enumerate(shape_of(x)) if axis not in axes]
+    start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
+    # The shape of what is read there.
+    extents = [*kept[:start], *shape_of(indices[axes[0]]), *kept[start:]]
+    like = relax.Var("taken", relax.TensorType(extents, str(x.ty.dtype)))
+    taken = pull.aten("aten.index.Tensor", like, pull.cotangent, list(indices))
+    zeros = pull.zeros(values)
+    grad = pull.cotangent
+    if not pull["accumulate"]:
+        grad = pull.aten("aten.index_put.default", x, grad, list(indices), zeros, False)
+    return {"self": grad, "values": fit_shape(pull.builder, taken, values)}
+
+
+def _cumsum(pull: _Pull) -> Gradients:
+    x = pull["self"]
+    dim = pull["dim"] % len(shape_of(x))
+    turned = pull.builder.emit(op.flip(pull.cotangent, dim))
+    summed = pull.aten("aten.cumsum.default", x, turned, dim)
+    return {"self": op.flip(summed, dim)}
+
+
+def _ordered(pull: _Pull) -> Gradients:
+    """The cotangents of sorted elements go back to where these stood."""
+    x = pull["self"]
+    content = {**spec_of(pull.call), "results": [1], "compiled": False}
+    type_ = relax.TupleType([relax.TensorType(list(shape_of(pull.cotangent)), "int64")])
+    tensors = list(pull.call.args[_FIRST_TENSOR:])
+    call = pull.builder.emit(packed_call(ATEN_CALL, json.dumps(content), tensors, type_))
+    places = pull.builder.emit(relax.TupleGetItem(call, 0))
+    written = [pull.zeros(x), pull["dim"], places, pull.cotangent]
+    return {"self": pull.aten("aten.scatter.src", x, *written)}
+
+
+def _operand(pull: _Pull, name: str) -> relax.Expr:
+    """An operand of a power, a number as a constant."""
+    value = pull[name]
+    return value if isinstance(value, relax.Expr) else constant_like(pull.cotangent, float(value))
+
+
+def _power(pull: _Pull) -> Gradients:
+    """e b^(e-1) for the base, where e is 0 it is 0; b^e log b for the exponent, of 0^e it is 0."""
+    emit, grad = pull.builder.emit, pull.cotangent
+    base, exponent = _operand(pull, "self"), _operand(pull, "exponent")
+    zero, one = constant_like(grad, 0.0), constant_like(grad, 1.0)
+    found = {}
+    if isinstance(pull["self"], relax.Expr):
+        less = emit(op.subtract(exponent, one))
+        # A number stays one: PyTorch's kernel for it has short forms.
+        fixed = pull["exponent"]
+        overload = "Tensor_Scalar" if isinstance(fixed, int | float) else "Tensor_Tensor"
+        power = fixed - 1 if isinstance(fixed, int | float) else less
+        lower = pull.aten(f"aten.pow.{overload}", pull.result, base, power)
+        slope = op.multiply(grad, op.multiply(exponent, lower))
+        found["self"] = op.where(op.equal(exponent, zero), zero, slope)
+    if isinstance(pull["exponent"], relax.Expr):
+        slope = op.multiply(grad, op.multiply(pull.result, op.log(base)))
+        flat = op.logical_and(op.equal(base, zero), op.greater_equal(exponent, zero))
+        found["exponent"] = op.where(flat, zero, slope)
+    return {name: fit_shape(pull.builder, g, pull[name]) for name, g in found.items()}
+
+
+MOVE_RULES: dict[str, MoveRule] = {
+    "aten.gather.default": _gather,
+    "aten.index_select.default": _index_select,
+    "aten.index.Tensor": _index,
+    "aten.scatter.src": _scatter,
+    "aten.scatter.value": _scatter,
+    "aten.scatter_add.default": _scatter_add,
+    "aten.index_put.default": _index_put,
+    "aten.cumsum.default": _cumsum,
+    "aten.sort.default": _ordered,
+    "aten.sort.stable": _ordered,
+    "aten.topk.default": _ordered,
+    "aten.pow.Tensor_Tensor": _power,
+    "aten.pow.Tensor_Scalar": _power,
+    "aten.pow.Scalar": _power,
+}
+
+
+def can_move_back(call: relax.Call) -> bool:
+    """Whether the rule for an ATen call holds for it: all floating tensors have one dtype."""
+    content, tensors = spec_of(call), call.args[_FIRST_TENSOR:]
+    arguments = Arguments.of(content, list(tensors))
+    dtypes = {str(t.ty.dtype) for t in tensors if "float" in str(t.ty.dtype)}
+    result = call.ty
+    if isinstance(result, relax.TupleType):
+        if content["results"] != [0]:
+            return False
+        result = result.fields[0]
+    if dtypes != {str(result.dtype)}:
+        return False
+    overload = str(aten_call_operator(call))
+    if overload == "aten.cumsum.default":
+        return bool(shape_of(arguments["self"]))
+    if overload in ("aten.scatter_add.default", "aten.scatter.src"):
+        return shape_of(arguments["src"]) == shape_of(arguments["index"])
+    if overload == "aten.index_put.default":
+        # Indices of one shape: what is read by them has it too.
+        return len({shape_of(i) for i in arguments["indices"] if i is not None}) == 1
+    return True
+
+
+def move_rule(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """The rule of a call of one of :data:`MOVE_RULES`; integer operands get no gradient."""
+    result, pulled = var, cotangent
+    if isinstance(var.ty, relax.TupleType):
+        result = builder.emit(relax.TupleGetItem(var, 0))
+        pulled = builder.emit(relax.TupleGetItem(cotangent, 0))
+    content, tensors = spec_of(call), list(call.args[_FIRST_TENSOR:])
+    overload = str(aten_call_operator(call))
+    pull = _Pull(call, Arguments.of(content, tensors), result, pulled, builder)
+    found = MOVE_RULES[overload](pull)
+    gradients = [op.grad.no_grad(a) for a in [tensors[0]] * _FIRST_TENSOR + tensors]
+    names = [argument.name for argument in resolve_overload(overload)._schema.arguments]
+    for name, encoded in zip(names, content["args"], strict=False):
+        if name in found:
+            gradients[_FIRST_TENSOR + encoded["tensor"]] = found[name]
+    return gradients

@@ -1,0 +1,134 @@
+"""Convolutions: Relax's operators for them, and PyTorch's kernels for them and their gradients.
+
+In the graph a convolution is ``relax.nn.conv{1,2,3}d`` or ``relax.nn.conv{1,2,3}d_transpose``, and
+its gradients are ATen calls of ``aten.convolution_backward`` with one result each, so that one
+which nobody wants is dead code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from tvmbridge.kernels.aten_call import ATEN_CALL, call_overload, packed_call
+
+_OPERATORS = {
+    (1, False): relax.op.nn.conv1d,
+    (2, False): relax.op.nn.conv2d,
+    (3, False): relax.op.nn.conv3d,
+    (1, True): relax.op.nn.conv1d_transpose,
+    (2, True): relax.op.nn.conv2d_transpose,
+    (3, True): relax.op.nn.conv3d_transpose,
+}
+
+CONVOLUTIONS: dict[str, bool] = {
+    f"relax.nn.conv{rank}d{'_transpose' if transposed else ''}": transposed
+    for rank, transposed in _OPERATORS
+}
+"""Relax's convolutions by name, and whether each is transposed."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What a convolution is besides its operands; one number for each spatial dimension.
+
+    The words are those of ``aten.convolution``: the data has the shape (batch, channels,
+    *extents), and so has the weight, with the result's channels first, of a transposed convolution
+    with the data's first. ``padding`` stands at both ends of a dimension.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, call: relax.Call) -> Convolution | None:
+        """What ``call``, one of :data:`CONVOLUTIONS`, computes; None if PyTorch has no such one.
+
+        (Other orders of the dimensions, a padding of two sides that differ, a result of another
+        dtype than the data's.)
+        """
+        attrs = call.attrs
+        rank = call.args[0].ty.ndim - 2
+        transposed = CONVOLUTIONS[call.op.name]
+        edges = [int(p) for p in attrs.padding]
+        plain = ("NCDHW"[:2] + "DHW"[-rank:], ("IO" if transposed else "OI") + "DHW"[-rank:])
+        if rank == 1:
+            plain = ("NCW", "IOW" if transposed else "OIW")
+        layouts = (attrs.data_layout, attrs.kernel_layout, attrs.out_layout)
+        dtype = str(call.args[0].ty.dtype)
+        out_dtype = "" if attrs.out_dtype is None else str(attrs.out_dtype)
+        if layouts != (*plain, plain[0]) or edges[:rank] != edges[rank:]:
+            return None
+        if out_dtype not in ("", "void", dtype) or str(call.args[1].ty.dtype) != dtype:
+            return None
+        output_padding = [int(p) for p in attrs.output_padding] if transposed else [0] * rank
+        return cls(
+            stride=tuple(int(s) for s in attrs.strides),
+            padding=tuple(edges[:rank]),
+            dilation=tuple(int(d) for d in attrs.dilation),
+            transposed=transposed,
+            output_padding=tuple(output_padding),
+            groups=int(attrs.groups),
+        )
+
+    def of_operands(self, data: relax.Expr, weight: relax.Expr) -> relax.Call:
+        """The convolution of ``data`` by ``weight`` as an operator of Relax."""
+        options: dict[str, Any] = {
+            "strides": self.stride,
+            "padding": self.padding * 2,
+            "dilation": self.dilation,
+            "groups": self.groups,
+        }
+        if self.transposed:
+            options["output_padding"] = self.output_padding
+        return _OPERATORS[len(self.stride), self.transposed](data, weight, **options)
+
+    def _arguments(self) -> list[Any]:
+        """The arguments of ``aten.convolution`` behind the bias."""
+        return [
+            list(self.stride),
+            list(self.padding),
+            list(self.dilation),
+            self.transposed,
+            list(self.output_padding),
+            self.groups,
+        ]
+
+    def kernel_call(self, tensors: Sequence[relax.Expr], type_: relax.Type) -> relax.Call:
+        """The call of PyTorch's kernel on data, weight and, if there is one, bias."""
+        operands: list[Any] = [{"tensor": i} for i in range(len(tensors))]
+        operands += [None] * (3 - len(operands))
+        name = "aten.convolution.default"
+        return call_overload(name, [*operands, *self._arguments()], tensors, type_)
+
+    def gradient_call(
+        self, cotangent: relax.Expr, data: relax.Expr, weight: relax.Expr, position: int
+    ) -> relax.Call:
+        """The gradient of the data (``position`` 0) or of the weight (1), in a tuple of one."""
+        mask = [position == number for number in range(3)]
+        operands: list[Any] = [{"tensor": i} for i in range(3)]
+        content = {
+            "op": "aten.convolution_backward.default",
+            "args": [*operands, None, *self._arguments(), mask],
+            "kwargs": {},
+            "results": [position],
+        }
+        wanted = (data, weight)[position]
+        tensors = [cotangent, data, weight]
+        return packed_call(ATEN_CALL, json.dumps(content), tensors, relax.TupleType([wanted.ty]))
+
+
+def is_convolution(expr: relax.Expr | None) -> bool:
+    """Whether ``expr`` is a call of one of :data:`CONVOLUTIONS`."""
+    if not isinstance(expr, relax.Call) or not isinstance(expr.op, tvm.ir.Op):
+        return False
+    return expr.op.name in CONVOLUTIONS

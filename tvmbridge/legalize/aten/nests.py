@@ -1,0 +1,124 @@
+"""Loops that a tensor expression cannot say: scans, scatters, sorts.
+
+They are written statement by statement and stand alone: nothing fuses with them, and no rule
+schedules them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from math import prod
+from typing import Any, TypeAlias
+
+from tvm import relax, tirx
+from tvm.ir import Expr
+from tvm.s_tir import SBlock, SBlockRealize
+from tvm.script.ir_builder import IRBuilder
+from tvm.target import Target
+from tvm.tirx.script import builder as tir
+
+from tvmbridge.legalize.elementwise import OPAQUE
+from tvmbridge.schedules.machine import Machine
+
+Buffer: TypeAlias = Any
+Write = Callable[[Sequence[Buffer], Sequence[Buffer]], None]
+Nest = tuple[Sequence[int], str]
+
+
+def index(value: int) -> Expr:
+    """An index constant."""
+    return tirx.IntImm("int64", value)
+
+
+def emit_nest(
+    bb: relax.BlockBuilder,
+    name: str,
+    tensors: Sequence[Expr],
+    results: Sequence[Nest],
+    write: Write,
+) -> Expr:
+    """A call of a function whose statements ``write(inputs, outputs)`` writes.
+
+    Args:
+        bb: where the function and the call are emitted.
+        name: what it is called.
+        tensors: what it reads.
+        results: shape and dtype of each result.
+        write: called within TVM's IR builder, with the buffers of tensors and results.
+
+    Returns:
+        The variable of the result, a tuple of them if there are several.
+    """
+    with IRBuilder() as builder, tir.prim_func(s_tir=True):
+        tir.func_name(name)
+        tir.func_attr({"tirx.noalias": True, "op_pattern": OPAQUE, "tirx.is_scheduled": True})
+        inputs = [_parameter(f"x{i}", shape_of(t), dtype_of(t)) for i, t in enumerate(tensors)]
+        outputs = [_parameter(f"y{i}", shape, dtype) for i, (shape, dtype) in enumerate(results)]
+        write(inputs, outputs)
+    # Passes over Relax modules look into functions by their root block.
+    function = builder.get()
+    root = SBlock([], [], [], "root", function.body)
+    function = function.with_body(SBlockRealize([], True, root))
+    types = [relax.TensorType(list(shape), dtype) for shape, dtype in results]
+    callee = bb.add_func(function.without_attr("global_symbol"), name)
+    type_ = types[0] if len(types) == 1 else types
+    return bb.emit(relax.call_tir(callee, list(tensors), out_ty=type_))
+
+
+def _parameter(name: str, shape: Sequence[int], dtype: str) -> Buffer:
+    # A loop's index is of int64, and so is an extent: TVM simplifies no mixture.
+    return tir.arg(name, tir.buffer([index(n) for n in shape], dtype, layout=None))
+
+
+def shape_of(tensor: Expr) -> list[int]:
+    """The static shape of a Relax tensor."""
+    return [int(extent) for extent in tensor.ty.shape.values]
+
+
+def dtype_of(tensor: Expr) -> str:
+    """The dtype of a Relax tensor."""
+    return str(tensor.ty.dtype.dtype)
+
+
+@contextmanager
+def loops(*extents: int, parallel_work: int = 0) -> Iterator[list[Expr]]:
+    """Nested loops, and their indices.
+
+    With ``parallel_work``, the number of element operations within, the outermost loop is divided
+    among the cores where that pays.
+    """
+    with ExitStack() as stack:
+        indices = []
+        for depth, extent in enumerate(extents):
+            divided = not depth and _pays(parallel_work, extent)
+            frame = (tir.parallel if divided else tir.serial)(index(0), index(extent))
+            indices.append(stack.enter_context(frame))
+        yield indices
+
+
+def _pays(work: int, steps: int) -> bool:
+    target = Target.current(allow_none=True)
+    return bool(work) and target is not None and Machine.of(target).chunks(8 * work, steps) > 1
+
+
+@contextmanager
+def when(condition: Expr) -> Iterator[None]:
+    """Statements for where ``condition`` holds."""
+    with tir.If(condition), tir.Then():
+        yield
+
+
+def local(count: int, dtype: str) -> Buffer:
+    """Memory of ``count`` elements for the loop that it is allocated in."""
+    return tir.alloc_buffer([index(count)], dtype, layout=None)
+
+
+def store(buffer: Buffer, value: Expr, *indices: Expr) -> None:
+    """``buffer[indices] = value``."""
+    tir.buffer_store(buffer, value, list(indices) or [index(0)])
+
+
+def around(shape: Sequence[int], axis: int) -> tuple[int, int, int]:
+    """``shape`` as three extents: before ``axis``, of it, and behind it."""
+    return prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])

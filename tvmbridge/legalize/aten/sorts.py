@@ -1,0 +1,160 @@
+"""Stable sorting, and the largest or smallest elements in order; NaN counts as the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tvm import relax, tirx
+from tvm.ir import Call, Expr
+
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.aten.nests import (
+    Buffer,
+    around,
+    emit_nest,
+    index,
+    local,
+    loops,
+    shape_of,
+    store,
+    when,
+)
+from tvmbridge.legalize.functions import HALF, is_nan
+
+Before = Callable[[Expr, Expr], Expr]
+
+
+def _before(descending: bool) -> Before:
+    """Whether one element must stand before another."""
+
+    def compare(a: Expr, b: Expr) -> Expr:
+        if str(a.ty.dtype) in HALF:
+            a, b = tirx.Cast("float32", a), tirx.Cast("float32", b)
+        if descending:
+            return tirx.Or(a > b, tirx.And(is_nan(a), tirx.Not(is_nan(b))))
+        return tirx.Or(a < b, tirx.And(is_nan(b), tirx.Not(is_nan(a))))
+
+    return compare
+
+
+def _merge(source: Sequence[Buffer], target: Sequence[Buffer], width: int, before: Before) -> None:
+    """Sorted runs of ``width`` elements, two by two, from one pair of buffers to another."""
+    count = int(source[0].shape[0])
+    with loops(-(-count // (2 * width))) as (k,):
+        begin = k * index(2 * width)
+        middle = tirx.Min(begin + index(width), index(count))
+        end = tirx.Min(begin + index(2 * width), index(count))
+        heads = local(2, "int64")
+        store(heads, begin, index(0))
+        store(heads, middle, index(1))
+        with loops(2 * width) as (t,), when(begin + t < end):
+            left, right = heads[index(0)], heads[index(1)]
+            # A run that is used up is not read behind its end.
+            ahead = before(
+                source[0][tirx.Min(right, index(count - 1))],
+                source[0][tirx.Min(left, index(count - 1))],
+            )
+            chosen = tirx.Or(left >= middle, tirx.And(right < end, ahead))
+            which = local(1, "int64")
+            store(which, tirx.Cast("int64", chosen))
+            place = heads[which[0]]
+            for a, b in zip(source, target, strict=True):
+                store(b, a[place], begin + t)
+            store(heads, place + index(1), which[0])
+
+
+def _sort(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    x, shape = arguments["self"], shape_of(arguments["self"])
+    dtype, axis = str(x.ty.dtype.dtype), arguments["dim"] % len(shape)
+    rows, count, columns = around(shape, axis)
+    before = _before(bool(arguments["descending"]))
+
+    def write(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
+        work = rows * columns * count * count.bit_length() * 4
+        with loops(rows * columns, parallel_work=work) as (position,):
+            row, column = position // columns, position % columns
+            pairs = [[local(count, dtype), local(count, "int64")] for _ in range(2)]
+            with loops(count) as (i,):
+                store(pairs[0][0], inputs[0][row, i, column], i)
+                store(pairs[0][1], i, i)
+            width = 1
+            while width < count:
+                _merge(pairs[0], pairs[1], width, before)
+                pairs.reverse()
+                width *= 2
+            with loops(count) as (i,):
+                for buffer, result in zip(pairs[0], outputs, strict=True):
+                    store(result, buffer[i], row, i, column)
+
+    return _emit(bb, arguments, axis, "sort", count, write)
+
+
+def _topk(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Each element is inserted into the ordered list of the best ones so far, if it belongs."""
+    x, shape = arguments["self"], shape_of(arguments["self"])
+    dtype, axis, most = str(x.ty.dtype.dtype), arguments["dim"] % len(shape), int(arguments["k"])
+    rows, count, columns = around(shape, axis)
+    before = _before(bool(arguments["largest"]))
+
+    def write(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> None:
+        work = rows * columns * count * most
+        with loops(rows * columns, parallel_work=work) as (position,):
+            row, column = position // columns, position % columns
+            best = [local(most, dtype), local(most, "int64")]
+            with loops(count) as (i,):
+                value = inputs[0][row, i, column]
+                last = tirx.Min(i, index(most - 1))
+                with when(tirx.Or(i < index(most), before(value, best[0][last]))):
+                    store(best[0], value, last)
+                    store(best[1], i, last)
+                    _sink(best, last, before)
+            with loops(most) as (i,):
+                for buffer, result in zip(best, outputs, strict=True):
+                    store(result, buffer[i], row, i, column)
+
+    return _emit(bb, arguments, axis, "topk", most, write)
+
+
+def _sink(best: Sequence[Buffer], last: Expr, before: Before) -> None:
+    """Exchange the element at ``last`` with those in front of it that it must stand before."""
+    most = int(best[0].shape[0])
+    with loops(most - 1) as (step,):
+        place = last - step
+        front = tirx.Max(place - index(1), index(0))
+        with when(
+            tirx.And(place > index(0), before(best[0][tirx.Max(place, index(0))], best[0][front]))
+        ):
+            for buffer in best:
+                kept = local(1, str(buffer.dtype))
+                store(kept, buffer[front])
+                store(buffer, buffer[place], front)
+                store(buffer, kept[0], place)
+
+
+def _emit(
+    bb: relax.BlockBuilder,
+    arguments: Arguments,
+    axis: int,
+    name: str,
+    count: int,
+    write: Callable[[Sequence[Buffer], Sequence[Buffer]], None],
+) -> Expr:
+    """A nest over rows of the operand; of values and places those results that the graph has."""
+    x = arguments["self"]
+    shape = shape_of(x)
+    rows, extent, columns = around(shape, axis)
+    result = (rows, count, columns)
+    flat = bb.emit(relax.op.reshape(x, (rows, extent, columns)))
+    types = [(result, str(x.ty.dtype.dtype)), (result, "int64")]
+    pair = emit_nest(bb, name, [flat], types, write)
+    final = [*shape[:axis], count, *shape[axis + 1 :]]
+    read = arguments.results or (0, 1)
+    fields = [bb.emit(relax.TupleGetItem(pair, n)) for n in read]
+    return relax.Tuple([bb.emit(relax.op.reshape(field, final)) for field in fields])
+
+
+SORTS: dict[str, Compile] = {
+    "aten.sort.default": _sort,
+    "aten.sort.stable": _sort,
+    "aten.topk.default": _topk,
+}

@@ -1,0 +1,133 @@
+"""Promotion of operands of several dtypes, as PyTorch's kernels do it.
+
+The dtype of a result is known from the trace, which asks PyTorch's fake kernels and decompositions.
+Of operands of several dtypes some of them promise another dtype than the kernel makes (of
+``huber_loss`` of float32 and float64, say). So the kernel itself is asked, on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+Decomposition = Callable[..., Any]
+
+
+def _huber_loss(
+    input: torch.Tensor, target: torch.Tensor, reduction: str = "mean", delta: float = 1.0
+) -> torch.Tensor:
+    """Each element is computed in the common dtype and rounded to the dtype of the input."""
+    wide = torch.promote_types(input.dtype, target.dtype)
+    each = nn.functional.huber_loss(input.to(wide), target.to(wide), "none", delta)
+    rounded = each.to(input.dtype)
+    return rounded if reduction == "none" else getattr(rounded, reduction)()
+
+
+def _soft_margin_loss(
+    input: torch.Tensor, target: torch.Tensor, *rest: Any, **named: Any
+) -> torch.Tensor:
+    """The kernel writes the negative target into a tensor of the input's dtype."""
+    return nn.functional.soft_margin_loss(input, target.to(input.dtype), *rest, **named)
+
+
+def _normal(mean: torch.Tensor, std: torch.Tensor, **named: Any) -> torch.Tensor:
+    """The kernel draws in the dtype of the mean, and scales in place."""
+    return torch.normal(mean, std.to(mean.dtype), **named)
+
+
+# Their fake kernels promote where the kernels keep the dtype of the first operand.
+_KEPT_DTYPE: dict[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.huber_loss: _huber_loss,
+    nn.functional.soft_margin_loss: _soft_margin_loss,
+    torch.normal: _normal,
+}
+_OPERANDS = ("input", "target", "mean", "std")
+
+
+class KernelPromotion(TorchFunctionMode):
+    """Within it losses and draws of several dtypes have, in a trace too, the dtype that eager
+    gives them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func in _KEPT_DTYPE and named.get("weight") is None and len(args) < 5:
+            operands = [*args[:2], *(named[name] for name in _OPERANDS if name in named)]
+            if _differ_in_width(operands):
+                named.pop("weight", None)
+                func = _KEPT_DTYPE[func]
+        return func(*args, **named)
+
+
+def _differ_in_width(operands: Sequence[Any]) -> bool:
+    tensors = [t for t in operands if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return len(tensors) == 2 and tensors[0].dtype is not tensors[1].dtype
+
+
+def kernel_dtypes(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.dtype | None] | None:
+    """The dtypes of the results of PyTorch's kernel for arguments of these dtypes and shapes.
+
+    Args:
+        op: the operator.
+        args: its arguments; of the tensors among them only metadata is read.
+        kwargs: its keyword arguments.
+
+    Returns:
+        One for each result; None where the operands are all of one dtype (so that nothing is
+        promoted) or where the kernel cannot be asked.
+    """
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if len({t.dtype for t in tensors} - {torch.bool}) < 2 or not _may_be_tried(op, tensors):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        zeros = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        try:
+            positional, named = pytree.tree_unflatten(zeros, spec)
+            results = op(*positional, **named)
+        except Exception:
+            return None
+    several = isinstance(results, tuple | list)
+    return [
+        result.dtype if isinstance(result, torch.Tensor) else None
+        for result in (results if several else [results])
+    ]
+
+
+def _may_be_tried(op: torch._ops.OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    known = all(isinstance(extent, int) for t in tensors for extent in t.shape)
+    return known and not random and not op._schema.is_mutable
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
+    """``table`` with decompositions whose results have the dtypes that the kernels give them."""
+    return {op: _corrected(op, function) for op, function in table.items()}
+
+
+def _corrected(op: Any, function: Decomposition) -> Decomposition:
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        results = function(*args, **kwargs)
+        dtypes = kernel_dtypes(op, args, kwargs) if results is not NotImplemented else None
+        if dtypes is None:
+            return results
+        if isinstance(results, torch.Tensor):
+            return _as(results, dtypes[0])
+        return tuple(map(_as, results, dtypes))
+
+    return decompose
+
+
+def _as(result: Any, dtype: torch.dtype | None) -> Any:
+    return result if dtype is None or not isinstance(result, torch.Tensor) else result.to(dtype)

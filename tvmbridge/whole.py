@@ -1,0 +1,237 @@
+"""Functions that ask their data a question, kept whole while a module is traced.
+
+``torch.cov`` asks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
+negative: a trace cannot answer. Each becomes one operator of our own that calls the function itself
+at each call, and so raises what it raises; its gradient is the one that PyTorch's autograd gives
+it. Only functions are here whose results have a shape that the arguments' shapes tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_NAMESPACE = "tvmbridge"
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A function with the parameters of its operator and the shape of its result.
+
+    ``function`` and ``result`` are called with the arguments by name; ``result`` with fake tensors,
+    and returns an empty one. ``spellings`` are all the functions that it stands for.
+    """
+
+    name: str
+    parameters: str
+    function: Callable[..., torch.Tensor]
+    result: Callable[..., torch.Tensor]
+    spellings: tuple[Callable[..., Any], ...] = ()
+
+
+def _quantile(
+    input: torch.Tensor, q: Any, dim: int | None = None, keepdim: bool = False, **_: Any
+) -> torch.Tensor:
+    if dim is None:
+        kept = [1] * input.dim() if keepdim else []
+    else:
+        kept = list(input.shape)
+        if kept:
+            kept[dim : dim + 1 or None] = [1] if keepdim else []
+    several = list(q.shape) if isinstance(q, torch.Tensor) else []
+    return input.new_empty([*several, *kept])
+
+
+def _covariance(input: torch.Tensor, **_: Any) -> torch.Tensor:
+    variables = 1 if input.dim() < 2 else input.shape[0]
+    dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
+    return input.new_empty([] if variables == 1 else [variables, variables], dtype=dtype)
+
+
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    count = len(input) + r - 1 if with_replacement and r else len(input)
+    return input.new_empty([math.comb(count, r), r] if r else [0])
+
+
+def _ctc_loss(log_probs: torch.Tensor, reduction: str = "mean", **_: Any) -> torch.Tensor:
+    batch = log_probs.shape[1:-1]
+    return log_probs.new_empty(batch if reduction == "none" else [])
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: Any, reduction: str = "mean", **_: Any
+) -> torch.Tensor:
+    operands = [input, target]
+    if isinstance(var, torch.Tensor):
+        per_row = var.dim() and var.shape != input.shape and var.shape == input.shape[:-1]
+        operands.append(var.unsqueeze(-1) if per_row else var)
+    total = sum(o.new_empty(o.shape) for o in operands) * 1.0
+    assert isinstance(total, torch.Tensor)
+    return total.new_empty(total.shape if reduction == "none" else [])
+
+
+_QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
+_CTC = "int blank=0, str reduction='mean', bool zero_infinity=False"
+_NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
+
+_FUNCTIONS = (
+    _Whole(
+        "quantile",
+        f"Tensor input, Tensor q, {_QUANTILE}",
+        torch.quantile,
+        _quantile,
+        (torch.quantile, torch.Tensor.quantile),
+    ),
+    _Whole("quantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.quantile, _quantile),
+    _Whole(
+        "nanquantile",
+        f"Tensor input, Tensor q, {_QUANTILE}",
+        torch.nanquantile,
+        _quantile,
+        (torch.nanquantile, torch.Tensor.nanquantile),
+    ),
+    _Whole(
+        "nanquantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.nanquantile, _quantile
+    ),
+    _Whole(
+        "cov",
+        "Tensor input, int correction=1, Tensor? fweights=None, Tensor? aweights=None",
+        torch.cov,
+        _covariance,
+        (torch.cov, torch.Tensor.cov),
+    ),
+    _Whole(
+        "corrcoef",
+        "Tensor input",
+        torch.corrcoef,
+        _covariance,
+        (torch.corrcoef, torch.Tensor.corrcoef),
+    ),
+    _Whole(
+        "combinations",
+        "Tensor input, int r=2, bool with_replacement=False",
+        torch.combinations,
+        _combinations,
+        (torch.combinations,),
+    ),
+    _Whole(
+        "ctc_loss",
+        f"Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, {_CTC}",
+        functional.ctc_loss,
+        _ctc_loss,
+        (functional.ctc_loss,),
+    ),
+    _Whole(
+        "ctc_loss.Tensor",
+        f"Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, {_CTC}",
+        functional.ctc_loss,
+        _ctc_loss,
+    ),
+    _Whole(
+        "gaussian_nll_loss",
+        f"Tensor input, Tensor target, Tensor var, {_NLL}",
+        functional.gaussian_nll_loss,
+        _gaussian_nll_loss,
+        (functional.gaussian_nll_loss,),
+    ),
+    _Whole(
+        "gaussian_nll_loss.scalar",
+        f"Tensor input, Tensor target, float var, {_NLL}",
+        functional.gaussian_nll_loss,
+        _gaussian_nll_loss,
+    ),
+)
+
+
+def _register(library: torch.library.Library, whole: _Whole) -> None:
+    """Define the operator of ``whole``, and the one that is its backward."""
+    name, _, overload = whole.name.partition(".")
+    backward = f"{name}_backward" + (f".{overload}" if overload else "")
+    library.define(f"{whole.name}({whole.parameters}) -> Tensor")
+    library.define(f"{backward}(Tensor gradient, int wanted, {whole.parameters}) -> Tensor")
+    schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
+    names = [argument.name for argument in schema.arguments]
+    differentiate = getattr(getattr(torch.ops.tvmbridge, f"{name}_backward"), overload or "default")
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return whole.function(**dict(zip(names, args, strict=False)))
+
+    # One gradient a call: the FuseOps of TVM 0.27 mixes up the fields of several tuples.
+    def run_backward(gradient: torch.Tensor, wanted: int, *args: Any) -> torch.Tensor:
+        leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        operand = leaves[wanted].requires_grad_()
+        with torch.enable_grad():
+            result = whole.function(**dict(zip(names, leaves, strict=False)))
+        (found,) = torch.autograd.grad(result, operand, gradient)
+        return found
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.places))
+        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
+
+    def backward_of(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        args = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[place] = tensor
+        return tuple(
+            differentiate(gradient, place, *args) if needed else None
+            for place, needed in enumerate(ctx.needs_input_grad)
+        )
+
+    library.impl(whole.name, run, "CompositeExplicitAutograd")
+    library.impl(backward, run_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{_NAMESPACE}::{whole.name}",
+        lambda *args: whole.result(**dict(zip(names, args, strict=False))),
+        lib=library,
+    )
+    torch.library.register_fake(
+        f"{_NAMESPACE}::{backward}",
+        lambda gradient, wanted, *args: args[wanted].new_empty(args[wanted].shape),
+        lib=library,
+    )
+    torch.library.register_autograd(
+        f"{_NAMESPACE}::{whole.name}", backward_of, setup_context=set_up, lib=library
+    )
+
+
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+for _whole in _FUNCTIONS:
+    _register(_LIBRARY, _whole)
+
+_OPERATORS: dict[Any, Any] = {
+    spelling: getattr(torch.ops.tvmbridge, whole.name)
+    for whole in _FUNCTIONS
+    for spelling in whole.spellings
+}
+
+
+_QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
+
+
+class FunctionsKeptWhole(TorchFunctionMode):
+    """Within it the functions above are calls of the operators that stand for them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        operator = _OPERATORS.get(func)
+        if (
+            operator is None
+            or "out" in named
+            or (func in _QUANTILES and _by_learned(*args, **named))
+        ):
+            return func(*args, **named)
+        return operator(*args, **named)
+
+
+def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
+    """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
+    return isinstance(q, torch.Tensor) and q.requires_grad
