@@ -11,6 +11,7 @@ from torch import fx
 from tvmbridge.admission import is_proven
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import Converter
+from tvmbridge.kernels.aten_call import true_dtype
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.promotion import kernel_dtypes
 from tvmbridge.types import TensorSpec
@@ -97,7 +98,7 @@ def _refuse_other_dtypes(node: fx.Node) -> None:
     made = kernel_dtypes(node.target, args, kwargs)  # type: ignore[arg-type]
     read = {id(t) for t in _read_results(node)}
     for fake, dtype in zip(fakes, made or (), strict=False):
-        if id(fake) in read and dtype is not None and fake.dtype is not dtype:
+        if id(fake) in read and dtype is not None and true_dtype(node, fake) is not dtype:
             raise UnsupportedOperatorError(
                 f"{node.target} makes {dtype} of operands of several dtypes, where PyTorch's "
                 f"trace has {fake.dtype}"
@@ -105,16 +106,11 @@ def _refuse_other_dtypes(node: fx.Node) -> None:
 
 
 def _refuse_kernels_with_faults(node: fx.Node) -> None:
-    """Refuse calls of which PyTorch's kernels crash, or foretell another result than they make."""
+    """Refuse calls of which PyTorch's kernels crash."""
     operands = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
     name = node.target._schema.name  # type: ignore[union-attr]
     if name == "aten::_pdist_backward" and not all(o.numel() for o in operands[1:2]):
         raise UnsupportedOperatorError(f"{node.target} of no elements crashes in PyTorch")
-    own = {"aten::soft_margin_loss": 0, "aten::soft_margin_loss_backward": 1}.get(name)
-    if own is not None and node.meta["val"].dtype != operands[own].dtype:
-        raise UnsupportedOperatorError(
-            f"{node.target} of several dtypes has another dtype than PyTorch foretells"
-        )
 
 
 def _is_dense(operand: Any) -> bool:

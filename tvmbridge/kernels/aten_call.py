@@ -64,7 +64,7 @@ def emit_aten_call(
     }
     spec = json.dumps({**content, "compiled": True} if compiled else content)
     types = [
-        relax.TensorType([int(s) for s in f.shape], to_relax_dtype(_true_dtype(node, f)))
+        relax.TensorType([int(s) for s in f.shape], to_relax_dtype(true_dtype(node, f)))
         for f in fakes
         if f is not None
     ]
@@ -90,7 +90,7 @@ def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
     return [fake if i in read else None for i, fake in enumerate(fakes)]
 
 
-def _true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
+def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
     """The dtype of a result, where PyTorch foretells it wrongly: of attention 2.11 only."""
     if node.target is torch.ops.aten.smooth_l1_loss_backward.default:
         operand: Any = node.args[1]
