@@ -119,7 +119,9 @@ def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomp
 def _corrected(op: Any, function: Decomposition) -> Decomposition:
     def decompose(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
-        dtypes = kernel_dtypes(op, args, kwargs) if results is not NotImplemented else None
+        if not isinstance(results, torch.Tensor | tuple | list):
+            return results  # a size, or NotImplemented
+        dtypes = kernel_dtypes(op, args, kwargs)
         if dtypes is None:
             return results
         if isinstance(results, torch.Tensor):
