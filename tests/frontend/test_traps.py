@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from tests.frontend.helpers import Cases, Together
 
@@ -274,8 +278,15 @@ SIZES: Cases = {
     "halves out": (lambda x: (x.half(), x.bfloat16(), x.half() * 2, x.bfloat16().exp()), (X,)),
 }
 
+
+def computed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with copies for results: views of an input are taken anew from that input."""
+    return lambda *tensors: pytree.tree_map(torch.clone, function(*tensors))
+
+
 TABLES: dict[str, Cases] = {
     "indexing": INDEXING,
+    "computed": {name: (computed(f), inputs) for name, (f, inputs) in INDEXING.items()},
     "promotion": PROMOTION,
     "nan": NOT_A_NUMBER,
     "precision": PRECISION,
