@@ -215,7 +215,8 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
         args = (spec_of_node(node.args[0]), *args[1:])
     descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
     # The kernel draws in the dtype of the mean, and scales in place.
-    if op._schema.name == "aten::normal" and value.dtype is not descriptor.computed[0].spec.dtype:
+    read = [tensor.spec.dtype for tensor in descriptor.computed]
+    if op._schema.name == "aten::normal" and read and value.dtype is not read[0]:
         raise UnsupportedOperatorError(
             f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
             "where PyTorch's tracing foretells another"
