@@ -1,4 +1,4 @@
-"""Attributes that are no plain numbers, lists or settings objects: what is in them is noticed too."""
+"""Attributes that are no plain numbers, lists or settings: what is in them is noticed too."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_change_of_a_module_that_cannot_be_copied_is_noticed() -> None:
     assert dispatch_report(module).fallbacks == {"the attribute factors changed": 1}
 
 
-@pytest.mark.parametrize("values", [iter(range(1, 9)), [n for n in range(1, 9)].__iter__()])
+@pytest.mark.parametrize("values", [iter(range(1, 9)), list(range(1, 9)).__iter__()])
 def test_iterators_are_refused_by_name(values: Any) -> None:
     class Iterates(nn.Module):
         def __init__(self) -> None:

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
-import math
 import operator
 import sys
-import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +18,15 @@ import numpy
 import torch
 from torch import nn
 
+from tvmbridge.contents import (
+    CONTAINERS,
+    DEPTH,
+    attributes_of,
+    contents,
+    same_value,
+    slots_of,
+    state_of,
+)
 from tvmbridge.libraries import BOOKKEEPING
 from tvmbridge.patches import patched_here
 
@@ -33,20 +38,6 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
     "dump_patches",
     "_compiled_call_impl",  # of Module.compile(): the same forward by torch.compile
 }
-_DEPTH = 4
-# Two of these are the same only where they are one object.
-_THEMSELVES = (
-    torch.Tensor,
-    type,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.ModuleType,
-    enum.Enum,
-)
-# Modules are watched by themselves, and the others hold nothing that could change.
-_OPAQUE = (*_THEMSELVES, nn.Module, types.MethodType, functools.partial)
-_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
-_PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 
 
 @contextmanager
@@ -100,90 +91,6 @@ def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[st
     return values
 
 
-def same_value(a: Any, b: Any, depth: int = _DEPTH) -> bool:
-    """Whether two attributes mean the same to forward: equal in value, type and sign of zero."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, float):
-        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
-    if isinstance(a, bool | int | str | bytes):
-        return bool(a == b)
-    if isinstance(a, complex | torch.dtype | torch.device | range):
-        return repr(a) == repr(b)
-    if isinstance(a, _THEMSELVES):
-        return False
-    if isinstance(a, types.MethodType):
-        return a.__func__ is b.__func__
-    if isinstance(a, functools.partial):
-        return same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
-    if depth == 0:
-        return True
-    ours, theirs = state_of(a), state_of(b)
-    if ours is None or theirs is None:
-        return False
-    return len(ours) == len(theirs) and all(
-        same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
-    )
-
-
-def contents(value: Any) -> list[Any]:
-    """What ``value`` holds, if it is a container or a plain object such as a configuration."""
-    if isinstance(value, _OPAQUE):
-        return []
-    held = [*_attributes(value).values()]
-    if isinstance(value, Mapping):
-        return [*value.keys(), *value.values(), *held]
-    if isinstance(value, list | tuple | deque):
-        return [*value, *held]
-    if isinstance(value, set | frozenset):
-        return [*sorted(value, key=repr), *held]
-    return [*_attributes(value), *held]
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of a plain object, in its dict or in slots."""
-    held = getattr(value, "__dict__", None)
-    found = dict(held) if isinstance(held, dict) else {}
-    found.update({n: getattr(value, n) for n in _slots(type(value)) if hasattr(value, n)})
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _slots(class_: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in class_.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def state_of(value: Any) -> list[Any] | None:
-    """What tells ``value`` from others of its type: its contents, or what pickling would keep.
-
-    None: it does not say, so that it is the same as itself alone.
-    """
-    if isinstance(value, numpy.ndarray):
-        return [value.dtype.str, value.shape, value.tobytes()]
-    if isinstance(value, torch.Generator):
-        return [value.get_state().numpy().tobytes()]
-    if isinstance(value, _CONTAINERS) or isinstance(value, _OPAQUE):
-        return contents(value)
-    held = contents(value)
-    if held or hasattr(value, "__dict__") or type(value) in _PLAIN_VALUES:
-        return held
-    try:
-        reduced = value.__reduce_ex__(4)
-    except Exception:  # a lock, a file, a generator: each class has errors of its own
-        return None
-    if isinstance(reduced, str):
-        return [reduced]
-    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
-
-
 class _Watched:
     """One attribute: where it is, what it was, and quick signs that it is the same still."""
 
@@ -203,7 +110,7 @@ class _Watched:
         if not same_value(value, self.expected):
             return True
         self.held = []
-        self._hold(value, _DEPTH)
+        self._hold(value, DEPTH)
         self.last = value
         return False
 
@@ -243,11 +150,11 @@ def _reader(value: Any) -> Callable[[Any], Any]:
     """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
     if type(value) in (list, dict):
         return lambda same: same
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         return contents
     if not hasattr(value, "__dict__") or isinstance(value, numpy.ndarray):
         return state_of
-    return _attributes if _slots(type(value)) else vars
+    return attributes_of if slots_of(type(value)) else vars  # type: ignore[arg-type]
 
 
 class AttributeGuard:

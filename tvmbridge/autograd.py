@@ -22,6 +22,10 @@ _NO_BATCHES = (
     "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
     "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
 )
+_NO_LAYOUT = (
+    "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
+    "call remove_tvm_dispatch(module)"
+)
 
 
 class TrainingCall:
@@ -142,7 +146,7 @@ def _run_backward(
         values[i] = values[i].reshape(shape)
     for number, spec in zip(parts.cotangent_of, call.cotangent_specs, strict=True):
         cotangent = cotangents[number]
-        if cotangent is None:
+        if cotangent is None or cotangent._is_zerotensor():
             assert spec is not None
             cotangent = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
         values.append(cotangent)
@@ -176,5 +180,9 @@ class _Refused(torch.autograd.Function):
 
 
 def _refuse_batched(cotangents: Sequence[torch.Tensor | None]) -> None:
-    if any(c is not None and not _C._has_storage(c) for c in cotangents):
+    for cotangent in cotangents:
+        if cotangent is None or _C._has_storage(cotangent) or cotangent._is_zerotensor():
+            continue
+        if cotangent.layout is not torch.strided:
+            raise BridgeError(_NO_LAYOUT.format(layout=cotangent.layout))
         raise BridgeError(_NO_BATCHES)

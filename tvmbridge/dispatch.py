@@ -11,12 +11,15 @@ from tvmbridge.build import resolve_target
 from tvmbridge.capture import normalize_sample
 from tvmbridge.checks import CheckPolicy
 from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.errors import CaptureError
 from tvmbridge.inspect.check import Checker
 from tvmbridge.libraries import register_caches
 from tvmbridge.options import CompileOptions
+from tvmbridge.refusal import refuse_at_sight
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.signature import Signature
 from tvmbridge.specialization import Mode, Specialization
+from tvmbridge.surroundings import refused_now
 
 
 def add_tvm_dispatch(
@@ -46,7 +49,8 @@ def add_tvm_dispatch(
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
         ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check.
-        CaptureError: forward refuses the sample, or torch.export cannot capture it.
+        CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
+            active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
         BuildError: the target is unknown, or TVM cannot compile for it.
         The module is left as it was.
@@ -58,6 +62,10 @@ def add_tvm_dispatch(
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     if target is not None:
         resolve_target(target)
+    refuse_at_sight(module, args, kwargs)
+    surroundings = refused_now()
+    if surroundings is not None:
+        raise CaptureError(f"add_tvm_dispatch cannot trace the module here: {surroundings}")
     installed = module.__dict__.get("forward")
     if isinstance(installed, Dispatcher):
         dispatcher = installed
@@ -146,6 +154,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             native_operators=dict(variant.compiled.native_calls),
             aten_operators=dict(variant.compiled.aten_calls),
             kernels=variant.compiled.coverage,
+            eager_functions=dict(variant.compiled.eager_functions),
             passes=variant.compiled.records,
         )
         for specialization in dispatcher.specializations

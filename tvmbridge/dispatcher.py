@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import logging
 import os
+import sys
 import threading
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,20 @@ from torch import nn
 
 from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError
+from tvmbridge.forwards import (
+    calling_module,
+    forward_of_class,
+    original_forward,
+    rebound,
+    with_own_forward,
+)
 from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.plain import unusual_in
 from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Mode, Specialization, Variant
-from tvmbridge.standins import STAND_IN, tensors_of
+from tvmbridge.standins import STAND_IN, tensors_of, without_inference_tensors
 from tvmbridge.state import ModuleState, StandsForForward
 from tvmbridge.surroundings import refused_now, tracing_here
 
@@ -76,9 +82,7 @@ class Dispatcher(StandsForForward):
     @property
     def original(self) -> Callable[..., Any]:
         """The module's own forward: of the instance, or the one that its class has now."""
-        return (
-            types.MethodType(type(self.module).forward, self.module) if not self.own else self.own
-        )
+        return self.own or forward_of_class(self.module)
 
     def __getattr__(self, name: str) -> Any:
         # What looks at functions (their code, defaults, globals) sees the module's own forward.
@@ -91,11 +95,20 @@ class Dispatcher(StandsForForward):
             if self.own is not None:
                 return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
+        caller = calling_module(sys._getframe(1))
+        if caller is not None and caller is not self.module:
+            return self._serve_copy(caller, args, kwargs)
         reason = refused_now()
         if reason is not None:
             return self._fall_back(reason, args, kwargs)
         with self.packing:
             return self._call(args, kwargs)
+
+    def _serve_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a module that has taken over the attributes of this one, and changed some."""
+        self._count("it was made through a shallow copy or a replica of the module")
+        own = self.own or forward_of_class(module)
+        return own(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reason = None
@@ -174,6 +187,7 @@ class Dispatcher(StandsForForward):
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
         with _COMPILING, tracing_here(), undisturbed():
+            args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)
             except NotApartError:
@@ -216,12 +230,15 @@ class Dispatcher(StandsForForward):
             logger.info("dropped the specialisation %s, not used for longest", dropped.signature)
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count(reason)
+        return self.original(*args, **kwargs)
+
+    def _count(self, reason: str) -> None:
         with self._counting:
             first = not self.fallbacks[reason]
             self.fallbacks[reason] += 1
         if first:
             logger.info("%s runs its own forward: %s", self._name(), reason)
-        return self.original(*args, **kwargs)
 
     def renew_after_fork(self) -> None:
         """Forget code that was compiled in another process, whose threads are not in this one."""
@@ -236,9 +253,9 @@ class Dispatcher(StandsForForward):
         module = memo.get(id(self.module))
         if module is None:
             return self
-        own = None if self.own is None else _rebind(self.own, self.module, module, memo)
+        own = None if self.own is None else rebound(self.own, self.module, module, memo)
         if STAND_IN in memo:
-            return own or types.MethodType(type(module).forward, module)
+            return own or forward_of_class(module)
         duplicate = Dispatcher(module, own, self.target, self.options)
         duplicate.specializations = tuple(
             s.rebound(memo, duplicate.packing) for s in self.specializations
@@ -248,19 +265,7 @@ class Dispatcher(StandsForForward):
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _original_forward, (self.module, self.own)
-
-
-def _rebind(
-    original: Callable[..., Any], module: nn.Module, other: nn.Module, memo: dict[int, Any]
-) -> Callable[..., Any]:
-    if isinstance(original, types.MethodType) and original.__self__ is module:
-        return types.MethodType(original.__func__, other)
-    return copy.deepcopy(original, memo)
-
-
-def _original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    return own or types.MethodType(type(module).forward, module)
+        return original_forward, (self.module, self.own)
 
 
 @contextmanager
@@ -268,20 +273,22 @@ def undisturbed() -> Iterator[None]:
     """Within it the modes of the caller that are about calls do not reach the compilation."""
     with (
         torch.inference_mode(False),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        torch.autograd.set_detect_anomaly(False),
+        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
     ):
         yield
 
 
-@contextmanager
-def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
-    """Within it the module has its own forward, so that capture traces that."""
-    installed = module.__dict__.pop("forward", None)
-    if own is not None:
-        module.__dict__["forward"] = own
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward", None)
-        if installed is not None:
-            module.__dict__["forward"] = installed
+def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor._version
+
+
+def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation"
+        )
+    return tensor

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.noise import (
     METADATA_ONLY_OVERLOADS,
-    READS_METADATA_ONLY,
     OTHER_DRAWS,
+    READS_METADATA_ONLY,
     RRELU_NAME,
     base_name,
     mask_descriptor,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.errors import CaptureError
 from tvmbridge.standins import tensors_of
 
 # Exactly these: what a subclass does is its own affair.
@@ -42,14 +41,3 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
         if reason is not None:
             return f"{name} {reason}, and code is compiled for plain, dense tensors"
     return None
-
-
-def refuse_unusual(module: nn.Module, leaves: Sequence[Any]) -> None:
-    """Refuse what :func:`unusual_in` finds.
-
-    Raises:
-        CaptureError: an argument or a tensor of the module is no plain, dense tensor.
-    """
-    found = unusual_in(module, leaves)
-    if found is not None:
-        raise CaptureError(f"{type(module).__name__} cannot be captured: {found}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.plain import unusual_in
 from tvmbridge.standins import run_apart, stand_in, tensors_replaced
 
 # Frames of these packages are not the user's.
@@ -30,6 +33,31 @@ def raise_if_forward_refuses(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
         ) from error
+
+
+def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what tracing would take for something else, or would end the process.
+
+    Raises:
+        CaptureError: the class of the module, an argument or one of its tensors cannot be captured.
+    """
+    reason = _unusual_class(module) or unusual_in(module, tree_leaves((args, dict(kwargs))))
+    if reason is not None:
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
+
+
+def _unusual_class(module: nn.Module) -> str | None:
+    class_ = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule; dispatch the module that it was made of"
+    if isinstance(inspect.getattr_static(class_, "forward", None), property):
+        return "its forward is a property, which an instance cannot replace"
+    if class_.__call__ is not nn.Module.__call__ and not isinstance(module, torch.fx.GraphModule):
+        return (
+            "its class has a __call__ of its own, which would run around the compiled code and in "
+            "it; move what it does into forward, or dispatch a submodule"
+        )
+    return None
 
 
 def first_paragraph(error: BaseException | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tvmbridge.attributes import same_value
+from tvmbridge.contents import same_value
 from tvmbridge.plain import PLAIN
 
 
@@ -52,7 +52,7 @@ class Signature:
             leaf = leaves[i]
             if type(leaf) not in PLAIN:
                 return "an argument is not a plain tensor"
-            if leaf.layout is not torch.strided or leaf._is_zerotensor():
+            if leaf.layout is not torch.strided or leaf.is_nested or leaf._is_zerotensor():
                 return "the layout of an input differs"
             if leaf.shape != shape:
                 return "the shape of an input differs"

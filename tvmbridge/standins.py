@@ -46,6 +46,19 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     return copied
 
 
+def without_inference_tensors(value: Any) -> Any:
+    """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: _copied(t) if t.is_inference() else t, value
+    )
+
+
+def without_inference_state(module: nn.Module) -> None:
+    """Exchange the inference tensors of a stand-in for copies that may be traced under autograd."""
+    own = {id(t): t for t in tensors_of(module).values() if t.is_inference()}
+    _exchange(module, {key: _copied(t) for key, t in own.items()})
+
+
 def copied_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
     """Copies that no change of the originals reaches; they hold the very same tensors and modules.
 
@@ -58,7 +71,7 @@ def copied_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
         for key, value in values.items():
             modules = {id(m): m for m in pytree.tree_leaves(value) if isinstance(m, nn.Module)}
             try:
-                copies[key] = copy.deepcopy(value, modules)  # type: ignore[arg-type]
+                copies[key] = copy.deepcopy(value, modules)
             except Exception:
                 copies[key] = value
     return copies

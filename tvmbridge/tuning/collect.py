@@ -13,7 +13,8 @@ from tvm.target import Target
 
 from tvmbridge.build import fuse
 from tvmbridge.compiled import Stages, lower_module
-from tvmbridge.dispatcher import Dispatcher, with_own_forward
+from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.forwards import with_own_forward
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.records import Task, count_tasks

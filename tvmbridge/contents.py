@@ -1,0 +1,116 @@
+"""Contents: what attributes and arguments hold, and whether two are the same to forward."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+# How deep objects are looked into.
+DEPTH = 4
+# Two of these are the same only where they are one object.
+_THEMSELVES = (
+    torch.Tensor,
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    enum.Enum,
+)
+# Modules are watched by themselves, and the others hold nothing that could change.
+_OPAQUE = (*_THEMSELVES, nn.Module, types.MethodType, functools.partial)
+CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
+
+
+def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
+    """Whether two attributes mean the same to forward: equal in value, type and sign of zero."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (a != a and b != b)
+    if isinstance(a, bool | int | str | bytes):
+        return bool(a == b)
+    if isinstance(a, complex | torch.dtype | torch.device | range):
+        return repr(a) == repr(b)
+    if isinstance(a, _THEMSELVES):
+        return False
+    if isinstance(a, types.MethodType):
+        return a.__func__ is b.__func__
+    if isinstance(a, functools.partial):
+        return same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
+    if depth == 0:
+        return True
+    ours, theirs = state_of(a), state_of(b)
+    if ours is None or theirs is None:
+        return False
+    return len(ours) == len(theirs) and all(
+        same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+def contents(value: Any) -> list[Any]:
+    """What ``value`` holds, if it is a container or a plain object such as a configuration."""
+    if isinstance(value, _OPAQUE):
+        return []
+    held = [*attributes_of(value).values()]
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values(), *held]
+    if isinstance(value, list | tuple | deque):
+        return [*value, *held]
+    if isinstance(value, set | frozenset):
+        return [*sorted(value, key=repr), *held]
+    return [*attributes_of(value), *held]
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of a plain object, in its dict or in slots."""
+    held = getattr(value, "__dict__", None)
+    found = dict(held) if isinstance(held, dict) else {}
+    found.update({n: getattr(value, n) for n in slots_of(type(value)) if hasattr(value, n)})  # type: ignore[arg-type]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def slots_of(class_: type[Any]) -> tuple[str, ...]:
+    """The names of the slots that objects of ``class_`` have."""
+    names: list[str] = []
+    for base in class_.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def state_of(value: Any) -> list[Any] | None:
+    """What tells ``value`` from others of its type: its contents, or what pickling would keep.
+
+    None: it does not say, so that it is the same as itself alone.
+    """
+    if isinstance(value, numpy.ndarray):
+        return [value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, torch.Generator):
+        return [value.get_state().numpy().tobytes()]
+    if isinstance(value, (*CONTAINERS, *_OPAQUE)):
+        return contents(value)
+    held = contents(value)
+    if held or hasattr(value, "__dict__") or type(value) in _PLAIN_VALUES:
+        return held
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # a lock, a file, a generator: each class has errors of its own
+        return None
+    if isinstance(reduced, str):
+        return [reduced]
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced]
