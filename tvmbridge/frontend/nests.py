@@ -95,7 +95,9 @@ def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
 
 
 def _refuse_costly(terms: int, p: float) -> None:
-    if terms > (_MOST_WRITTEN if p in (0, 1, 2, math.inf) else FEW_CALLS):
+    if p == math.inf:
+        raise Declined("a largest difference, of which PyTorch passes over some that are NaN")
+    if terms > (_MOST_WRITTEN if p in (0, 1, 2) else FEW_CALLS):
         raise Declined("many distances, for which PyTorch has vectors")
 
 
