@@ -27,7 +27,7 @@ HALVES = frozenset({torch.float16, torch.bfloat16})
 _INDICES = (torch.int32, torch.int64)
 # Elements that are written one after the other.
 _MOST_WRITTEN = 1 << 16
-_MOST_SORTED = 1 << 14
+_MOST_SORTED = 1 << 12
 _MOST_CHOSEN = 32
 # From here on PyTorch computes euclidean distances as a product of matrices.
 _ROWS_BY_PRODUCT = 25
