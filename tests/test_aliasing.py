@@ -147,3 +147,30 @@ def test_a_written_input_that_is_also_another_input_falls_back() -> None:
     assert list(dispatch_report(module).fallbacks) == [
         "a tensor that forward writes shares memory with another"
     ]
+
+
+def _views_of_expanded(m: Any, x: torch.Tensor) -> Any:
+    return x.t(), x[1:], x[-1], x.split(2)[1], x.diagonal(), x[:, 1:3], x * m.weight
+
+
+def test_views_of_an_expanded_tensor_have_their_own_gradients() -> None:
+    module = add_tvm_dispatch(Applied(_views_of_expanded).double().train(), _expanded())
+    found = []
+    for each in (module, eager(module)):
+        x = _expanded()
+        outputs = each(x)
+        total = sum((i + 1) * (o * torch.arange(o.shape[-1])).sum() for i, o in enumerate(outputs))
+        found.append(([o.detach() for o in outputs], torch.autograd.grad(total, x)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def _expanded() -> torch.Tensor:
+    row = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(1, 6)
+    return row.expand(4, 6).detach().requires_grad_()
+
+
+def test_memory_read_through_an_expanded_tensor_is_refused() -> None:
+    module = Applied(lambda m, x: (x.as_strided((2,), (1,)), x * m.weight)).double().train()
+    with pytest.raises(UnsupportedOperatorError, match="elements share memory"):
+        add_tvm_dispatch(module, _expanded())

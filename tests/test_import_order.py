@@ -21,13 +21,13 @@ PACKAGE = ROOT / "tvmbridge"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "errors libraries options types versions admission structure checks whole",
+        "errors libraries options types versions admission structure checks whole tail dependence",
         "kernels gradients legalize schedules",
         "records",
         "passes",
         "pipeline",
         "arguments pack packing capture conversions cumulative refusal decompositions recurrent"
-        " standins patches attributes aliasing observation signature surroundings"
+        " standins patches attributes views aliasing observation signature surroundings"
         " plain validation noise head promotion rehearsal hoist facts frontend differentiate aot"
         " joint combining coloring split"
         " contents forwards build runtime state cache report",

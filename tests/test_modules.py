@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.test_dispatch import assert_same_step, eager, sample, train_step
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.errors import UnsupportedOperatorError
 
 Pair = namedtuple("Pair", "first second")
 
@@ -65,6 +67,53 @@ def test_a_counter_in_a_buffer_counts() -> None:
         torch.testing.assert_close(module(sample()), sample() * expected)
     assert module.calls == 3
     assert dispatch_report(module).tvm_calls == 3
+
+
+class Replaces(nn.Module):
+    """Backward reads the value that a buffer had before it was replaced, or written into.
+
+    ``offset`` 0 has eager PyTorch save the buffer itself, another number what is made of it.
+    """
+
+    scale: torch.Tensor
+
+    def __init__(self, in_place: bool, offset: float = 0.0) -> None:
+        super().__init__()
+        self.in_place, self.offset = in_place, offset
+        self.register_buffer("scale", torch.full((24,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * (self.scale + self.offset if self.offset else self.scale)
+        if self.in_place:
+            self.scale.add_(1)
+        else:
+            self.scale = self.scale * 0.5 + 1
+        return y * y
+
+
+@pytest.mark.parametrize("joint", ["relax", "aot"])
+@pytest.mark.parametrize(("in_place", "offset"), [(False, 0.0), (True, 0.5)])
+def test_a_replaced_buffer_that_backward_reads(joint: str, in_place: bool, offset: float) -> None:
+    ours, theirs = Replaces(in_place, offset).train(), Replaces(in_place, offset).train()
+    add_tvm_dispatch(ours, sample().requires_grad_(), options={"joint": joint})
+    for module in (ours, theirs):
+        # Backward comes after the next forward.
+        x = sample().requires_grad_()
+        first, _ = module(x), module(x)
+        first.sum().backward()
+        module.found = x.grad
+    torch.testing.assert_close(ours.found, theirs.found, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.scale, theirs.scale, rtol=1e-12, atol=1e-12)
+    assert dispatch_report(ours).tvm_calls == 2
+
+
+@pytest.mark.parametrize("joint", ["relax", "aot", "auto"])
+def test_a_buffer_that_is_written_before_backward_reads_it_is_refused(joint: str) -> None:
+    module = Replaces(True).train()
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        Replaces(True).train()(sample().requires_grad_()).sum().backward()
+    with pytest.raises(UnsupportedOperatorError, match="modified by an inplace"):
+        add_tvm_dispatch(module, sample().requires_grad_(), options={"joint": joint})
 
 
 class Structured(nn.Module):

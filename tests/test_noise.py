@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.test_dispatch import assert_same_step, eager, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.errors import UnsupportedOperatorError
 
 F = nn.functional
 
@@ -62,13 +61,18 @@ def test_draws_equal_eager(kind: str) -> None:
     assert_same_step(module, eager(module), sample(3, 4, 5))
 
 
-def test_a_draw_that_nothing_reads_is_not_lost_in_evaluation() -> None:
+def test_a_draw_that_nothing_reads_moves_the_generator() -> None:
     def unread(x: torch.Tensor, t: bool) -> torch.Tensor:
         torch.rand_like(x)
         return x + torch.rand_like(x)
 
-    with torch.no_grad(), pytest.raises(UnsupportedOperatorError, match="other random numbers"):
-        add_tvm_dispatch(Applied(unread).eval(), sample(3, 4))
+    module = add_tvm_dispatch(Applied(unread).eval(), sample(3, 4))
+    found = []
+    for each in (module, eager(module)):
+        torch.manual_seed(1)
+        found.append([each(sample(3, 4)), torch.get_rng_state()])
+    torch.testing.assert_close(*found)
+    assert dispatch_report(module).tvm_calls == 1
 
 
 def test_masks_are_one_byte_an_element() -> None:

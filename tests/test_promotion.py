@@ -29,6 +29,22 @@ def test_losses_keep_the_dtype_of_the_input() -> None:
     assert_like_eager(losses, X.bfloat16(), TARGET.float())
 
 
+def test_draws_keep_the_dtype_of_the_mean() -> None:
+    """The numbers are those of eager PyTorch."""
+
+    def draw(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return torch.normal(x, target)
+
+    assert draw(X, TARGET).dtype is torch.float32
+    module = Function(lambda x, target: torch.normal(x, std=target)).eval()
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, (X, TARGET))
+        torch.manual_seed(0)
+        torch.testing.assert_close(module(X, TARGET), draw(X, TARGET))
+    assert tvmbridge.dispatch_report(module).tvm_calls == 1
+
+
 def test_half_precision_overflows_where_eager_does() -> None:
     """Eager rounds between the parts of this loss."""
     large, target = torch.tensor([-20.0, 2.0]).half(), torch.ones(2).half()

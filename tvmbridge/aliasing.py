@@ -8,6 +8,7 @@ share memory with, by their strides and offset.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.types import InputKind, OutputAlias
+from tvmbridge.views import ViewWatch, shares_elements, viewed
 
 _LARGEST_COMPARED = 1 << 22
 
@@ -23,6 +25,7 @@ def aliases_of(
     outputs: Sequence[Any],
     inputs: Mapping[int, torch.Tensor],
     state: Mapping[str, torch.Tensor],
+    views: ViewWatch | None = None,
 ) -> tuple[OutputAlias | None, ...]:
     """What each output shares memory with.
 
@@ -30,6 +33,7 @@ def aliases_of(
         outputs: the leaves of what forward returned.
         inputs: the tensors that it was given, by position; none of them shares memory.
         state: parameters, buffers and tensor attributes as they are after forward, by name.
+        views: has seen how forward made its views; None: no gradient is asked for.
 
     Raises:
         UnsupportedOperatorError: outputs share memory in a way that cannot be made again.
@@ -44,7 +48,7 @@ def aliases_of(
         found.append(None)
         if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
             continue
-        base = _base_among(output, known)
+        base = _base_among(output, known, views)
         if base is not None:
             found[number] = base
         elif output.numel():
@@ -60,14 +64,19 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _base_among(
-    output: torch.Tensor, known: Sequence[tuple[InputKind | None, int | str, torch.Tensor]]
+    output: torch.Tensor,
+    known: Sequence[tuple[InputKind | None, int | str, torch.Tensor]],
+    views: ViewWatch | None,
 ) -> OutputAlias | None:
     for kind, key, tensor in known:
         if output is tensor:
             return OutputAlias(kind, key)
     for kind, key, tensor in known:
         if _storage(output) == _storage(tensor):
-            return _view(kind, key, output, tensor)
+            alias = _view(kind, key, output, tensor)
+            if views is not None and output.requires_grad and shares_elements(tensor):
+                return replace(alias, steps=views.steps(output, tensor))
+            return alias
     return None
 
 
@@ -140,6 +149,8 @@ def made_again(alias: OutputAlias, base: torch.Tensor) -> torch.Tensor:
     """The output that ``alias`` describes, of the ``base`` of this call."""
     if alias.shape is None:
         return base
+    if alias.steps:
+        return viewed(base, alias.steps)
     source = base.detach() if alias.detached else base
     if (alias.shape, alias.stride, alias.offset) == (base.shape, base.stride(), 0):
         return source if alias.detached else base.view_as(base)

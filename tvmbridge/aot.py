@@ -71,9 +71,10 @@ def trace_joint(
     given, arriving = inputs[:count], inputs[count : count + len(cotangents)]
     drawn = _in_calling_order(inputs[count + len(cotangents) :], noise)
     imported = import_fx_graph(functional, [*given, *drawn, *arriving], "joint")
+    passes = [*recorded_passes(), *zapp_passes(cotangents)]
     return TracedJoint(
         joint=JointModule(
-            mod=run_passes(imported.mod, [*recorded_passes(), *zapp_passes()], records),
+            mod=run_passes(imported.mod, passes, records),
             primals=tuple(i.name for i in [*given, *drawn]),
             cotangents=cotangents,
             cotangent_of=facts.cotangent_of,
@@ -147,7 +148,10 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """The overload whose schema says that running statistics are written."""
+    """The overload whose schema says whether running statistics are written."""
+    if not training:
+        norm = aten._native_batch_norm_legit_no_training.default
+        return norm(x, weight, bias, mean, variance, momentum, eps)
     if mean is None or variance is None:
         norm = aten._native_batch_norm_legit.no_stats
         return norm(x, weight, bias, training, momentum, eps)
@@ -156,13 +160,26 @@ def _batch_norm(
 
 
 def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModule:
-    """The same graph without writes, taken apart by our table."""
-    fakes = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
-    run = torch.func.functionalize(fx.Interpreter(traced).run, remove="mutations")
+    """The same graph without writes, taken apart by our table, of dense inputs."""
+    given = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
+    run = torch.func.functionalize(_SameDtypes(traced).run, remove="mutations")
     with rehearsal.mode, torch.no_grad():
+        # Compiled code gets them so; the shapes of some results depend on it.
+        fakes = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
         functional = _traced(run, fakes, joint_decomposition_table())
     functional.graph.eliminate_dead_code()
     return functional
+
+
+class _SameDtypes(fx.Interpreter):
+    """Runs a graph; results keep their dtypes, also where parts of an operator have others."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        recorded = node.meta.get("val")
+        if isinstance(result, torch.Tensor) and isinstance(recorded, torch.Tensor):
+            return result.to(recorded.dtype)
+        return result
 
 
 def _check_strided_views(traced: fx.GraphModule) -> None:

@@ -85,19 +85,18 @@ def _differ(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool
 
 
 @contextmanager
-def watched_forward(module: nn.Module) -> Iterator[ArgumentWatch]:
-    """Within it ``module`` has a forward that is an :class:`ArgumentWatch`."""
+def watched_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within it ``module`` has another ``forward``, such as an :class:`ArgumentWatch`."""
     own = module.__dict__.get("forward")
-    watch = ArgumentWatch(module.forward)
 
     # torch.export reads the signature, and the code, of a function.
     @functools.wraps(module.forward)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        return watch(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     module.__dict__["forward"] = watched
     try:
-        yield watch
+        yield
     finally:
         if own is None:
             del module.__dict__["forward"]

@@ -33,6 +33,7 @@ from tvmbridge.refusal import (
     user_line,
 )
 from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.types import (
     CapturedGraph,
     InputDescriptor,
@@ -98,7 +99,7 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program, watch = _export(module, args, kwargs, needs_grad)
+    program, watch, tail = _export(module, args, kwargs, needs_grad)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -111,7 +112,7 @@ def capture_staged(
         program=program,
         training=module.training,
         in_spec=in_spec,
-        out_spec=seen.structure,
+        out_spec=seen.structure if tail is None else _first_of(seen.structure),
         inputs=inputs,
         outputs=_with_aliases(_describe_outputs(program), seen),
         noise=noise,
@@ -122,13 +123,22 @@ def capture_staged(
         changed_arguments=watch.changed,
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
+        tail=tail,
     )
+
+
+def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
+    """The structure of the first of a pair."""
+    pair = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    return pytree.tree_structure(pair[0])
 
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
-) -> tuple[ExportedProgram, ArgumentWatch]:
+) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
+    watch = ArgumentWatch(module.forward)
+    tails = TailWatch(watch, differentiated=needs_grad)
     try:
         with (
             torch.set_grad_enabled(needs_grad),
@@ -144,14 +154,14 @@ def _export(
                 DropoutWithoutEffect(),
                 KernelPromotion(),
                 FunctionsKeptWhole(),
-                watched_forward(module) as watch,
+                watched_forward(module, tails),
             ):
                 program = torch.export.export(module, args, dict(kwargs), strict=False)
             # Without it PyTorch drops draws that nothing reads.
             with torch._inductor.config.patch(fallback_random=True):
                 program = program.run_decompositions(table)
             tidy_draws(program)
-            return program, watch
+            return program, watch, tails.tail
     except CaptureError:
         raise
     except Exception as error:
@@ -192,6 +202,10 @@ def _describe_inputs(
             position += 1
         if isinstance(spec.arg, ConstantArgument):
             continue
+        if getattr(spec.arg, "class_fqn", "") == "torch._C.Generator":
+            raise UnsupportedOperatorError(
+                "forward draws from a torch.Generator of its own, which compiled code does not move"
+            )
         if kind is None or not isinstance(spec.arg, TensorArgument):
             raise UnsupportedOperatorError(
                 f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "

@@ -68,6 +68,11 @@ class CompiledModule:
     seconds: Mapping[str, float]
 
     @property
+    def eager_functions(self) -> Mapping[str, int]:
+        """What runs in eager PyTorch after the compiled code, counted by name."""
+        return self.captured.tail.functions if self.captured.tail is not None else {}
+
+    @property
     def residual_bytes(self) -> int:
         """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
         return sum(r.spec.nbytes for r in self.residuals)

@@ -1,5 +1,5 @@
 """What does nothing, and is to be traced as nothing: conversions of modules in forward, such as
-``self.linear = self.linear.to(x.dtype)``, dropout that drops nothing, checks that the sample passes.
+``self.linear = self.linear.to(x.dtype)``, dropout that drops nothing, checks that pass.
 """
 
 from __future__ import annotations

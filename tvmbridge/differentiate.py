@@ -101,11 +101,12 @@ def differentiate(
     append = AppendCotangents(differentiable)
     mod = run_passes(mod, [StopGradients(tuple(wanted)), append], records)
     joint = _flatten_adjoint(_gradient(mod, wanted, records), len(results))
-    joint = run_passes(joint, zapp_passes(), records)
+    cotangents = tuple(f"{append.prefix}{i}" for i in differentiable)
+    joint = run_passes(joint, zapp_passes(cotangents), records)
     return JointModule(
         mod=joint,
         primals=tuple(p.name for p in function.params),
-        cotangents=tuple(f"{append.prefix}{i}" for i in differentiable),
+        cotangents=cotangents,
         cotangent_of=differentiable,
         num_outputs=len(results),
         wanted=tuple(wanted),

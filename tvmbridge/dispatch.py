@@ -154,6 +154,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             native_operators=dict(variant.compiled.native_calls),
             aten_operators=dict(variant.compiled.aten_calls),
             kernels=variant.compiled.coverage,
+            eager_functions=dict(variant.compiled.eager_functions),
             passes=variant.compiled.records,
         )
         for specialization in dispatcher.specializations

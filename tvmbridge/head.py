@@ -8,7 +8,7 @@ runs it before each call; the compiled code takes the draws as inputs, as it tak
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def _drawing_node(node: fx.Node) -> fx.Node:
     return source
 
 
-def _ancestors(read: Sequence[fx.Node], draws: Collection[fx.Node]) -> set[fx.Node]:
+def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]) -> set[fx.Node]:
     """All that the nodes ``read`` are computed from, themselves included.
 
     Of draws the search goes on from dropout alone: what other draws read is in ``read``.
@@ -67,7 +67,7 @@ def _ancestors(read: Sequence[fx.Node], draws: Collection[fx.Node]) -> set[fx.No
         if node in found:
             continue
         found.add(node)
-        if node not in draws or draws[node].drop_probability is not None:  # type: ignore[call-overload]
+        if node not in draws or draws[node].drop_probability is not None:
             rest += node.all_input_nodes
     return found
 

@@ -213,7 +213,13 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     drawn = _IN_PLACE.get(op, op)
     if drawn is aten.bernoulli_.Tensor:
         args = (spec_of_node(node.args[0]), *args[1:])
-    return NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    if op._schema.name == "aten::normal" and len({c.spec.dtype for c in descriptor.computed}) > 1:
+        raise UnsupportedOperatorError(
+            f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
+            "where PyTorch's tracing foretells another"
+        )
+    return descriptor
 
 
 def describe_rrelu(node: fx.Node) -> NoiseDescriptor:

@@ -26,10 +26,11 @@ from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.promotion import KernelPromotion
-from tvmbridge.refusal import refuse_at_sight
+from tvmbridge.refusal import refuse_at_sight, user_line
 from tvmbridge.standins import (
     as_captured,
     copied_values,
@@ -42,7 +43,9 @@ from tvmbridge.standins import (
     without_inference_state,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import OutputAlias
+from tvmbridge.views import ViewWatch
 from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
@@ -112,6 +115,8 @@ def staged(
             # What it wrote must be in place at a call, although it may never read it.
             written = values_read(actor, {_split(name) for name in seen.writes})
             seen = replace(again, values={**again.values, **written})
+    except DependenceError as error:
+        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
     except BridgeError:
         raise
     except Exception as error:
@@ -159,23 +164,24 @@ def observe(
             cumulative_averages_on_tensors(module),
             as_captured(),
             conversions_without_effect(),
-            KernelPromotion(),
             checks_of_numbers(),
-            FunctionsKeptWhole(),
         ):
             stack.enter_context(context)
+        for rewriting in (KernelPromotion(), FunctionsKeptWhole()):
+            stack.enter_context(rewriting)
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
-        forward = ArgumentWatch(module.forward)
-        results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
+        forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
+        with ViewWatch() as views:
+            results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
         writes = _written(before, _snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        aliases = aliases_of(results, inputs, after)
+        aliases = aliases_of(results, inputs, after, views)
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)

@@ -68,7 +68,7 @@ def _unscheduled_norms(*, fold: bool) -> list[AnyPass]:
     return [LowerBatchNorm(fold=fold), LowerGroupNorm(), LowerInstanceNorm()]
 
 
-def zapp_passes() -> list[AnyPass]:
+def zapp_passes(cotangents: tuple[str, ...]) -> list[AnyPass]:
     """Training, after the gradient: what the gradient left superfluous goes away."""
     return [
         RemoveNoGrad(),
@@ -76,7 +76,7 @@ def zapp_passes() -> list[AnyPass]:
         relax.transform.CanonicalizeBindings(),
         ZappLike(),
         OneZapp(),
-        ZeroZapp(),
+        ZeroZapp(cotangents),
         ZappLike(),
         CollapseViews(),
         *tidy_passes(),

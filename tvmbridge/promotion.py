@@ -36,26 +36,37 @@ def _soft_margin_loss(
     return nn.functional.soft_margin_loss(input, target.to(input.dtype), *rest, **named)
 
 
-# Their fake kernels promote where the kernels keep the dtype of the input.
+def _normal(mean: torch.Tensor, std: torch.Tensor, **named: Any) -> torch.Tensor:
+    """The kernel draws in the dtype of the mean, and scales in place."""
+    return torch.normal(mean, std.to(mean.dtype), **named)
+
+
+# Their fake kernels promote where the kernels keep the dtype of the first operand.
 _KEPT_DTYPE: dict[Callable[..., Any], Callable[..., Any]] = {
     nn.functional.huber_loss: _huber_loss,
     nn.functional.soft_margin_loss: _soft_margin_loss,
+    torch.normal: _normal,
 }
+_OPERANDS = ("input", "target", "mean", "std")
 
 
 class KernelPromotion(TorchFunctionMode):
-    """Within it losses of several dtypes have, in a trace too, the dtype that eager gives them."""
+    """Within it losses and draws of several dtypes have, in a trace too, the dtype that eager
+    gives them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if func in _KEPT_DTYPE and named.get("weight") is None and len(args) < 5:
-            operands = [*args[:2], *(named[k] for k in ("input", "target") if k in named)]
-            if len({t.dtype for t in operands}) > 1 and all(
-                t.is_floating_point() for t in operands
-            ):
+            operands = [*args[:2], *(named[name] for name in _OPERANDS if name in named)]
+            if _differ_in_width(operands):
                 named.pop("weight", None)
                 func = _KEPT_DTYPE[func]
         return func(*args, **named)
+
+
+def _differ_in_width(operands: Sequence[Any]) -> bool:
+    tensors = [t for t in operands if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    return len(tensors) == 2 and tensors[0].dtype is not tensors[1].dtype
 
 
 def kernel_dtypes(

@@ -30,6 +30,7 @@ from tvmbridge.standins import (
     without_autocast,
 )
 from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.whole import FunctionsKeptWhole
 
@@ -116,7 +117,8 @@ class Rehearsal:
             stack.enter_context(checks_of_numbers())
             stack.enter_context(FunctionsKeptWhole())
             stack.enter_context(tensors_replaced(self.module, held))
-            forward = ArgumentWatch(self.module.forward)
+            differentiated = any(p.requires_grad for p in primals)
+            forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 

@@ -25,7 +25,7 @@ class SpecializationReport:
     the largest first; operators are counted by ATen overload. ``joint`` is the source of the joint
     function, ``joint_reason`` says why it is not ``relax``. ``checked`` counts the calls that
     agreed with the module's own forward (``CompileOptions.check``), ``checked_gradients`` the
-    backwards.
+    backwards. ``eager_functions`` counts what runs in eager PyTorch after the compiled code.
     """
 
     mode: str
@@ -41,6 +41,7 @@ class SpecializationReport:
     aten_operators: Mapping[str, int]
     kernels: Coverage
     passes: tuple[PassRecord, ...]
+    eager_functions: Mapping[str, int] = field(default_factory=dict)
     checked: int = 0
     checked_gradients: int = 0
 
@@ -113,6 +114,9 @@ class DispatchReport:
             console.print(table)
         if self.aten_calls:
             console.print("ATen calls (PyTorch's kernels): " + ", ".join(self.aten_calls))
+        eager = dict.fromkeys(name for s in self.specializations for name in s.eager_functions)
+        if eager:
+            console.print(f"runs eagerly after the compiled code: {', '.join(eager)}")
         file = console.file
         assert isinstance(file, io.StringIO)
         return file.getvalue()

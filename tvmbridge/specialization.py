@@ -19,9 +19,15 @@ from tvmbridge.packing import Packing
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
+from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+_SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
+
+
+def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
+    return tuple(step == 0 for step in stride)
 
 
 class Mode(NamedTuple):
@@ -91,6 +97,9 @@ class Variant:
         held = [d for d in captured.inputs if d.kind in _OF_MODULE]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
+        # Eager sorts equal elements otherwise where they lie in one place.
+        sorts = not _SORTS.isdisjoint({**compiled.native_calls, **compiled.aten_calls})
+        self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._packing = packing
         self._packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
@@ -118,6 +127,9 @@ class Variant:
         for position, order in self._orders:
             if memory_order(leaves[position]) != order:
                 return "an input is laid out otherwise, so that random numbers would differ"
+        for position, repeated in self._repeats:
+            if _repeated(leaves[position].stride()) != repeated:
+                return "an input is expanded otherwise, so that equal elements would be sorted so"
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:
                 return "a parameter is laid out otherwise, so that random numbers would differ"
@@ -159,15 +171,27 @@ class Variant:
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
             if self._training is None:
-                self._run_inference(primals)
+                self._try_tail(self._run_inference(primals), leaves)
                 return
             for position in self._training.gradient_of:
                 primals[position].requires_grad_()
             with torch.enable_grad():
-                outputs = [o for o in self._training(primals) if o.requires_grad]
+                results = self._training(primals)
+            self._try_tail(results, leaves)
+            outputs = [o for o in results if o.requires_grad]
             wanted = [primals[position] for position in self._training.gradient_of]
             cotangents = [torch.zeros_like(o) for o in outputs]
             torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+
+    def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
+        captured = self.compiled.captured
+        if captured.tail is None:
+            return
+        computed = iter(results)
+        values = [(o.kind, next(computed) if o.is_computed else o.value) for o in captured.outputs]
+        returned = [value for kind, value in values if kind is OutputKind.USER]
+        self._make_again(returned, leaves)
+        try_tail(captured.tail, returned)
 
     def _sample_state(self) -> list[torch.Tensor]:
         """The module's tensors; zeros where forward has yet to make one."""
@@ -232,6 +256,8 @@ class Variant:
                     self._target(output, leaves, tensors).copy_(value)
         # Last, because they show what was written.
         self._make_again(flat, leaves)
+        if captured.tail is not None:
+            flat = captured.tail.resolve(flat)
         changed, checks = captured.changed_arguments, captured.checks
         return rebuild(flat, captured.out_spec, changed, arguments, checks)
 

@@ -17,6 +17,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from tvmbridge.tail import Tail
+
 
 class InputKind(enum.Enum):
     """Where the value of a graph input comes from at a call."""
@@ -131,6 +133,16 @@ class InputDescriptor:
 
 
 @dataclass(frozen=True)
+class ViewStep:
+    """A view ``operator`` with its arguments behind the tensor; ``index``: of which result."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int | None
+
+
+@dataclass(frozen=True)
 class OutputAlias:
     """An output that shares memory with another tensor, its base.
 
@@ -138,7 +150,8 @@ class OutputAlias:
     the module (BUFFER, whatever it is) by its dotted name, or (None) another user output by its
     number. ``shape`` None says that the output is the base itself; otherwise it is the view with
     these strides, ``offset`` elements from where the base begins, of a base with the strides
-    ``base_stride``. ``detached``: no gradient flows from it to the base.
+    ``base_stride``. ``detached``: no gradient flows from it to the base. ``steps``, if there are
+    any, make it where strides do not tell which elements of the base it has.
     """
 
     kind: InputKind | None
@@ -148,6 +161,7 @@ class OutputAlias:
     offset: int = 0
     base_stride: tuple[int, ...] = ()
     detached: bool = False
+    steps: tuple[ViewStep, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,7 +197,8 @@ class CapturedGraph:
     attribute's name). ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs. ``head`` makes the draws where one of
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
-    have passed.
+    have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
+    and ``out_spec`` the structure of what it makes of them all.
     """
 
     program: ExportedProgram
@@ -200,6 +215,7 @@ class CapturedGraph:
     changed_arguments: tuple[int | str, ...] = ()
     head: EagerHead | None = None
     checks: int = 0
+    tail: Tail | None = None
 
     @property
     def device(self) -> torch.device:

@@ -8,7 +8,8 @@ it. Only functions are here whose results have a shape that the arguments' shape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,11 @@ def _covariance(input: torch.Tensor, **_: Any) -> torch.Tensor:
     variables = 1 if input.dim() < 2 else input.shape[0]
     dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
     return input.new_empty([] if variables == 1 else [variables, variables], dtype=dtype)
+
+
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    count = len(input) + r - 1 if with_replacement and r else len(input)
+    return input.new_empty([math.comb(count, r), r] if r else [0])
 
 
 def _ctc_loss(log_probs: torch.Tensor, reduction: str = "mean", **_: Any) -> torch.Tensor:
@@ -108,6 +114,13 @@ _FUNCTIONS = (
         (torch.corrcoef, torch.Tensor.corrcoef),
     ),
     _Whole(
+        "combinations",
+        "Tensor input, int r=2, bool with_replacement=False",
+        torch.combinations,
+        _combinations,
+        (torch.combinations,),
+    ),
+    _Whole(
         "ctc_loss",
         f"Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, {_CTC}",
         functional.ctc_loss,
@@ -141,7 +154,7 @@ def _register(library: torch.library.Library, whole: _Whole) -> None:
     name, _, overload = whole.name.partition(".")
     backward = f"{name}_backward" + (f".{overload}" if overload else "")
     library.define(f"{whole.name}({whole.parameters}) -> Tensor")
-    library.define(f"{backward}(Tensor gradient, int[] wanted, {whole.parameters}) -> Tensor[]")
+    library.define(f"{backward}(Tensor gradient, int wanted, {whole.parameters}) -> Tensor")
     schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
     names = [argument.name for argument in schema.arguments]
     differentiate = getattr(getattr(torch.ops.tvmbridge, f"{name}_backward"), overload or "default")
@@ -150,17 +163,14 @@ def _register(library: torch.library.Library, whole: _Whole) -> None:
         with torch.no_grad():
             return whole.function(**dict(zip(names, args, strict=False)))
 
-    def run_backward(
-        gradient: torch.Tensor, wanted: Sequence[int], *args: Any
-    ) -> list[torch.Tensor]:
+    # One gradient a call: the FuseOps of TVM 0.27 mixes up the fields of several tuples.
+    def run_backward(gradient: torch.Tensor, wanted: int, *args: Any) -> torch.Tensor:
         leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        operand = leaves[wanted].requires_grad_()
         with torch.enable_grad():
-            operands = [leaves[i].requires_grad_() for i in wanted]
             result = whole.function(**dict(zip(names, leaves, strict=False)))
-            found = torch.autograd.grad(result, operands, gradient, allow_unused=True)
-        return [
-            torch.zeros_like(o) if g is None else g for o, g in zip(operands, found, strict=True)
-        ]
+        (found,) = torch.autograd.grad(result, operand, gradient)
+        return found
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
@@ -171,11 +181,10 @@ def _register(library: torch.library.Library, whole: _Whole) -> None:
         args = list(ctx.others)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             args[place] = tensor
-        wanted = [i for i, needed in enumerate(ctx.needs_input_grad) if needed]
-        results: list[Any] = [None] * len(args)
-        for place, found in zip(wanted, differentiate(gradient, wanted, *args), strict=True):
-            results[place] = found
-        return tuple(results)
+        return tuple(
+            differentiate(gradient, place, *args) if needed else None
+            for place, needed in enumerate(ctx.needs_input_grad)
+        )
 
     library.impl(whole.name, run, "CompositeExplicitAutograd")
     library.impl(backward, run_backward, "CompositeExplicitAutograd")
@@ -186,7 +195,7 @@ def _register(library: torch.library.Library, whole: _Whole) -> None:
     )
     torch.library.register_fake(
         f"{_NAMESPACE}::{backward}",
-        lambda gradient, wanted, *args: [args[i].new_empty(args[i].shape) for i in wanted],
+        lambda gradient, wanted, *args: args[wanted].new_empty(args[wanted].shape),
         lib=library,
     )
     torch.library.register_autograd(
@@ -205,12 +214,24 @@ _OPERATORS: dict[Any, Any] = {
 }
 
 
+_QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
+
+
 class FunctionsKeptWhole(TorchFunctionMode):
     """Within it the functions above are calls of the operators that stand for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         operator = _OPERATORS.get(func)
-        if operator is not None and named.get("out") is None:
-            return operator(*args, **{k: v for k, v in named.items() if k != "out"})
-        return func(*args, **named)
+        if (
+            operator is None
+            or "out" in named
+            or (func in _QUANTILES and _by_learned(*args, **named))
+        ):
+            return func(*args, **named)
+        return operator(*args, **named)
+
+
+def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
+    """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
+    return isinstance(q, torch.Tensor) and q.requires_grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -12,22 +14,33 @@ from tvmbridge.passes.relax.constants import uniform_value
 
 @mutator
 class NeutralElementMutator(PyExprMutator):
-    """Remove ``neutral`` from both sides of ``commutative``, from the right of ``one_sided``."""
+    """Remove ``neutral`` from both sides of ``commutative``, from the right of ``one_sided``.
+
+    ``changes(call, number)`` says whether the operand ``number``, which equals ``neutral``,
+    changes the result of ``call`` all the same.
+    """
 
     def __init__(
-        self, neutral: float, commutative: str, one_sided: str, report: PassReport
+        self,
+        neutral: float,
+        commutative: str,
+        one_sided: str,
+        report: PassReport,
+        changes: Callable[[relax.Call, float], bool] = lambda call, number: False,
     ) -> None:
         super().__init__()
         self.neutral = neutral
         self.commutative = commutative
         self.one_sided = one_sided
         self.report = report
+        self.changes = changes
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
+        before = call
         call = self.builder_.normalize(super().visit_call_(call))
         if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
             return call
-        operand = self._operand_left(call)
+        operand = self._operand_left(call, before)
         if operand is None or dtype_of(operand) != dtype_of(call):
             return call
         target = shape_of(call)
@@ -39,12 +52,15 @@ class NeutralElementMutator(PyExprMutator):
             return operand
         return relax.op.broadcast_to(operand, target)
 
-    def _operand_left(self, call: relax.Call) -> relax.Expr | None:
+    def _operand_left(self, call: relax.Call, before: relax.Call) -> relax.Expr | None:
         if call.op.name not in (self.commutative, self.one_sided):
             return None
         left, right = call.args
-        if uniform_value(right, self.lookup_binding) == self.neutral:
-            return left
-        if call.op.name == self.one_sided:
-            return None
-        return right if uniform_value(left, self.lookup_binding) == self.neutral else None
+        sides = [(right, left)]
+        if call.op.name == self.commutative:
+            sides.append((left, right))
+        for operand, other in sides:
+            number = uniform_value(operand, self.lookup_binding)
+            if number == self.neutral and not self.changes(before, number):
+                return other
+        return None

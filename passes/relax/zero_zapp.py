@@ -10,30 +10,51 @@ After::
     g = dw
 
 A multiplication by zeros stays: the other operand may hold an infinity or NaN, whose product with
-zero is NaN. (-0.0 + 0.0 is 0.0 where this pass leaves -0.0; the two compare equal.)
+zero is NaN.
 
-Requires: nothing. Guarantees: no addition or subtraction of zeros whose other operand has the
-shape and dtype of the sum. Runs after: OneZapp.
+-0.0 + 0.0 is 0.0 where this pass leaves -0.0. The two compare equal, but forward may divide by
+them, so that a floating-point sum goes away only where it is a gradient: where it depends on a
+cotangent. (What changes no number, x - 0.0 and x + -0.0, goes away everywhere.)
+
+Requires: nothing. Guarantees: in the gradient no addition or subtraction of zeros whose other
+operand has the shape and dtype of the sum. Runs after: OneZapp.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import tvm
+from tvm import relax
 
 from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
 from tvmbridge.passes.relax.neutral import NeutralElementMutator
+from tvmbridge.passes.relax.stop_gradients import active_variables, is_floating
 
 
 @dataclass(frozen=True)
 class ZeroZapp(RelaxPass):
-    """Remove additions and subtractions of zero."""
+    """Remove additions and subtractions of zero.
+
+    Args:
+        cotangents: names of the parameters that are cotangents.
+    """
+
+    cotangents: tuple[str, ...] = ()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        return map_functions(
-            mod,
-            lambda f: NeutralElementMutator(0.0, "relax.add", "relax.subtract", report).visit_expr(
-                f
-            ),
-        )
+        def rewrite(function: relax.Function) -> relax.Function:
+            arriving = [p for p in function.params if p.name in self.cotangents]
+            gradients = active_variables(function, arriving)
+
+            def changes(call: relax.Call, number: float) -> bool:
+                negative = math.copysign(1.0, number) < 0
+                if not is_floating(call) or negative == (call.op.name == "relax.add"):
+                    return False
+                return not any(argument in gradients for argument in call.args)
+
+            mutator = NeutralElementMutator(0.0, "relax.add", "relax.subtract", report, changes)
+            return mutator.visit_expr(function)
+
+        return map_functions(mod, rewrite)

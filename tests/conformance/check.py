@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from tests.conformance.case import Case
 from tests.conformance.compare import compare, is_as_near
@@ -57,9 +58,15 @@ class Check:
         """Whether eager PyTorch accepts a case: some samples are of no use when varied."""
         return self._eager(case) is not None
 
-    def _eager(self, case: Case, dtype: torch.dtype | None = None) -> Values | None:
+    def _eager(
+        self,
+        case: Case,
+        dtype: torch.dtype | None = None,
+        rounded: Sequence[torch.dtype] | None = None,
+    ) -> Values | None:
+        gradient = self.joint is not None
         try:
-            return eager(self.operator, case, gradient=self.joint is not None, dtype=dtype)
+            return eager(self.operator, case, gradient=gradient, dtype=dtype, rounded=rounded)
         except Exception:
             return None
 
@@ -92,6 +99,7 @@ class Check:
             sorted(calls)
             for calls in (specialization.native_operators, specialization.aten_operators)
         )
+        aten += sorted(f"eager {name}" for name in specialization.eager_functions)
         ours, theirs = _of_case(run.ours, index), _of_case(run.theirs, index)
         difference = compare(ours, theirs, values=self.values)
         if difference and self._is_rounding(case, ours, theirs):
@@ -114,7 +122,10 @@ class Check:
     def _is_rounding(self, case: Case, ours: Any, theirs: Any) -> bool:
         if not self.values:
             return False
-        reference = self._eager(case, torch.float64)
+        results, _, _, requires = theirs
+        tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+        rounded = [t.dtype for t, wanted in zip(tensors, requires or (), strict=False) if wanted]
+        reference = self._eager(case, torch.float64, rounded)
         return reference is not None and is_as_near(ours, theirs, _of_case(reference, 0))
 
 

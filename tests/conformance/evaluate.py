@@ -82,9 +82,18 @@ def copy_of(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def evaluate(
-    module: nn.Module, cases: Sequence[Case], inputs: list[torch.Tensor], *, gradient: bool
+    module: nn.Module,
+    cases: Sequence[Case],
+    inputs: list[torch.Tensor],
+    *,
+    gradient: bool,
+    rounded: Sequence[torch.dtype] | None = None,
 ) -> Values:
-    """Run ``module`` from a fixed seed, and its gradient for fixed random cotangents."""
+    """Run ``module`` from a fixed seed, and its gradient for fixed random cotangents.
+
+    A case has the same cotangents whatever group it is in; they have the values that numbers of
+    the dtypes ``rounded`` have (None: those of the outputs).
+    """
     torch.manual_seed(0)
     with torch.set_grad_enabled(gradient):
         results = module(*inputs)
@@ -92,20 +101,27 @@ def evaluate(
     after = [[next(rest).detach() for _ in case.tensors] for case in cases]
     if not gradient:
         return Values(results, after)
-    outputs = [t for t in _tensors(results) if t.requires_grad]
+    of_cases = [[t for t in _tensors(r) if t.requires_grad] for r in results]
+    outputs = [t for of_case in of_cases for t in of_case]
+    cotangents = [c for of_case in of_cases for c in _cotangents(of_case, rounded)]
     leaves = [t for t in inputs if t.requires_grad]
-    found = torch.autograd.grad(outputs, leaves, _cotangents(outputs), allow_unused=True)
+    found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
     flowing = iter(found)
     gradients = [[next(flowing) for wanted in case.requires if wanted] for case in cases]
     requires = [[t.requires_grad for t in _tensors(r)] for r in results]
     return Values([_detached(r) for r in results], after, gradients, requires)
 
 
-def _cotangents(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _cotangents(
+    outputs: Sequence[torch.Tensor], rounded: Sequence[torch.dtype] | None
+) -> list[torch.Tensor]:
     """Random numbers, the same ones whatever the dtype."""
     generator = torch.Generator().manual_seed(1)
+    numbers = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
+    dtypes = rounded or [o.dtype for o in outputs]
     return [
-        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs
+        number.to(dtype).to(output.dtype)
+        for number, dtype, output in zip(numbers, dtypes, outputs, strict=True)
     ]
 
 
@@ -118,11 +134,16 @@ def _detached(value: Any) -> Any:
 
 
 def eager(
-    operator: Operator, case: Case, *, gradient: bool, dtype: torch.dtype | None = None
+    operator: Operator,
+    case: Case,
+    *,
+    gradient: bool,
+    dtype: torch.dtype | None = None,
+    rounded: Sequence[torch.dtype] | None = None,
 ) -> Values:
     """The values of PyTorch itself; raises what the operator raises."""
-    module = Calls(operator, [case])
-    return evaluate(module, [case], inputs_of([case], dtype), gradient=gradient)
+    module, inputs = Calls(operator, [case]), inputs_of([case], dtype)
+    return evaluate(module, [case], inputs, gradient=gradient, rounded=rounded)
 
 
 def run_group(operator: Operator, cases: Sequence[Case], joint: str | None, *, admit: bool) -> Run:

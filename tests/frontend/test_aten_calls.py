@@ -115,3 +115,19 @@ def test_refused_with_a_reason(function: Callable[..., Any]) -> None:
         with pytest.raises(tvmbridge.BridgeError):
             tvmbridge.add_tvm_dispatch(module, (X,))
         assert "forward" not in module.__dict__
+
+
+def test_equal_elements_are_sorted_as_eager_sorts_them() -> None:
+    """Along a stride of 0 eager keeps the order, which it does not do with a copy."""
+    row = torch.full((1, 3), 2.0)
+    expanded, dense = row.expand(3000, 3), row.repeat(3000, 1)
+    assert not torch.equal(expanded.argsort(0), dense.argsort(0))
+    module = Function(lambda x: (x.sort(0)[1], x.argsort(0, descending=True), x.msort())).eval()
+    with torch.no_grad():
+        expected = [module(expanded), module(dense)]
+        tvmbridge.add_tvm_dispatch(module, (expanded,))
+        for x, theirs in zip((expanded, dense), expected, strict=True):
+            assert all(map(torch.equal, module(x), theirs))
+        tvmbridge.add_tvm_dispatch(module, (dense,))
+        for x, theirs in zip((expanded, dense), expected, strict=True):
+            assert all(map(torch.equal, module(x), theirs))

@@ -75,8 +75,8 @@ def _by_torch(
     return function(x, weight, **options)
 
 
-def _aten(rule: str, name: str, x: torch.Tensor, *args: Any) -> Case:
-    """The case of an ATen call on ``x`` and ``args``, of several results the first."""
+def _aten(rule: str, name: str, x: torch.Tensor, *args: Any, results: int = 1) -> Case:
+    """The case of an ATen call on ``x`` and ``args``; of several ``results`` it has the first."""
     overload = resolve_overload(rule)
 
     def by_torch(x: torch.Tensor) -> torch.Tensor:
@@ -86,16 +86,17 @@ def _aten(rule: str, name: str, x: torch.Tensor, *args: Any) -> Case:
 
     several = not isinstance(overload(x, *args), torch.Tensor)
     result = by_torch(x)
-    type_ = relax.TensorType(tuple(result.shape), to_relax_dtype(result.dtype))
+    shape = tuple(result.shape)
+    types = [relax.TensorType(shape, d) for d in (to_relax_dtype(result.dtype), "int64")]
     content = {
         "op": rule,
         "args": [{"tensor": 0}, *args],
         "kwargs": {},
-        "results": [0] if several else None,
+        "results": list(range(results)) if several else None,
     }
 
     def by_relax(x: relax.Expr) -> relax.Expr:
-        called = relax.TupleType([type_]) if several else type_
+        called = relax.TupleType(types[:results]) if several else types[0]
         call = packed_call(ATEN_CALL, json.dumps(content), [x], called)
         if not several:
             return call
@@ -121,6 +122,7 @@ def pooling_cases() -> Iterator[Case]:
         yield _aten(rule, "over-the-edge", ties, *overlapping, [1] * rank, True)
         yield _aten(rule, "dilated", x, [2] * rank, [1] * rank, [1] * rank, [2] * rank)
         yield _aten(rule, "not-finite", odd, *overlapping)
+        yield _aten(rule, "with-indices", odd, *overlapping, results=2)
         uneven = [3, 4, 2][:rank]
         for name in ("_adaptive_avg_pool", "adaptive_max_pool"):
             yield _aten(f"aten.{name}{rank}d.default", "uneven", x, uneven)

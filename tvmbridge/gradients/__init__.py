@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.admission import is_proven
-from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, has_one_result
+from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
 from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
 from tvmbridge.gradients.convolution import CONVOLUTION_RULES, is_plain
 from tvmbridge.gradients.rules import OWN_RULES
@@ -74,7 +74,7 @@ CLAIMED: dict[str, Condition] = {
     "relax.full": _fills_with_a_number,
     "relax.take": _indices_of_rank_one,
     **dict.fromkeys(CONVOLUTION_RULES, is_plain),
-    **dict.fromkeys(ATEN_RULES, has_one_result),
+    **dict.fromkeys(ATEN_RULES, is_pulled_back),
     **dict.fromkeys(MOVE_RULES, can_move_back),
 }
 

@@ -1,6 +1,6 @@
 """Gradient rules of ATen calls, by overload: PyTorch's own backward operators.
 
-A call is differentiated where it reads one tensor and has one result.
+A call is differentiated where it reads one tensor and has one result, besides indices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from tvmbridge.legalize.aten.arguments import Arguments
 
 # The callee and the spec stand before the tensors.
 _FIRST_TENSOR = 2
+_WITH_INDICES = [0, 1]
 
 
 @dataclass(frozen=True)
 class _Pulled:
     """What a rule reads: an ATen call with its arguments by name, and its result's cotangent."""
 
+    var: relax.Var
     call: relax.Call
     result: relax.TensorType
     cotangent: relax.Expr
@@ -66,8 +68,13 @@ def _adaptive_average(rank: int) -> AtenRule:
 
 
 def _indices(pulled: _Pulled) -> relax.Expr:
-    """Where the call, a pooling by maxima, found them: its second result."""
+    """Where the call, a pooling by maxima, found them: its second result.
+
+    Where forward does not read it, backward finds them again.
+    """
     content = {**spec_of(pulled.call), "results": [1], "compiled": False}
+    if spec_of(pulled.call)["results"] == _WITH_INDICES:
+        return pulled.builder.emit(relax.TupleGetItem(pulled.var, 1))
     type_ = relax.TensorType(pulled.result.shape, "int64")
     tensors = list(pulled.call.args[_FIRST_TENSOR:])
     call = packed_call(ATEN_CALL, json.dumps(content), tensors, relax.TupleType([type_]))
@@ -124,10 +131,10 @@ ATEN_RULES: dict[str, AtenRule] = {
 }
 
 
-def has_one_result(call: relax.Call) -> bool:
+def is_pulled_back(call: relax.Call) -> bool:
     """Whether an ATen call is one that its rule holds for."""
     tensors = call.args[_FIRST_TENSOR:]
-    return spec_of(call)["results"] in (None, [0]) and len(tensors) == 1
+    return spec_of(call)["results"] in (None, [0], _WITH_INDICES) and len(tensors) == 1
 
 
 def aten_rule(
@@ -140,5 +147,5 @@ def aten_rule(
     content, tensors = spec_of(call), list(call.args[_FIRST_TENSOR:])
     arguments = Arguments.of(content, tensors)
     rule = ATEN_RULES[str(aten_call_operator(call))]
-    gradient = rule(_Pulled(call, result, pulled, arguments, builder))
+    gradient = rule(_Pulled(var, call, result, pulled, arguments, builder))
     return [*(relax.op.grad.no_grad(tensors[0]) for _ in range(_FIRST_TENSOR)), gradient]

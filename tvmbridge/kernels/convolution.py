@@ -129,5 +129,6 @@ class Convolution:
 
 def is_convolution(expr: relax.Expr | None) -> bool:
     """Whether ``expr`` is a call of one of :data:`CONVOLUTIONS`."""
-    called = isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op)
-    return called and expr.op.name in CONVOLUTIONS
+    if not isinstance(expr, relax.Call) or not isinstance(expr.op, tvm.ir.Op):
+        return False
+    return expr.op.name in CONVOLUTIONS

@@ -67,6 +67,9 @@ class Checker:
         """
         if not self.policy.due(variant.calls + 1):
             return variant.run(leaves, tensors, arguments)
+        if variant.compiled.captured.tail is not None:
+            self.unchecked["a part of forward runs eagerly after the compiled code"] += 1
+            return variant.run(leaves, tensors, arguments)
         try:
             twin = Twin(module, arguments, variant.compiled.captured.device)
         except Exception as error:
@@ -196,11 +199,11 @@ class _Check:
         self._variant.checked_gradients += 1
 
     def _output_names(self) -> list[str | None]:
-        """The names of the computed results, in order; None for state."""
+        """The names of the computed results, in order; None for state, and for checks."""
         names = iter(self._twin.outcome.leaves)
         found: list[str | None] = []
         for output in self._variant.compiled.captured.outputs:
-            name = next(names) if output.kind is OutputKind.USER else None
+            name = next(names, None) if output.kind is OutputKind.USER else None
             if output.is_computed:
                 found.append(name)
         return found

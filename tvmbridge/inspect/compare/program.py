@@ -74,7 +74,7 @@ class ProgramRun:
 
     def _call(self, node: fx.Node) -> None:
         numbers = [n for i in node.all_input_nodes for n in self.numbers.get(i, [])]
-        if node.target is operator.getitem:
+        if node.target is operator.getitem and node.name not in self.draws:
             source, index = node.args
             self.values[node] = self.values[source][index]  # type: ignore[index]
             held = tensors_in(self.values[source])  # type: ignore[index]

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.hoist import is_random
 from tvmbridge.inspect.compare.trace import FOREIGN, TraceBuilder, source_line, tensors_in
+from tvmbridge.noise import RRELU_NAME, base_name
 
 aten = torch.ops.aten
 
@@ -80,6 +81,8 @@ class Recorder(TorchDispatchMode):
             return self._replay(func, args, kwargs, self._replayed[len(self.draws)])
         result = func(*args, **kwargs)
         drawn = result[1] if func is aten.native_dropout.default else result
+        if base_name(func) == RRELU_NAME:
+            drawn = args[1]
         self.draws.append(drawn.detach().clone())
         return result
 
@@ -89,6 +92,9 @@ class Recorder(TorchDispatchMode):
             x, p = args[:2]
             factor = 0.0 if p == 1 else 1.0 / (1.0 - p)
             return x * draw.to(x.dtype) * factor, draw.to(torch.bool)
+        if base_name(func) == RRELU_NAME:
+            product = args[0] * args[1].copy_(draw)
+            return args[0].copy_(product) if func._schema.name.endswith("_") else product
         if func._schema.is_mutable:
             return args[0].copy_(draw)
         # The operator itself says the dtype and the strides of its result.

@@ -77,6 +77,11 @@ class Route:
                 passes=passes,
                 packing=Packing(sample.module),
             )
+        if lowered.captured.tail is not None:
+            raise UnsupportedOperatorError(
+                "forward has an eager tail (results that depend on the values of tensors: "
+                f"{', '.join(lowered.captured.tail.functions)}), which is not compared"
+            )
         kept = [step for step in seen if any(step[0] is record for record in records)]
         stages = [Stage("captured", "captured", None), *stages_of(lowered, kept)]
         route = cls(sample, reference, lowered, stages, records)

@@ -165,6 +165,7 @@ def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     return {
         "noise": tuple(_draws(captured)),
         "mutations": tuple(_mutations(captured)),
+        "eager_functions": () if captured.tail is None else tuple(captured.tail.functions),
         "frozen": frozen,
     }
 
@@ -185,7 +186,9 @@ def _draw(descriptor: NoiseDescriptor, node: fx.Node | None) -> Draw:
         purpose = f"a mask of dropout, p={descriptor.drop_probability:g}"
     elif descriptor.spec.dtype is torch.bool:
         purpose = "a mask"
-    operator = str(descriptor.op if node is None else node.target)
+    # A draw among several results of an operator is called as the item of it.
+    whole = node is not None and descriptor.result is None
+    operator = str(node.target if node is not None and whole else descriptor.op)
     source = "" if node is None else user_source(node.meta.get("stack_trace"))
     return Draw(operator, purpose, descriptor.spec, source)
 

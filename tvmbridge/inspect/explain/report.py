@@ -61,7 +61,7 @@ class ExplainReport:
     the largest first. ``frozen`` are numbers, strings and containers that would be constants of the
     code, by name: arguments that are no tensors, and attributes that forward reads; calls that come
     with others are not served by this code. ``packs`` names the weights of products that would
-    become one.
+    become one. ``eager_functions`` would run in eager PyTorch after the compiled code.
     """
 
     module: str
@@ -81,6 +81,7 @@ class ExplainReport:
     residuals: tuple[ValueDescriptor, ...] = ()
     frozen: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[tuple[str, ...], ...] = ()
+    eager_functions: tuple[str, ...] = ()
 
     @property
     def residual_bytes(self) -> int:
@@ -123,6 +124,8 @@ class ExplainReport:
             lines.append(f"gradient by {self.joint}{why}")
             lines.append(f"{residuals_text(self.residuals)}, by {self.residual_policy}")
         lines += [f"one product of {len(names)}: {', '.join(names)}" for names in self.packs]
+        if self.eager_functions:
+            lines.append(f"runs eagerly after the compiled code: {', '.join(self.eager_functions)}")
         if self.frozen:
             held = ", ".join(f"{name} = {value}" for name, value in self.frozen.items())
             lines.append(f"frozen: {held}")

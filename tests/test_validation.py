@@ -1,0 +1,54 @@
+"""Distributions of PyTorch in forward, whose checks of values are made at each call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import distributions, nn
+
+from tests.test_dispatch import assert_same_step, eager, sample
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+
+class Samples(nn.Module):
+    """Draws from several distributions and scores what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loc = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loc = self.loc(x)
+        scale = (x - 1.0).exp() - 0.01
+        normal = distributions.Normal(loc, scale)
+        latent = normal.rsample()
+        label = distributions.Categorical(logits=latent)
+        gamma = distributions.Gamma(loc.exp(), 1.0)
+        coin = distributions.Bernoulli(logits=loc).sample()
+        score = normal.log_prob(coin).sum(-1) + label.log_prob(label.sample())
+        return latent + gamma.rsample() + score[:, None]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_samples_equal_eager(training: bool) -> None:
+    torch.manual_seed(0)
+    module = Samples().double().train(training).requires_grad_(training)
+    options = {"check": "first" if training else "never"}
+    add_tvm_dispatch(module, sample(4, 6).requires_grad_(training), options=options)
+    reference = eager(module)
+    for _ in range(2):
+        if training:
+            assert_same_step(module, reference, sample(4, 6))
+            continue
+        found = []
+        for each in (module, reference):
+            torch.manual_seed(4)
+            found.append([each(sample(4, 6)), torch.get_rng_state()])
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (2, {})
+    if not training:
+        with pytest.raises(ValueError, match="satisfy"):
+            reference(sample(4, 6) - 9)
+        with pytest.raises(ValueError, match="does not satisfy its constraint"):
+            module(sample(4, 6) - 9)

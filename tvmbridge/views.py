@@ -1,0 +1,77 @@
+"""Views: by which operators forward made a view, so that they can be made again.
+
+A view is made again by its strides and offset. Where elements of the base share memory (a tensor
+that was expanded), these do not tell which of them a view is of, and gradients would go to all;
+such a view is made again by the operators that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.types import ViewStep
+
+aten = torch.ops.aten
+
+
+class ViewWatch(TorchDispatchMode):
+    """Notes the view operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # Results are kept alive, so that no other tensor gets the same id.
+        self._made_by: dict[int, tuple[torch.Tensor, torch.Tensor, ViewStep]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        if func.is_view and args and isinstance(args[0], torch.Tensor):
+            several = isinstance(results, tuple | list)
+            for i, result in enumerate(results if several else [results]):
+                step = ViewStep(func, tuple(args[1:]), dict(kwargs), i if several else None)
+                self._made_by[id(result)] = (result, args[0], step)
+        return results
+
+    def steps(self, output: torch.Tensor, base: torch.Tensor) -> tuple[ViewStep, ...]:
+        """How ``output`` was made from ``base``, which it shares memory with.
+
+        Raises:
+            UnsupportedOperatorError: by other operators than these, or in terms of memory.
+        """
+        steps: list[ViewStep] = []
+        current = output
+        while current is not base:
+            found = self._made_by.get(id(current))
+            if found is None or found[2].operator is aten.as_strided.default:
+                raise UnsupportedOperatorError(
+                    "an output is a view of a tensor whose elements share memory and that "
+                    "requires a gradient"
+                )
+            _, current, step = found
+            steps.append(step)
+        return tuple(reversed(steps))
+
+
+def shares_elements(tensor: torch.Tensor) -> bool:
+    """Whether elements of ``tensor`` may share memory with one another."""
+    reached = 0
+    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    for stride, extent in dims:
+        if extent > 1:
+            if stride <= reached:
+                return True
+            reached += stride * (extent - 1)
+    return False
+
+
+def viewed(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
+    """The view of ``base`` that ``steps`` make."""
+    for step in steps:
+        result = step.operator(base, *step.args, **step.kwargs)
+        base = result if step.index is None else result[step.index]
+    return base
