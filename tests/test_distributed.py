@@ -1,4 +1,4 @@
-"""DistributedDataParallel over gloo around a dispatched module: gradients as around an eager one."""
+"""DistributedDataParallel over gloo around a dispatched module: gradients as around any other."""
 
 from __future__ import annotations
 
