@@ -118,12 +118,19 @@ def test_every_function_gives_what_eager_pytorch_gives() -> None:
 
 
 def test_a_view_whose_place_depends_on_data_is_a_view_of_the_argument() -> None:
-    module = Called(lambda x, start: x.narrow(0, start, 2)).eval()
+    def forward(x: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        return x.narrow(0, start, 2), y, y.narrow(0, start, 1)
+
+    module = Called(forward).eval()
     start, x = torch.tensor(1), torch.zeros(5)
     with torch.no_grad():
         add_tvm_dispatch(module, (x, start))
         for place in (1, 3):
-            module(x, torch.tensor(place)).fill_(place)
+            mine, y, part = module(x, torch.tensor(place))
+            mine.fill_(place)
+            part.fill_(-1)
+            assert y.tolist().index(-1) == place
     assert x.tolist() == [0, 1, 1, 3, 3]
     assert dispatch_report(module).tvm_calls == 2
 
@@ -185,7 +192,7 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a branch": (_branch, "control flow"),
+    "a branch": (_branch, "data-dependent value decides.*in _branch"),
     "the type": (_type, "asks for the type"),
     "an augmented assignment": (_added, "in place"),
     "a method in place": (lambda x: x[x > 0].add_(1), "calls add_ .*in place"),
@@ -195,6 +202,8 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "another gradient mode": (_without_gradient, "gradient mode"),
     "much": (_long, "more than 64"),
     "autocast": (_autocast, "autocast"),
+    "a loop": (lambda x: sum(row for row in x[x > 0]), "loops over"),
+    "a number": (lambda x: x * len(x[x > 0]), "Python number"),
     "a size": (lambda x: torch.zeros(x.long().unique().shape[0]), "asks for the type"),
 }
 
@@ -204,6 +213,19 @@ def test_what_a_tail_cannot_repeat_is_refused_by_name(name: str) -> None:
     forward, reason = REFUSED[name]
     with pytest.raises((CaptureError, UnsupportedOperatorError), match=f"(?s){reason}"):
         capture(Called(forward), torch.randn(4, 4).requires_grad_(), needs_grad=True)
+
+
+class Normed(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, var = self.running_mean, self.running_var
+        return functional.batch_norm(x[x[:, 0] > 0], mean, var, training=True)
+
+
+def test_statistics_that_the_tail_would_move_are_refused_and_stay() -> None:
+    module = Normed(3)
+    with torch.no_grad(), pytest.raises(BridgeError, match="writes into a tensor"):
+        add_tvm_dispatch(module, torch.ones(4, 3))
+    assert torch.equal(module.running_mean, torch.zeros(3))
 
 
 def test_draws_that_no_name_tells_are_seen() -> None:

@@ -70,7 +70,7 @@ class CompiledModule:
     @property
     def eager_functions(self) -> Mapping[str, int]:
         """What runs in eager PyTorch after the compiled code, counted by name."""
-        return {} if self.captured.tail is None else self.captured.tail.functions
+        return self.captured.tail.functions if self.captured.tail is not None else {}
 
     @property
     def residual_bytes(self) -> int:

@@ -26,10 +26,11 @@ from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.promotion import KernelPromotion
-from tvmbridge.refusal import refuse_at_sight
+from tvmbridge.refusal import refuse_at_sight, user_line
 from tvmbridge.standins import (
     as_captured,
     copied_values,
@@ -114,6 +115,8 @@ def staged(
             # What it wrote must be in place at a call, although it may never read it.
             written = values_read(actor, {_split(name) for name in seen.writes})
             seen = replace(again, values={**again.values, **written})
+    except DependenceError as error:
+        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
     except BridgeError:
         raise
     except Exception as error:

@@ -19,7 +19,7 @@ from tvmbridge.packing import Packing
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
-from tvmbridge.tail import refuse_random
+from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
@@ -86,7 +86,7 @@ class Variant:
         outputs = captured.outputs
         self._user_of = {d.name: d.position or 0 for d in users}
         self._state_of = {name: i for i, name in enumerate(state.names)}
-        returned = [o for o in outputs if _is_returned(o)]
+        returned = [o for o in outputs if o.kind is OutputKind.USER]
         self._aliases = [(i, o.alias) for i, o in enumerate(returned) if o.alias is not None]
         # Views of outputs come after what they are views of.
         self._aliases.sort(key=lambda numbered: numbered[1].kind is None)
@@ -188,10 +188,10 @@ class Variant:
         if captured.tail is None:
             return
         computed = iter(results)
-        flat = [next(computed) if o.is_computed else o.value for o in captured.outputs]
-        returned = [v for v, o in zip(flat, captured.outputs, strict=True) if _is_returned(o)]
+        values = [(o.kind, next(computed) if o.is_computed else o.value) for o in captured.outputs]
+        returned = [value for kind, value in values if kind is OutputKind.USER]
         self._make_again(returned, leaves)
-        refuse_random(captured.tail, returned)
+        try_tail(captured.tail, returned)
 
     def _sample_state(self) -> list[torch.Tensor]:
         """The module's tensors; zeros where forward has yet to make one."""
@@ -266,10 +266,6 @@ class Variant:
             base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
             assert base is not None
             flat[number] = made_again(alias, base)
-
-
-def _is_returned(output: OutputDescriptor) -> bool:
-    return output.kind is OutputKind.USER
 
 
 class Checks(Protocol):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TracerBase
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.dependence import DependenceError, depends_on_data, is_known
+from tvmbridge.errors import UnsupportedOperatorError
 
 # Stands, among the results of a traced forward, for one that the tail computes.
 _MARK = "tvmbridge.deferred."
@@ -29,21 +29,6 @@ _MARK = "tvmbridge.deferred."
 # So much that little of forward is left to be compiled.
 _LONGEST = 64
 
-_NAMES = (
-    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
-    *("equal", "allclose", "item", "tolist"),
-)
-_DEPENDENT = frozenset(
-    getattr(owner, name)
-    for owner in (torch, torch.functional, torch.Tensor)
-    for name in _NAMES
-    if hasattr(owner, name)
-)
-_BY_TENSOR: Mapping[Any, int] = {
-    getattr(owner, name): place
-    for owner in (torch, torch.Tensor)
-    for name, place in (("narrow", 2), ("tensor_split", 1), ("repeat_interleave", 1))
-}
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "poisson", "gumbel")
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 
@@ -146,15 +131,10 @@ class _Recorder(TracerBase):
         if torch.is_autocast_enabled("cpu"):
             reason = "under autocast"
         if reason:
-            raise CaptureError(
-                f"forward calls {title} on what depends on the values of tensors, {reason}"
-            )
+            raise DependenceError(f"calls {title} on a data-dependent value, {reason}")
         self._functions[title] += 1
         if sum(self._functions.values()) > _LONGEST:
-            raise CaptureError(
-                f"more than {_LONGEST} functions of forward depend on a shape or a number that "
-                "is computed from the values of tensors"
-            )
+            raise DependenceError(f"calls more than {_LONGEST} functions on data-dependent values")
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def proxy(self, node: fx.Node) -> _Deferred:
@@ -176,6 +156,18 @@ class _Recorder(TracerBase):
             self._versions.append(a._version)
         return node
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A deferred value decides which way forward takes."""
+        raise DependenceError("takes a way that a data-dependent value decides")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """A deferred value decides how often a loop runs."""
+        raise DependenceError("loops over a data-dependent value")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """A deferred value is no mapping."""
+        raise DependenceError("takes a data-dependent value for a mapping")
+
     def _first(self) -> fx.Node:
         """The first node that is no placeholder."""
         return next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
@@ -184,8 +176,8 @@ class _Recorder(TracerBase):
         """Raise where the tensors that are read were written after they were read."""
         for tensor, version in zip(self.read, self._versions, strict=True):
             if tensor._version != version:
-                raise CaptureError(
-                    "forward writes into a tensor that a function whose result depends on data "
+                raise DependenceError(
+                    "writes into a tensor that a function with a data-dependent result "
                     f"({', '.join(self._functions)}) has read"
                 )
 
@@ -212,7 +204,7 @@ class _Deferred(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        raise CaptureError(_ASKED)
+        raise DependenceError("asks for the type of a data-dependent value")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -232,15 +224,18 @@ class _Deferred(fx.Proxy):
         return noted
 
 
-_ASKED = "forward asks for the type of a value that depends on the values of tensors"
-
-
 def _refuse_in_place(self: _Deferred, other: Any) -> Any:
-    raise CaptureError("forward changes in place what depends on the values of tensors")
+    raise DependenceError("changes a data-dependent value in place")
+
+
+def _refuse_number(self: _Deferred) -> Any:
+    raise DependenceError("needs a data-dependent value as a Python number")
 
 
 for _name in _IN_PLACE.split():
     setattr(_Deferred, f"__{_name}__", _refuse_in_place)
+for _name in ("len", "int", "float", "index", "complex", "round"):
+    setattr(_Deferred, f"__{_name}__", _refuse_number)
 
 
 class _Deferring(TorchFunctionMode):
@@ -254,7 +249,7 @@ class _Deferring(TorchFunctionMode):
         named = kwargs or {}
         if next(_deferred_among((args, named)), None) is not None:
             return self._recorder.call(func, args, named)
-        if not _depends_on_data(func, args, named) or _is_known((args, named)):
+        if not depends_on_data(func, args, named) or is_known((args, named)):
             return func(*args, **named)
         return self._recorder.call(func, args, named)
 
@@ -272,46 +267,26 @@ def _deferred_among(value: Any) -> Iterator[_Deferred]:
         yield from _deferred_among(list(value.values()))
 
 
-def _is_known(arguments: Any) -> bool:
-    """Whether all tensors are constants that PyTorch traces with their values."""
-    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
-    return all(getattr(t, "constant", None) is not None for t in tensors)
-
-
-def _depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the shape of the result, or a number that it is, depends on the tensors' values."""
-    if func in _DEPENDENT:
-        return True
-    if func is torch.where:
-        return len(args) + len(kwargs) == 1
-    if func is functional.one_hot:
-        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-        return bool(classes == -1)
-    if func is torch.Tensor.__getitem__:
-        return any(_is_mask(i) for i in (args[1] if type(args[1]) is tuple else (args[1],)))
-    place = _BY_TENSOR.get(func)
-    if place is None or kwargs.get("output_size") is not None:
-        return False
-    names = ("start", "repeats", "tensor_indices_or_sections", "indices_or_sections")
-    given = [*args[place : place + 1], *(kwargs[n] for n in names if n in kwargs)]
-    alone = func is torch.repeat_interleave and len(args) == 1 and not given
-    return alone or any(isinstance(g, torch.Tensor) for g in given)
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
-
-
-def refuse_random(tail: Tail, flat: Sequence[Any]) -> None:
-    """Run the tail once, and see that it draws no random numbers.
+def try_tail(tail: Tail, flat: Sequence[Any]) -> None:
+    """Run the tail once on copies of what it reads, and see that it has no effect.
 
     Raises:
-        UnsupportedOperatorError: it does.
+        UnsupportedOperatorError: it draws random numbers, or writes into a tensor.
     """
     before = torch.get_rng_state()
+    kept, read = flat[: len(flat) - tail.num_read], flat[len(flat) - tail.num_read :]
+    copies = [t.detach().clone() for t in read]
+    versions = [c._version for c in copies]
     with torch.no_grad():
-        tail.resolve(flat)
+        tail.resolve([*kept, *copies])
     if not torch.equal(before, torch.get_rng_state()):
         raise UnsupportedOperatorError(
             "forward draws random numbers from what depends on the values of tensors"
         )
+    for tensor, copy, version in zip(read, copies, versions, strict=True):
+        # Batch norm writes its statistics without a word.
+        same = torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+        if copy._version != version or not same:
+            raise UnsupportedOperatorError(
+                "forward writes into a tensor what depends on the values of tensors"
+            )

@@ -174,6 +174,10 @@ NOT_A_NUMBER: Cases = {
     "signs": (lambda x: (x.sign(), x.sgn(), torch.copysign(x, -x), x.abs(), -x), (special(),)),
     "rounding": (lambda x: (x.round(), x.floor(), x.ceil(), x.trunc(), x.frac()), (special(),)),
     "reductions": (lambda x: (x.sum(), x.mean(), x.prod(), x.var(), x.std()), (special(),)),
+    "softmax of halves": (
+        lambda x, y: (x.softmax(-1), y.log_softmax(0), x.softmax(1).log_softmax(-1)),
+        (X.bfloat16(), X.half()),
+    ),
     "softmax": (
         lambda x: (x.softmax(-1), x.log_softmax(-1), x.logsumexp(-1)),
         (torch.stack([special(), special().nan_to_num(), torch.full((16,), -INF)]),),
