@@ -156,3 +156,43 @@ def test_strided_memory_is_refused_or_right() -> None:
     x = (torch.randn(3, 6, dtype=torch.float64),)
     with pytest.raises(UnsupportedOperatorError, match="strides"):
         dispatched(module, x, "aot")
+
+
+def _losses(m: Head, x: torch.Tensor) -> Any:
+    target = (x[:, :3].detach() > 0).to(torch.float32)
+    logits, narrow = m.fc(x)[:, :3], x[:, 3:].float()
+    bags = F.embedding_bag(
+        torch.tensor([0, 1, 2, 0]),
+        x.t(),
+        torch.tensor([0, 2]),
+        mode="sum",
+        per_sample_weights=m.w[:4],
+    )
+    return (
+        F.binary_cross_entropy_with_logits(logits, target),
+        F.smooth_l1_loss(logits, narrow),
+        F.smooth_l1_loss(narrow, logits),
+        bags,
+    )
+
+
+def test_what_pytorch_foretells_wrongly() -> None:
+    """Dtypes of losses of two dtypes, and results whose shape depends on the strides of a weight."""
+    module = Head(_losses).double().train()
+    args = (torch.randn(3, 6, dtype=torch.float64),)
+    ours, compiled = dispatched(module, args, "aot")
+    assert_same(step(ours, args), step(module, args), rtol=1e-6, atol=1e-7)
+    assert compiled.joint == "aot"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda m, x: F.pdist(x[:0] * m.w), "of no elements crashes"),
+        (lambda m, x: F.soft_margin_loss(x.float(), m.w.expand_as(x)), "than PyTorch foretells"),
+    ],
+    ids=["pdist of nothing", "soft margin loss of two dtypes"],
+)
+def test_faulty_kernels_are_refused(function: Any, reason: str) -> None:
+    with pytest.raises(UnsupportedOperatorError, match=reason):
+        dispatched(Head(function).double().train(), (torch.randn(3, 6).double(),), "aot")

@@ -149,9 +149,8 @@ class WantingBuffer(Leaky):
         (Head(_kept), "requires a gradient into count"),
         (Leaky(), "neither a parameter nor an input"),
         (WantingBuffer(), "neither a parameter nor an input"),
-        (Head(lambda m, x: x.detach() * 2), "no output depends"),
     ],
-    ids=["hook", "graph kept in a buffer", "hidden tensor", "buffer", "nothing to differentiate"],
+    ids=["hook", "graph kept in a buffer", "hidden tensor", "buffer"],
 )
 def test_refused_by_every_source(module: nn.Module, reason: str, joint: str) -> None:
     module = copy.deepcopy(module).double().train()
@@ -159,6 +158,81 @@ def test_refused_by_every_source(module: nn.Module, reason: str, joint: str) -> 
     with pytest.raises(UnsupportedOperatorError, match=reason):
         add_tvm_dispatch(module, x, options={"joint": joint})
     assert "forward" not in module.__dict__
+
+
+def _flowing_nowhere(m: Head, x: torch.Tensor) -> Any:
+    # The sign of a sum of zeros shows in a quotient: no pass may take + 0 away.
+    return m.fc(x).argmax(-1), x.detach() * 2, (x + m.w) > 0, x.view(-1), 1 / (x.detach() + 0.0)
+
+
+@pytest.mark.parametrize("joint", ["relax", "aot", "auto"])
+def test_a_module_without_differentiable_outputs_runs_forward(joint: str) -> None:
+    module = Head(_flowing_nowhere).double().train()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    x[0, :2] = torch.tensor([-0.0, 0.0])
+    ours, compiled = dispatched(module, (x,), joint)
+    assert_same(step(ours, (x,)), step(module, (x,)))
+    assert_served(ours, 1)
+    assert compiled.joint is None
+    # What requires a gradient is part of what was compiled.
+    ours.requires_grad_(False)
+    ours(x.requires_grad_())
+    assert list(dispatch_report(ours).fallbacks) == ["requires_grad of a parameter changed"]
+
+
+class Writer(nn.Module):
+    """Writes into arguments: statistics, a counter that is read before, and one that is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.linspace(-1.0, 1.5, 6))
+
+    def forward(
+        self, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor
+    ) -> Any:
+        y = torch.nn.functional.batch_norm(x, mean, variance, self.w, training=True)
+        y = y * count.clone()
+        count.add_(1)
+        return y, torch.where(x > 0, 1 / (x.abs() + 0.0), x) * self.w, count
+
+
+@pytest.mark.parametrize("joint", ["aot", "auto"])
+def test_arguments_are_written_in_training(joint: str) -> None:
+    module = Writer().double().train()
+
+    def arguments() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        x = torch.randn(4, 6, dtype=torch.float64).requires_grad_()
+        return [x, torch.zeros(6).double(), torch.ones(6).double(), torch.full((6,), 2.0).double()]
+
+    ours = copy.deepcopy(module)
+    add_tvm_dispatch(ours, tuple(arguments()), options={"joint": joint})
+    found = []
+    for each in (ours, module):
+        x, *written = arguments()
+        versions = [t._version for t in written]
+        for _ in range(2):
+            y, z, count = each(x, *written)
+        assert count is written[2]
+        gradients = torch.autograd.grad(y.cos().sum() + z.sum(), [x, each.w])
+        assert [t._version for t in written] == [v + 2 for v in versions]
+        found.append((written, gradients))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-11)
+    assert_served(ours, 2)
+    x, *written = arguments()
+    with pytest.raises(RuntimeError):  # as eager: a leaf that requires a gradient is written
+        ours(x, *(t.requires_grad_() for t in written))
+
+
+def test_a_value_read_before_it_is_overwritten_is_refused_as_in_eager() -> None:
+    def forward(m: Head, x: torch.Tensor) -> torch.Tensor:
+        y = m.w * m.count
+        m.count.add_(1)
+        return x * y
+
+    module = Head(forward).double().train()
+    with pytest.raises(UnsupportedOperatorError, match="modified by an inplace operation"):
+        add_tvm_dispatch(module, torch.randn(3, 6, dtype=torch.float64))
 
 
 def _without_dropout(table: dict[Any, Any]) -> dict[Any, Any]:

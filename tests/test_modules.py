@@ -70,17 +70,20 @@ def test_a_counter_in_a_buffer_counts() -> None:
 
 
 class Replaces(nn.Module):
-    """Backward reads the value that a buffer had before it was replaced, or written into."""
+    """Backward reads the value that a buffer had before it was replaced, or written into.
+
+    ``offset`` 0 has eager PyTorch save the buffer itself, another number what is made of it.
+    """
 
     scale: torch.Tensor
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, in_place: bool, offset: float = 0.0) -> None:
         super().__init__()
-        self.in_place = in_place
+        self.in_place, self.offset = in_place, offset
         self.register_buffer("scale", torch.full((24,), 2.0, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * self.scale
+        y = x * (self.scale + self.offset if self.offset else self.scale)
         if self.in_place:
             self.scale.add_(1)
         else:
@@ -89,8 +92,9 @@ class Replaces(nn.Module):
 
 
 @pytest.mark.parametrize("joint", ["relax", "aot"])
-def test_a_replaced_buffer_that_backward_reads(joint: str) -> None:
-    ours, theirs = Replaces(False).train(), Replaces(False).train()
+@pytest.mark.parametrize(("in_place", "offset"), [(False, 0.0), (True, 0.5)])
+def test_a_replaced_buffer_that_backward_reads(joint: str, in_place: bool, offset: float) -> None:
+    ours, theirs = Replaces(in_place, offset).train(), Replaces(in_place, offset).train()
     add_tvm_dispatch(ours, sample().requires_grad_(), options={"joint": joint})
     for module in (ours, theirs):
         # Backward comes after the next forward.

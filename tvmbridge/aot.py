@@ -160,13 +160,26 @@ def _batch_norm(
 
 
 def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModule:
-    """The same graph without writes, taken apart by our table."""
-    fakes = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
-    run = torch.func.functionalize(fx.Interpreter(traced).run, remove="mutations")
+    """The same graph without writes, taken apart by our table, of dense inputs."""
+    given = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
+    run = torch.func.functionalize(_SameDtypes(traced).run, remove="mutations")
     with rehearsal.mode, torch.no_grad():
+        # Compiled code gets them so; the shapes of some results depend on it.
+        fakes = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
         functional = _traced(run, fakes, joint_decomposition_table())
     functional.graph.eliminate_dead_code()
     return functional
+
+
+class _SameDtypes(fx.Interpreter):
+    """Runs a graph; results keep their dtypes, also where parts of an operator have others."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        recorded = node.meta.get("val")
+        if isinstance(result, torch.Tensor) and isinstance(recorded, torch.Tensor):
+            return result.to(recorded.dtype)
+        return result
 
 
 def _check_strided_views(traced: fx.GraphModule) -> None:

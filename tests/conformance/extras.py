@@ -77,13 +77,22 @@ def _sorted(x: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch.sort(x, **options)[0]
 
 
+def _number_to_the(x: torch.Tensor, base: float) -> torch.Tensor:
+    return torch.pow(base, x)
+
+
+def _with_a_number(x: torch.Tensor, dim: int, value: float) -> torch.Tensor:
+    index = torch.arange(x.numel()).reshape(x.shape) // 2 % (x.shape[dim] if x.dim() else 1)
+    return x.scatter(dim, index, value)
+
+
 def _folded(x: torch.Tensor, **options: Any) -> torch.Tensor:
     columns = x.reshape(-1)[: x.numel() // 4 * 4].reshape(4, -1)
     return functional.fold(columns, (columns.shape[1] + 1, 2), (2, 2), **options)
 
 
 _ORDERS: list[Arguments] = [
-    ((), {"dim": d, "descending": down}) for d in (0, -1) for down in (0, 1)
+    ((), {"dim": d, "descending": down}) for d in (0, -1) for down in (False, True)
 ]
 _COUNTS: list[Arguments] = [
     ((1,), {"dim": 0}),
@@ -95,6 +104,22 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("div", "scalar_mode", aten.div.Scalar_mode, _FLOATS | _INTEGERS, _roundings()),
     Extra("fmod", "scalar", aten.fmod.Scalar, _FLOATS | _INTEGERS, _DIVISORS),
     Extra("nn.functional.fold", "", _folded, _FLOATS, [((), {})], gradient=True),
+    Extra(
+        "pow",
+        "scalar",
+        _number_to_the,
+        _FLOATS,
+        [((n,), {}) for n in (2, 0.7, 1.0, 0)],
+        gradient=True,
+    ),
+    Extra(
+        "scatter",
+        "value",
+        _with_a_number,
+        _FLOATS | _INTEGERS,
+        [((0, 3), {}), ((-1, 2.5), {})],
+        gradient=True,
+    ),
     Extra("sort", "values", _sorted, _FLOATS | _INTEGERS, _ORDERS, gradient=True),
     Extra("topk", "values", _largest, _FLOATS | _INTEGERS, _COUNTS, gradient=True),
 )

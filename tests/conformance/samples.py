@@ -18,6 +18,9 @@ _FINITE_ONLY = frozenset({"nn.functional.gelu", "_softmax_backward_data"})
 # Which elements NaN or an infinity spoils depends on the block in which PyTorch's kernel meets it.
 _ORDINARY_ONLY = frozenset({"nn.functional.scaled_dot_product_attention"})
 
+# Of no elements PyTorch's own backward ends the process.
+_BACKWARD_CRASHES_OF_NOTHING = frozenset({"nn.functional.pdist"})
+
 # Of no elements its kernel returns whatever the memory held.
 _UNDEFINED_OF_NOTHING = frozenset({"nn.functional.multi_margin_loss"})
 
@@ -28,14 +31,16 @@ _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})
 _NOT_GROWN = frozenset({"resize_", "resize_as_"})
 
 
-def _is_defined(name: str, case: Case) -> bool:
-    """Whether eager PyTorch says what a variant of a sample gives."""
+def _is_defined(name: str, case: Case, gradient: bool) -> bool:
+    """Whether eager PyTorch says what a variant of a sample, or its ``gradient``, gives."""
     kind = case.label.split(" ", 1)[1]
     if name in _NOT_GROWN and kind in ("empty", "scalar"):
         return False
     if name in _NOT_EXPANDED and kind == "expanded":
         return False
-    return case.ordinary or name not in _UNDEFINED_OF_NOTHING
+    if case.ordinary:
+        return True
+    return name not in _UNDEFINED_OF_NOTHING | (_BACKWARD_CRASHES_OF_NOTHING if gradient else set())
 
 
 def _features(case: Case) -> Iterator[Any]:
@@ -84,7 +89,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     cases = _choose(plain, limit)
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
         special = None if name in _ORDINARY_ONLY else "finite" if name in _FINITE_ONLY else "all"
-        cases += [v for v in variants(case, special) if _is_defined(name, v)]
+        cases += [v for v in variants(case, special) if _is_defined(name, v, gradient)]
         strided = case_of(f"{case.label} strided", samples[int(case.label)].noncontiguous())
         cases.append(strided)
     return cases

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from tests.frontend.helpers import Cases, Together
 
@@ -170,6 +174,10 @@ NOT_A_NUMBER: Cases = {
     "signs": (lambda x: (x.sign(), x.sgn(), torch.copysign(x, -x), x.abs(), -x), (special(),)),
     "rounding": (lambda x: (x.round(), x.floor(), x.ceil(), x.trunc(), x.frac()), (special(),)),
     "reductions": (lambda x: (x.sum(), x.mean(), x.prod(), x.var(), x.std()), (special(),)),
+    "softmax of halves": (
+        lambda x, y: (x.softmax(-1), y.log_softmax(0), x.softmax(1).log_softmax(-1)),
+        (X.bfloat16(), X.half()),
+    ),
     "softmax": (
         lambda x: (x.softmax(-1), x.log_softmax(-1), x.logsumexp(-1)),
         (torch.stack([special(), special().nan_to_num(), torch.full((16,), -INF)]),),
@@ -270,8 +278,15 @@ SIZES: Cases = {
     "halves out": (lambda x: (x.half(), x.bfloat16(), x.half() * 2, x.bfloat16().exp()), (X,)),
 }
 
+
+def computed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with copies for results: views of an input are taken anew from that input."""
+    return lambda *tensors: pytree.tree_map(torch.clone, function(*tensors))
+
+
 TABLES: dict[str, Cases] = {
     "indexing": INDEXING,
+    "computed": {name: (computed(f), inputs) for name, (f, inputs) in INDEXING.items()},
     "promotion": PROMOTION,
     "nan": NOT_A_NUMBER,
     "precision": PRECISION,

@@ -77,6 +77,8 @@ def _writing() -> Iterator[Case]:
     yield _case(rule, "replaced", (x, source, once), _X, [_PLACES], _Y, False)
     yield _case(rule, "added", (x, source, twice), _X, [_PLACES], _Y, True)
     yield _case(rule, "broadcast", (x, source[:1], once), _X, [_PLACES], _Y, True)
+    columns = normal(3, 2)
+    yield _case(rule, "columns", (x, columns, once), _X, [None, _PLACES], _Y, True)
     yield _case(rule, "elements", (x, normal(2), once, twice), _X, [_PLACES, {"tensor": 3}], _Y)
 
 

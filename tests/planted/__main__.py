@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from tests.planted.plant import ROOT, VARIABLE, Plant
@@ -64,6 +64,7 @@ def verdict(plant: Plant) -> Verdict:
 def unclean(plants: Sequence[Plant], workers: int) -> dict[tuple[str, ...], str]:
     """The selections that do not pass without any plant, with pytest's words."""
     selections = list(dict.fromkeys(plant.tests for plant in plants))
+    print(f"{len(selections)} selections without a mistake ...", flush=True)
     with ThreadPoolExecutor(workers) as pool:
         found = zip(selections, pool.map(run_tests, selections), strict=True)
         return {tests: output for tests, (status, output) in found if status}
@@ -90,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tried = [plant for plant in plants if plant.tests not in failures]
     missed = 0
     with ThreadPoolExecutor(options.workers) as pool:
-        for found in pool.map(verdict, tried):
+        # As they come: a slow one keeps no other from being shown.
+        for found in map(Future.result, as_completed([pool.submit(verdict, p) for p in tried])):
             word = "caught" if found.caught else "NOT CAUGHT"
             print(f"{found.plant.part:10} {found.plant.name:40} {word} {found.seconds:.0f} s")
             sys.stdout.flush()

@@ -24,7 +24,7 @@ GRAPHS = (
         "tvmbridge.frontend.shapes",
         "first, last, _ = slice(start, end, step)",
         "first, last, _ = slice(abs(start or 0), end, step)",
-        (_TRAPS, "-k", "negative and starts"),
+        (_TRAPS, "-k", "computed and negative"),
     ),
     Plant(
         "promotion of a quotient",

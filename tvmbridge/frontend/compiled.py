@@ -14,13 +14,12 @@ from torch import fx
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
-from tvmbridge.frontend.registry import COMPUTED, FLOATS, MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.aten_call import emit_aten_call
 
 aten = torch.ops.aten
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
 _QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _INDICES = (torch.int32, torch.int64)
 

@@ -77,6 +77,7 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
         raise UnsupportedOperatorError(
             f"{target} writes into its inputs and was not functionalised"
         )
+    _refuse_kernels_with_faults(node)
     results = tensors_of(node)
     if not results or _returns_numbers(node):
         raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
@@ -101,6 +102,19 @@ def _refuse_other_dtypes(node: fx.Node) -> None:
                 f"{node.target} makes {dtype} of operands of several dtypes, where PyTorch's "
                 f"trace has {fake.dtype}"
             )
+
+
+def _refuse_kernels_with_faults(node: fx.Node) -> None:
+    """Refuse calls of which PyTorch's kernels crash, or foretell another result than they make."""
+    operands = [a.meta["val"] for a in node.args if isinstance(a, fx.Node)]
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if name == "aten::_pdist_backward" and not all(o.numel() for o in operands[1:2]):
+        raise UnsupportedOperatorError(f"{node.target} of no elements crashes in PyTorch")
+    own = {"aten::soft_margin_loss": 0, "aten::soft_margin_loss_backward": 1}.get(name)
+    if own is not None and node.meta["val"].dtype != operands[own].dtype:
+        raise UnsupportedOperatorError(
+            f"{node.target} of several dtypes has another dtype than PyTorch foretells"
+        )
 
 
 def _is_dense(operand: Any) -> bool:

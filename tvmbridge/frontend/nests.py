@@ -18,12 +18,11 @@ from tvmbridge.frontend.compiled import emit_compiled
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
-from tvmbridge.frontend.registry import FLOATS, MOVED, NUMBERS, Declined, converts
+from tvmbridge.frontend.registry import FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 
 aten = torch.ops.aten
 
-HALVES = frozenset({torch.float16, torch.bfloat16})
 _INDICES = (torch.int32, torch.int64)
 # Elements that are written one after the other.
 _MOST_WRITTEN = 1 << 16

@@ -16,14 +16,13 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import FLOATS, Declined, converts
+from tvmbridge.frontend.registry import FLOATS, HALVES, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.dtypes import to_relax_dtype
 
 aten = torch.ops.aten
 
-_HALVES = frozenset({torch.float16, torch.bfloat16})
-_DTYPES = FLOATS | _HALVES
+_DTYPES = FLOATS | HALVES
 
 Operand = fx.Node | None
 
@@ -40,7 +39,7 @@ def _check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
 def _wide(x: fx.Node) -> torch.dtype:
     """The dtype that a norm is computed in: some of Relax's norms have no half precision."""
     dtype: torch.dtype = x.meta["val"].dtype
-    return torch.float32 if dtype in _HALVES else dtype
+    return torch.float32 if dtype in HALVES else dtype
 
 
 def _narrow(ctx: Importer, value: relax.Expr, x: fx.Node) -> relax.Expr:
@@ -99,7 +98,7 @@ def _rms_norm(
     _check(node, x, weight, unread=())
     dtype = x.meta["val"].dtype
     if eps is None:
-        eps = torch.finfo(torch.float32 if dtype in _HALVES else dtype).eps
+        eps = torch.finfo(torch.float32 if dtype in HALVES else dtype).eps
     rank = len(shape_of(x))
     axes = list(range(rank - len(normalized_shape), rank))
     scale = _parameter(ctx, weight, normalized_shape, 1.0, dtype)

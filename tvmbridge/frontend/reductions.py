@@ -12,7 +12,7 @@ from tvm import relax
 
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.aten_call import call_overload
 
@@ -129,13 +129,18 @@ def _extremum_and_place(
     return values, ctx.emit(places)
 
 
-@converts(aten._softmax.default, aten._log_softmax.default, dtypes=FLOATS)
+@converts(aten._softmax.default, aten._log_softmax.default, dtypes=FLOATS | HALVES)
 def _softmax(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, half_to_float: bool) -> relax.Expr:
     rank = len(shape_of(x))
     if rank == 0:
         raise Declined("softmax of a 0-d tensor")
     op = relax.op.nn.softmax if node.target is aten._softmax.default else relax.op.nn.log_softmax
-    return op(ctx.value(x), dim % rank)
+    dtype = x.meta["val"].dtype
+    if dtype not in HALVES:
+        return op(ctx.value(x), dim % rank)
+    # PyTorch's kernel rounds once, at its end.
+    wide = ctx.emit(op(ctx.tensor(x, torch.float32), dim % rank))
+    return ctx.cast(wide, torch.float32, result_dtype(node))
 
 
 def _moments(

@@ -16,9 +16,10 @@ import torch
 from torch._ops import OpOverload
 
 FLOATS = frozenset({torch.float32, torch.float64})
+HALVES = frozenset({torch.float16, torch.bfloat16})
 NUMBERS = FLOATS | {torch.int32, torch.int64}
 COMPUTED = NUMBERS | {torch.bool}
-MOVED = COMPUTED | {torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16}
+MOVED = COMPUTED | HALVES | {torch.int8, torch.uint8, torch.int16}
 
 ConverterFn = Callable[..., Any]
 

@@ -100,11 +100,11 @@ def _scatter_add(pull: _Pull) -> Gradients:
 
 def _index_put(pull: _Pull) -> Gradients:
     x, values, indices = pull["self"], pull["values"], pull["indices"]
-    given = [i for i in indices if i is not None]
-    kept = [n for n, i in zip(shape_of(x), indices, strict=False) if i is None]
-    kept += shape_of(x)[len(indices) :]
-    # One index of each dimension that is indexed: the shape of what is read there.
-    extents = [*shape_of(given[0]), *kept]
+    axes = [axis for axis, i in enumerate(indices) if i is not None]
+    kept = [n for axis, n in enumerate(shape_of(x)) if axis not in axes]
+    start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
+    # The shape of what is read there.
+    extents = [*kept[:start], *shape_of(indices[axes[0]]), *kept[start:]]
     like = relax.Var("taken", relax.TensorType(extents, str(x.ty.dtype)))
     taken = pull.aten("aten.index.Tensor", like, pull.cotangent, list(indices))
     zeros = pull.zeros(values)
@@ -190,21 +190,17 @@ def can_move_back(call: relax.Call) -> bool:
         if content["results"] != [0]:
             return False
         result = result.fields[0]
-    if dtypes != {str(result.dtype)} or not all(shape_of(t) for t in tensors):
+    if dtypes != {str(result.dtype)}:
         return False
     overload = str(aten_call_operator(call))
-    if overload == "aten.scatter_add.default" or overload == "aten.scatter.src":
+    if overload == "aten.cumsum.default":
+        return bool(shape_of(arguments["self"]))
+    if overload in ("aten.scatter_add.default", "aten.scatter.src"):
         return shape_of(arguments["src"]) == shape_of(arguments["index"])
     if overload == "aten.index_put.default":
-        return _writes_plainly(arguments)
+        # Indices of one shape: what is read by them has it too.
+        return len({shape_of(i) for i in arguments["indices"] if i is not None}) == 1
     return True
-
-
-def _writes_plainly(arguments: Arguments) -> bool:
-    """Whether the indices are alike in shape and stand next to each other, from the first on."""
-    given = [i is not None for i in arguments["indices"]]
-    shapes = {shape_of(i) for i in arguments["indices"] if i is not None}
-    return len(shapes) == 1 and given == sorted(given, reverse=True)
 
 
 def move_rule(

@@ -91,7 +91,11 @@ def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
 
 
 def _true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
-    """The dtype of a result; PyTorch 2.11 foretells that of one kernel's wrongly."""
+    """The dtype of a result, where PyTorch foretells it wrongly: of attention 2.11 only."""
+    if node.target is torch.ops.aten.smooth_l1_loss_backward.default:
+        operand: Any = node.args[1]
+        own: torch.dtype = operand.meta["val"].dtype
+        return own
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     if node.target is flash and node.meta["val"][0].dtype is torch.float64:
         return torch.float64

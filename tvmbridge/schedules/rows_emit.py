@@ -219,7 +219,11 @@ class RowEmitter:
                 at = unravel(row, axes[0], self.indexer) | unravel(column, axes[1], self.indexer)
                 value = evaluator.element(member.stage, at)
                 if member.stage.reduction is None:
-                    self._keep(member, evaluator, row, column, value)
+                    value = self._keep(member, evaluator, row, column, value)
+                    # As readers of the same axes ask for it, which need not simplify to the same.
+                    indices = [integer(0) if v is None else at[v] for v in member.stage.dims]
+                    buffer = member.stage.buffer
+                    evaluator.remember(buffer, self.indexer.flat(buffer, indices), value)
                     continue
                 target = next(a for a in accumulators if a.member is member)
                 old = evaluator.name(load(target.buffer, lane), "old")
@@ -233,7 +237,7 @@ class RowEmitter:
 
     def _keep(
         self, member: Member, evaluator: Evaluator, row: Expr, column: Expr, value: Expr
-    ) -> None:
+    ) -> Expr:
         """Remember a map's element for this pass, and store it where it is needed later."""
         stage = member.stage
         offset = self.indexer.simplify(row * integer(member.columns) + column)
@@ -243,6 +247,7 @@ class RowEmitter:
             evaluator.store(stage.buffer, offset, named)
         elif stage.buffer in self.local:
             evaluator.statements.append(store(self.local[stage.buffer], named, column))
+        return named
 
 
 def emit_rows(nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:

@@ -226,7 +226,7 @@ class Evaluator:
             if tvm_ffi.structural_equal(at, offset):
                 return value
         place = self.places.get(buffer)
-        stage = None if buffer in self.stored else self.kernel.producer(buffer)
+        stage = None if self._lies(buffer) else self.kernel.producer(buffer)
         if place is not None:
             value = place(offset)
         elif stage is None:
@@ -236,6 +236,12 @@ class Evaluator:
         named = self.name(value, "v")
         self.remember(buffer, offset, named)
         return named
+
+    def _lies(self, buffer: Buffer) -> bool:
+        """Whether ``buffer`` is in memory; what is stored in a name only is computed anew."""
+        if buffer not in self.stored:
+            return False
+        return self.memory.holds(buffer) or buffer in self.kernel.outputs
 
     def remember(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
         """State that the element of ``buffer`` at a row-major offset is ``value`` in this scope."""
@@ -265,7 +271,7 @@ class Evaluator:
 
         What is stored for this scope only, in a name, is computed anew at other indices.
         """
-        lying = {b for b in self.stored if self.memory.holds(b) or b in self.kernel.outputs}
+        lying = {b for b in self.stored if self._lies(b)}
         inner = _Inliner(self.kernel, lying, self.indexer, self.memory)
         inner.places = dict(self.places)
         value = inner.load(buffer, indices)

@@ -138,7 +138,7 @@ TWINS = {
         almost=(1.0000001, 0.0, -1.0, float("nan")),
     ),
     "zero": Twin(
-        pass_=ZeroZapp(),
+        pass_=ZeroZapp(cotangents=("x", "x0", "w")),
         before=Zeros,
         expected=WithoutZeros,
         declined=PlusZero,
@@ -211,7 +211,7 @@ def test_what_is_only_almost_neutral_stays(twin: Twin) -> None:
 
 
 def test_one_other_element_is_enough_to_stay(twin: Twin) -> None:
-    values = [float(twin.pass_ == OneZapp())] * 2 + [twin.almost[0]]
+    values = [float(isinstance(twin.pass_, OneZapp))] * 2 + [twin.almost[0]]
     mod = build_main((torch.ones(3),), lambda x: twin.combine(x, relax.const(values, "float32")))
     tvm.ir.assert_structural_equal(twin.pass_(mod), mod)
 
@@ -230,3 +230,20 @@ def test_both_operands_ones() -> None:
     mod = build_main((), lambda: op.multiply(op.ones((3, 1), "float64"), op.ones((4,), "float64")))
     (result,) = compile_and_run(OneZapp()(mod))
     assert torch.equal(result, torch.ones(3, 4, dtype=torch.float64))
+
+
+def test_the_sign_of_zero_stays_where_nothing_is_a_gradient() -> None:
+    x = torch.tensor([-0.0, 0.0, 1.0], dtype=torch.float64)
+
+    def forward(x: relax.Expr) -> list[relax.Expr]:
+        zero, negative = relax.const(0.0, "float64"), relax.const(-0.0, "float64")
+        kept = [op.add(x, zero), op.add(zero, x), op.subtract(x, negative)]
+        gone = [op.add(x, negative), op.subtract(x, zero)]
+        return [op.divide(relax.const(1.0, "float64"), v) for v in (*kept, *gone)]
+
+    after, report = apply_pass(ZeroZapp(cotangents=("y",)), build_main((x,), forward))
+    assert report.rewrites == 2
+    assert operators(after).count("relax.add") == 2
+    results = compile_and_run(after, x)
+    for result, value in zip(results, [x + 0.0] * 3 + [x] * 2, strict=True):
+        torch.testing.assert_close(result, 1 / value, rtol=0, atol=0)
