@@ -92,7 +92,10 @@ def _folded(x: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 _ORDERS: list[Arguments] = [
-    ((), {"dim": d, "descending": down}) for d in (0, -1) for down in (False, True)
+    ((), {"dim": dim, "descending": down, "stable": stable})
+    for dim in (0, -1)
+    for down in (False, True)
+    for stable in (False, True)
 ]
 _COUNTS: list[Arguments] = [
     ((1,), {"dim": 0}),
@@ -104,6 +107,14 @@ EXTRAS: tuple[Extra, ...] = (
     Extra("div", "scalar_mode", aten.div.Scalar_mode, _FLOATS | _INTEGERS, _roundings()),
     Extra("fmod", "scalar", aten.fmod.Scalar, _FLOATS | _INTEGERS, _DIVISORS),
     Extra("nn.functional.fold", "", _folded, _FLOATS, [((), {})], gradient=True),
+    Extra(
+        "pow",
+        "number",
+        torch.pow,
+        _FLOATS,
+        [((n,), {}) for n in (2.5, -0.7, 0, 4)],
+        gradient=True,
+    ),
     Extra(
         "pow",
         "scalar",

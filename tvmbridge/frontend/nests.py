@@ -26,7 +26,7 @@ aten = torch.ops.aten
 _INDICES = (torch.int32, torch.int64)
 # Elements that are written one after the other.
 _MOST_WRITTEN = 1 << 16
-_MOST_SORTED = 1 << 14
+_MOST_SORTED = 1 << 12
 _MOST_CHOSEN = 32
 # From here on PyTorch computes euclidean distances as a product of matrices.
 _ROWS_BY_PRODUCT = 25
@@ -94,7 +94,9 @@ def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
 
 
 def _refuse_costly(terms: int, p: float) -> None:
-    if terms > (_MOST_WRITTEN if p in (0, 1, 2, math.inf) else FEW_CALLS):
+    if p == math.inf:
+        raise Declined("a largest difference, of which PyTorch passes over some that are NaN")
+    if terms > (_MOST_WRITTEN if p in (0, 1, 2) else FEW_CALLS):
         raise Declined("many distances, for which PyTorch has vectors")
 
 

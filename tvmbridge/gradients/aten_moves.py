@@ -181,7 +181,7 @@ MOVE_RULES: dict[str, MoveRule] = {
 
 
 def can_move_back(call: relax.Call) -> bool:
-    """Whether the rule for an ATen call holds for it: all floating tensors have one dtype."""
+    """Whether the rule for an ATen call holds for it: one floating dtype, and no empty tensor."""
     content, tensors = spec_of(call), call.args[_FIRST_TENSOR:]
     arguments = Arguments.of(content, list(tensors))
     dtypes = {str(t.ty.dtype) for t in tensors if "float" in str(t.ty.dtype)}
@@ -190,9 +190,11 @@ def can_move_back(call: relax.Call) -> bool:
         if content["results"] != [0]:
             return False
         result = result.fields[0]
-    if dtypes != {str(result.dtype)}:
+    if dtypes != {str(result.dtype)} or any(0 in shape_of(t) for t in tensors):
         return False
     overload = str(aten_call_operator(call))
+    if overload.startswith("aten.pow."):
+        return all("float" in str(t.ty.dtype) for t in tensors)
     if overload == "aten.cumsum.default":
         return bool(shape_of(arguments["self"]))
     if overload in ("aten.scatter_add.default", "aten.scatter.src"):

@@ -1,8 +1,7 @@
-"""Distances between rows by a p-norm, of two tensors or of one."""
+"""Distances between rows by a p-norm with a finite p, of two tensors or of one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tvm import relax, te, tirx
@@ -21,7 +20,7 @@ from tvmbridge.legalize.aten.nests import (
     when,
 )
 from tvmbridge.legalize.comparisons import element_of
-from tvmbridge.legalize.elementwise import REDUCTION, larger
+from tvmbridge.legalize.elementwise import REDUCTION
 from tvmbridge.legalize.functions import is_nan
 from tvmbridge.legalize.lets import Lets, constant
 from tvmbridge.legalize.reductions import reducer_for
@@ -44,11 +43,11 @@ def _term(a: Expr, b: Expr, p: float) -> Expr:
         zero, one = constant(0.0, dtype), constant(1.0, dtype)
         counted = tirx.Select(size.equal(zero), zero, one)
         return lets.close(tirx.Select(is_nan(size), size, counted))
-    return lets.close(size if p in (1, math.inf) else _power(size, p))
+    return lets.close(size if p == 1 else _power(size, p))
 
 
 def _root(total: Expr, p: float) -> Expr:
-    if p in (0, 1, math.inf):
+    if p in (0, 1):
         return total
     return tirx.sqrt(total) if p == 2 else _power(total, 1 / p)
 
@@ -57,7 +56,7 @@ def _cdist(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     p, shape, dtype = float(arguments["p"]), shape_of(call), dtype_of(call)
     tensors = [arguments["x1"], arguments["x2"]]
     depth = shape_of(tensors[0])[-1]
-    reducer = reducer_for("max" if p == math.inf else "sum", dtype)
+    reducer = reducer_for("sum", dtype)
 
     def compute(x: te.Tensor, y: te.Tensor) -> te.Tensor:
         k = te.reduce_axis((0, depth), name="k")
@@ -85,8 +84,7 @@ def _pdist(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
             total = local(1, dtype)
             store(total, constant(0, dtype))
             with loops(depth) as (k,):
-                term = _term(source[i, k], source[j, k], p)
-                store(total, larger(total[0], term) if p == math.inf else total[0] + term)
+                store(total, total[0] + _term(source[i, k], source[j, k], p))
             # The pairs of the rows before, then those of this one.
             place = i * (2 * rows - i - 1) // 2 + j - i - 1
             store(target, _root(total[0], p), place)
