@@ -64,14 +64,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status says whether the bound holds."""
     made = parser(__doc__)
     made.add_argument("--rounds", type=int, default=25, help="measured calls of each")
+    made.add_argument("--cases", nargs="+", choices=[*CASES, "ResNet"], help="only these")
     made.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = made.parse_args(arguments)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = []
-    for name, (construct, shape) in CASES.items():
-        rows += measured(name, construct(), torch.randn(shape), options.rounds)
-    rows += measured("ResNet", *resnet(), options.rounds)
+    for name in options.cases or [*CASES, "ResNet"]:
+        if name == "ResNet":
+            module, x = resnet()
+        else:
+            construct, shape = CASES[name]
+            module, x = construct(), torch.randn(shape)
+        rows += measured(name, module, x, options.rounds)
     return report("Convolutions", rows, check=not options.no_check)
 
 

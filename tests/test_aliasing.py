@@ -174,3 +174,19 @@ def test_memory_read_through_an_expanded_tensor_is_refused() -> None:
     module = Applied(lambda m, x: (x.as_strided((2,), (1,)), x * m.weight)).double().train()
     with pytest.raises(UnsupportedOperatorError, match="elements share memory"):
         add_tvm_dispatch(module, _expanded())
+
+
+def test_a_view_of_an_input_that_is_made_under_no_grad_is_refused() -> None:
+    """Eager PyTorch accumulates its gradient in itself, and none in the input."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            view = x.view(-1)
+        return view, x * m.weight
+
+    x = _x().requires_grad_()
+    with pytest.raises(UnsupportedOperatorError, match="made under no_grad"):
+        add_tvm_dispatch(Applied(forward).train(), x)
+    with torch.no_grad():
+        module = add_tvm_dispatch(Applied(forward).eval(), x)
+        assert module(x)[0].data_ptr() == x.data_ptr()

@@ -14,11 +14,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import tvm
+import tvm_ffi
 from torch import nn
 
 import tvmbridge.compiled
 from tests.test_dispatch import eager
 from tvmbridge import BuildError, add_tvm_dispatch, dispatch_report
+from tvmbridge.passes.base import PassReport, RelaxPass
 
 
 def _net() -> nn.Module:
@@ -140,6 +143,34 @@ def test_an_interrupted_compilation_leaves_no_trace(
         torch.testing.assert_close(module(_x()), eager(module)(_x()))
         assert dispatch_report(module).tvm_calls == 1
         assert not dispatch_report(module).fallbacks
+
+
+class Interrupted(RelaxPass):
+    """Interrupts the first time, in a function that TVM calls."""
+
+    pending = True
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        if Interrupted.pending:
+            Interrupted.pending = False
+            tvm_ffi.convert(interrupt)()
+        return mod
+
+
+def test_an_interrupt_within_tvm_is_not_taken_for_a_failure() -> None:
+    Interrupted.pending = False
+    options = {"extra_passes": (Interrupted(),)}
+    module = add_tvm_dispatch(_net().eval(), _x(), options=options)
+    module.train()
+    Interrupted.pending = True
+    with pytest.raises(KeyboardInterrupt):
+        module(_x())
+    torch.testing.assert_close(module(_x()), eager(module)(_x()))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (1, {})
 
 
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from tests.test_dispatch import assert_same_step, eager, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.errors import UnsupportedOperatorError
 
 F = nn.functional
 
@@ -81,3 +83,19 @@ def test_masks_are_one_byte_an_element() -> None:
     (noise,) = variant.compiled.captured.noise
     assert noise.spec.dtype is torch.bool
     assert variant.compiled.residual_bytes == sample().numel()
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+def test_draws_of_backward_are_not_made_in_forward() -> None:
+    module = Applied(lambda x, t: DrawsInBackward.apply(x)).train()
+    with pytest.raises(UnsupportedOperatorError, match="backward draws random numbers"):
+        add_tvm_dispatch(module, sample(3, 4).requires_grad_())

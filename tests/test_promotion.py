@@ -42,6 +42,9 @@ def test_draws_keep_the_dtype_of_the_mean() -> None:
         tvmbridge.add_tvm_dispatch(module, (X, TARGET))
         torch.manual_seed(0)
         torch.testing.assert_close(module(X, TARGET), draw(X, TARGET))
+        assert_like_eager(
+            lambda x, n: torch.normal(x, n) * 0, X.bfloat16(), torch.ones(3, 4, dtype=torch.int32)
+        )
     assert tvmbridge.dispatch_report(module).tvm_calls == 1
 
 

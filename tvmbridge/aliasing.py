@@ -74,6 +74,11 @@ def _base_among(
     for kind, key, tensor in known:
         if _storage(output) == _storage(tensor):
             alias = _view(kind, key, output, tensor)
+            if views is not None and output.requires_grad and output.grad_fn is None:
+                raise UnsupportedOperatorError(
+                    f"an output is a view of {key} that is made under no_grad: it requires a "
+                    "gradient of its own, which compiled code would hand to its base"
+                )
             if views is not None and output.requires_grad and shares_elements(tensor):
                 return replace(alias, steps=views.steps(output, tensor))
             return alias

@@ -58,7 +58,7 @@ def trace_joint(
     """
     traced = _record(rehearsal, facts)
     _check_strided_views(traced)
-    noise = hoist_draws(traced.graph, rehearsal.mode, rehearsal.captured.noise)
+    noise = hoist_draws(traced.graph, rehearsal.mode, rehearsal.captured.noise, facts.draws)
     functional = _functionalize(traced, rehearsal)
     cotangents = tuple(f"ct_{number}" for number in facts.cotangent_of)
     names = [*(d.name for d in rehearsal.inputs), *cotangents, *(n.name for n in noise)]

@@ -66,12 +66,14 @@ class GradientFacts:
     ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
+    ``draws`` counts the random draws of forward.
     """
 
     lost: tuple[str, ...]
     cotangent_of: tuple[int, ...]
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
+    draws: int
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
@@ -100,6 +102,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         cotangent_of=tuple(differentiable),
         wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
         gradient_reads=tuple(reads for reads in reached.values() if reads),
+        draws=len(watch.draws),
     )
 
 

@@ -34,7 +34,10 @@ _IN_PLACE = frozenset(f"{name}_" for name in READS_METADATA_ONLY) | {"aten::norm
 
 
 def hoist_draws(
-    graph: fx.Graph, mode: FakeTensorMode, captured: Sequence[NoiseDescriptor] = ()
+    graph: fx.Graph,
+    mode: FakeTensorMode,
+    captured: Sequence[NoiseDescriptor] = (),
+    in_forward: int | None = None,
 ) -> tuple[NoiseDescriptor, ...]:
     """Replace every draw of ``graph`` by a placeholder behind the others.
 
@@ -43,17 +46,23 @@ def hoist_draws(
         mode: where its fake tensors live.
         captured: the draws of the captured graph. Where one of them reads values, they are what
             is drawn, so that those of ``graph`` must be the same.
+        in_forward: how many draws forward makes; None: as many as ``graph`` has.
 
     Returns:
         The draws in program order; the new placeholders stand in the same order.
 
     Raises:
         UnsupportedOperatorError: a draw reads values, and is not among those of the captured
-            graph.
+            graph; or backward draws.
     """
     found: list[NoiseDescriptor] = []
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     draws = [n for n in graph.nodes if _is_draw(n)]
+    if in_forward is not None and len(draws) != in_forward:
+        raise UnsupportedOperatorError(
+            f"backward draws random numbers ({len(draws) - in_forward}), which compiled code would "
+            "draw in forward already"
+        )
     by_head = any(descriptor.computed for descriptor in captured)
     if by_head and len(draws) != len(captured):
         raise UnsupportedOperatorError(OTHER_DRAWS)

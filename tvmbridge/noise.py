@@ -214,7 +214,9 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
     if drawn is aten.bernoulli_.Tensor:
         args = (spec_of_node(node.args[0]), *args[1:])
     descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
-    if op._schema.name == "aten::normal" and len({c.spec.dtype for c in descriptor.computed}) > 1:
+    # The kernel draws in the dtype of the mean, and scales in place.
+    read = [tensor.spec.dtype for tensor in descriptor.computed]
+    if op._schema.name == "aten::normal" and read and value.dtype is not read[0]:
         raise UnsupportedOperatorError(
             f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
             "where PyTorch's tracing foretells another"

@@ -30,7 +30,7 @@ class CompileOptions:
             or PyTorch's kernels.
         recompute: operators that ``min_cut`` may compute again all the same, by their names in
             Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
-            (``"aten.convolution.default"``).
+            (``"aten.avg_pool2d.default"``).
         max_specializations: how many input signatures one module keeps compiled; when there are
             more, the one that was not used for longest is dropped.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
@@ -121,7 +121,7 @@ def _check_recompute(names: Any) -> None:
         return
     raise ValueError(
         f"CompileOptions.recompute is {names!r}; give a tuple of operator names such as "
-        "'relax.nn.softmax' or 'aten.convolution.default'"
+        "'relax.nn.conv2d' or 'aten.avg_pool2d.default'"
     )
 
 

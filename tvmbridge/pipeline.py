@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -155,7 +156,15 @@ def pass_name(pass_: AnyPass) -> str:
     return getattr(pass_, "__name__", type(pass_).__name__)
 
 
+@functools.cache
+def let_interrupts_through() -> None:
+    """Have TVM hand on what ends a program: from a callback it would come as a RuntimeError."""
+    for error in (KeyboardInterrupt, SystemExit):
+        tvm_ffi.register_error(error.__name__, error)
+
+
 def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> tvm.IRModule:
+    let_interrupts_through()
     report = PassReport()
     start = time.perf_counter()
     try:

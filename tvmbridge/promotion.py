@@ -58,15 +58,18 @@ class KernelPromotion(TorchFunctionMode):
         named = dict(kwargs or {})
         if func in _KEPT_DTYPE and named.get("weight") is None and len(args) < 5:
             operands = [*args[:2], *(named[name] for name in _OPERANDS if name in named)]
-            if _differ_in_width(operands):
+            if _differ_in_dtype(operands):
                 named.pop("weight", None)
                 func = _KEPT_DTYPE[func]
         return func(*args, **named)
 
 
-def _differ_in_width(operands: Sequence[Any]) -> bool:
-    tensors = [t for t in operands if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    return len(tensors) == 2 and tensors[0].dtype is not tensors[1].dtype
+def _differ_in_dtype(operands: Sequence[Any]) -> bool:
+    tensors = [t for t in operands if isinstance(t, torch.Tensor)]
+    dtypes = [t.dtype for t in tensors]
+    if len(dtypes) != 2 or not dtypes[0].is_floating_point:
+        return False
+    return dtypes[1] not in (dtypes[0], torch.bool)
 
 
 def kernel_dtypes(
@@ -119,7 +122,9 @@ def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomp
 def _corrected(op: Any, function: Decomposition) -> Decomposition:
     def decompose(*args: Any, **kwargs: Any) -> Any:
         results = function(*args, **kwargs)
-        dtypes = kernel_dtypes(op, args, kwargs) if results is not NotImplemented else None
+        if not isinstance(results, torch.Tensor | tuple | list):
+            return results  # a size, or NotImplemented
+        dtypes = kernel_dtypes(op, args, kwargs)
         if dtypes is None:
             return results
         if isinstance(results, torch.Tensor):

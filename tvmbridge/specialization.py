@@ -98,7 +98,7 @@ class Variant:
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
         # Eager sorts equal elements otherwise where they lie in one place.
-        sorts = not _SORTS.isdisjoint({**compiled.native_calls, **compiled.aten_calls})
+        sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._packing = packing
         self._packs = [

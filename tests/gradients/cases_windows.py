@@ -131,9 +131,7 @@ def pooling_cases() -> Iterator[Case]:
 
 def interpolation_cases() -> Iterator[Case]:
     for kind, rank in (
-        ("nearest", 1),
         ("nearest", 2),
-        ("nearest", 3),
         ("linear", 1),
         ("bilinear", 2),
         ("trilinear", 3),

@@ -28,6 +28,7 @@ class Candidate:
         singular: expressions that may not come near zero at all.
         exact: a result of exact values is exact.
         writes: the value that it writes into.
+        draws: it draws random numbers.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Candidate:
     exact: bool = False
     statement: bool = False
     writes: str = ""
+    draws: bool = False
 
 
 class Author:
@@ -53,6 +55,8 @@ class Author:
         self.exact: set[str] = set()
         self.names: list[str] = []
         self.used: set[str] = set()
+        # What draws went into: a draw that no result depends on is not captured.
+        self.drawn: set[str] = set()
         self._count = 0
         self._scopes: list[dict[str, Any]] = []
         for training in (True, False):
@@ -111,14 +115,20 @@ class Author:
         self.lines.append(text)
         self.used.update(candidate.reads)
         exact = candidate.exact and self.exact.issuperset(candidate.reads)
+        drawn = candidate.draws or not self.drawn.isdisjoint(candidate.reads)
         if candidate.writes:
             storage = self.value(candidate.writes).untyped_storage().data_ptr()
             sharing = {n for n in self.names if _storage(self.value(n)) == storage}
             self.exact -= sharing
+            if drawn:
+                self.drawn |= sharing
+                self.used -= sharing
         if candidate.statement:
             return True
         self._count += 1
         self.names.append(name)
+        if drawn:
+            self.drawn.add(name)
         if exact or not self.value(name).is_floating_point():
             self.exact.add(name)
         return True

@@ -69,6 +69,13 @@ WHOLE = """{i} + 1|{i} * 2 - {i}|1 - {i}|{i} % 2|{i} == 1|{i} + 0.5|{i} / 3|{i}.
     "\n", "|"
 ).split("|")
 
+# Numbers that were whole or true, promoted; {i} is of integers or of booleans.
+MIXED = """{a} * {i}.sum()|{a} + {i}.to(torch.int32).sum()|{i}.to(torch.float32).mean() - {a}
+{a} / (({i} > 0).sum() + 1)|torch.where({i}.sum() > 1, {a}, {i}.sum())
+{a}.lerp({a} * 2, 0.5) * {i}.any()
+torch.where({i}.any(), {a}, 0.5)|{a} + {i}.to(torch.uint8).sum() // 2|{a}.add({i}.sum(), alpha=-1)
+torch.stack([{a}.sum(), {i}.sum()])""".replace("\n", "|").split("|")
+
 KEEPING = {"torch.relu({a})", "torch.abs({a})", "-{a}", "{a}.detach()", "{a}.clone()"}
 
 
@@ -156,6 +163,15 @@ def whole(draw: st.DrawFn, author: Author) -> Candidate | None:
     return i and Candidate(template.format(i=i), (i,))  # type: ignore[return-value]
 
 
+def mixed(draw: st.DrawFn, author: Author) -> Candidate | None:
+    """A value of floating point with integers or booleans."""
+    a = pick(draw, author)
+    i = pick(draw, author, lambda value: value.dtype in (torch.int64, torch.bool))
+    if a is None or i is None:
+        return None
+    return Candidate(draw(st.sampled_from(MIXED)).format(a=a, i=i), (a, i))
+
+
 def random(draw: st.DrawFn, author: Author) -> Candidate | None:
     """Dropout and draws."""
     a = pick(draw, author)
@@ -164,4 +180,4 @@ def random(draw: st.DrawFn, author: Author) -> Candidate | None:
     templates = ["F.dropout({a}, 0.3, self.training)", "F.dropout({a}, 0.5, True)"]
     if author.dtype == "float64":
         templates += ["{a} + torch.rand_like({a})", "{a} * torch.randn_like({a})"]
-    return Candidate(draw(st.sampled_from(templates)).format(a=a), (a,))
+    return Candidate(draw(st.sampled_from(templates)).format(a=a), (a,), draws=True)

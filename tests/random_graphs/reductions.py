@@ -13,9 +13,11 @@ torch.softmax({a}, {d})|torch.log_softmax({a}, {d})|{a}.cumsum({d})|{a}.sum()|{a
 {a}.var({d}, correction=0, keepdim={k})|{a}.var({d}, keepdim={k})|F.softmin({a}, {d})
 torch.logcumsumexp({a}, {d})|{a}.square().sum({d}, keepdim={k})|{a}.sum((0, -1))|{a}.mean((0,))
 F.layer_norm({a}, {a}.shape[-1:], eps=0.1)|F.rms_norm({a}, {a}.shape[-1:], eps=0.1)
-F.cosine_similarity({a}, {a} + 1, dim={d}, eps=1e-3)|{a}.prod({d}, keepdim={k})""".replace(
-    "\n", "|"
-).split("|")
+F.cosine_similarity({a}, {a} + 1, dim={d}, eps=1e-3)|{a}.prod({d}, keepdim={k})
+{a}.sum({d}, keepdim={k}) / {a}.shape[{d}]|{a} - {a}.mean({d}, keepdim=True)
+{a}.softmax({d}).cumsum({d})
+F.group_norm({a}.reshape(1, 1, -1), 1, eps=0.1)
+{a} / {a}.square().sum({d}, keepdim=True).add(0.5).sqrt()""".replace("\n", "|").split("|")
 
 # With differences of neighbours in order, which must not be decided by rounding.
 SORTED = """{a}.amax({d}, keepdim={k})|{a}.amin({d}, keepdim={k})|{a}.max({d})[0]|{a}.argmax({d})
@@ -26,7 +28,10 @@ NORMS = ["{a}.norm(dim={d}, keepdim={k})", "F.normalize({a}, dim={d})", "{a}.std
 
 PRODUCTS = """{a} @ {a}.mT|{a}.mT @ {a}|torch.einsum('...i,...j->...ij', {a}, {a})
 torch.matmul({a}, {a}[..., -1, :, None])|torch.bmm({a}.flatten(0, -3), {a}.flatten(0, -3).mT)
-torch.einsum('...ij,...kj->...ik', {a}, {a} * 0.5)
+torch.einsum('...ij,...kj->...ik', {a}, {a} * 0.5)|F.linear({a}, {a}.flatten(0, -2))
+F.conv2d({a}.reshape(1, 1, -1, {a}.shape[-1]), {a}.reshape(1, 1, -1, {a}.shape[-1])[..., :1, :1])
+{a}.mT.softmax(-1) @ {a}
+torch.addmm({a}[..., 0].flatten()[:1], {a}.flatten(0, -2), {a}.flatten(0, -2).mT)
 F.scaled_dot_product_attention({a}[None], {a}[None] * 0.5, {a}[None] + 1)""".replace(
     "\n", "|"
 ).split("|")

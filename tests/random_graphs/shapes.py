@@ -15,9 +15,11 @@ torch.cat([{a}, {a}], {e})|torch.cat([{a}, -{a}, {a}], {d})|F.pad({a}, (1, 2), v
 F.pad({a}, (0, -1))|{a}.repeat_interleave(2, {d})|{a}.unbind({d})[-1]|{a}.chunk(2, {e})[-1]
 {a}.split(1, {d})[0]|{a}.expand(2, *{a}.shape)|torch.tile({a}, (2,))|{a}.reshape(-1)
 {a}.reshape(-1, {a}.shape[-1])|{a}.contiguous()|{a}.unsqueeze(0)|{a}.view({a}.shape + (1,))
-{a}.index_select({d}, torch.tensor([0, 0]))|{a}.diff(dim={d})|{a}[[0, -1]]""".replace(
-    "\n", "|"
-).split("|")
+{a}.index_select({d}, torch.tensor([0, 0]))|{a}.diff(dim={d})|{a}[[0, -1]]|{a}.flatten()[0]
+torch.cat([{a}[:0], {a}])
+{a}[:0].sum(0)|{a}[..., :0]|torch.stack({a}.unbind({d}), {e})
+{a}.split_with_sizes([{a}.shape[{d}]], {d})[0]
+{a}.unflatten({d}, (1, -1))|{a}.tensor_split(2, {d})[0]""".replace("\n", "|").split("|")
 
 # For at least two dimensions.
 PLANES = """{a}.mT|torch.tril({a})|torch.triu({a}, 1)|{a}.diagonal(0, -2, -1)|{a}.swapaxes(0, -1)

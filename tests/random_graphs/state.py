@@ -14,9 +14,13 @@ INPLACE = """{a}.mul_(0.5)|{a}.add_(1.25)|{a}.neg_()|{a}.tanh_()|{a}.fill_(0.75)
 
 THROUGH = """{a}[..., 0] = 1.5|{a}[..., :1].add_(2.0)|{a}[-1] *= 0.5|{a}.select(0, 0).fill_(0.25)
 {a}[..., -1:].mul_(3)|{a}.transpose(0, -1)[0] = -0.5|{a}.flatten()[0]|{a}.narrow(0, 0, 1).sub_(1)
-{a}[..., 1:] = {a}[..., :-1].clone()|{a}.unsqueeze(0)[:, 0].add_(0.5)|{a}[::2].neg_()""".replace(
-    "\n", "|"
-).split("|")
+{a}[..., 1:] = {a}[..., :-1].clone()|{a}.unsqueeze(0)[:, 0].add_(0.5)|{a}[::2].neg_()
+{a}.view(-1)[:1].mul_(0.25)|{a}.mT[..., 0].add_(0.5)|{a}.chunk(2, -1)[0].mul_(2)
+{a}.unbind(0)[-1].zero_()
+{a}.diagonal(0, 0, -1).add_(1.5)|{a}.masked_fill_({a} > 49, 0.0)|{a}[{a} > 49] = 1.0
+{a}.squeeze(0).neg_()
+{a}[..., None].expand(*{a}.shape, 1).mul_(0.5)|{a}.index_put_((torch.tensor([0]),), {a}[:1].clone())
+{a}.index_add_(0, torch.tensor([0]), {a}[:1] * 0.5)|{a}[[0]] = 0.75""".replace("\n", "|").split("|")
 
 BUFFERS = """{b}.mul_(0.9).add_({a}.detach().mean())|{b}.add_(1)|{b}.copy_({b} * 0.5)
 self.{n} = {b} * 0.5 + 1|{b}[:1].add_({a}.detach().sum())

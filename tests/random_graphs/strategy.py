@@ -15,6 +15,7 @@ FAMILIES: list[Family] = [
     *[elementwise.kinked] * 2,
     elementwise.compared,
     *[elementwise.masked] * 2,
+    elementwise.mixed,
     elementwise.whole,
     elementwise.random,
     *[shapes.move] * 5,
@@ -26,7 +27,7 @@ FAMILIES: list[Family] = [
     reductions.ordered,
     *[reductions.product] * 2,
     *[reductions.layer] * 2,
-    *[state.inplace] * 2,
+    *[state.inplace] * 3,
     state.buffer,
 ]
 
@@ -70,6 +71,7 @@ def _returned(draw: st.DrawFn, author: Author) -> str:
     """The values that nothing read, the last ones first; now and then others as well."""
     made = [name for name in author.names if name.startswith("v")] or author.names
     chosen = [name for name in reversed(made) if name not in author.used][:4] or made[-1:]
+    chosen += [n for n in made if n in author.drawn - author.used and n not in chosen]
     if draw(st.integers(0, 3)) == 2:
         chosen.append(draw(st.sampled_from([n for n in author.names if not n.startswith("self.")])))
     if not any(author.value(name).requires_grad for name in chosen):

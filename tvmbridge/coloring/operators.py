@@ -72,8 +72,8 @@ def check_names(names: Collection[str]) -> None:
                 resolve_overload(name)
         except (AttributeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"there is no operator {name!r}; give names such as 'relax.nn.softmax' or "
-                "'aten.convolution.default'"
+                f"there is no operator {name!r}; give names such as 'relax.nn.conv2d' or "
+                "'aten.avg_pool2d.default'"
             ) from error
 
 

@@ -119,9 +119,7 @@ ATEN_RULES: dict[str, AtenRule] = {
     **{
         f"aten.upsample_{kind}{n}d.vec": _upsample(kind, n)
         for kind, n in (
-            ("nearest", 1),
             ("nearest", 2),
-            ("nearest", 3),
             ("linear", 1),
             ("bilinear", 2),
             ("trilinear", 3),

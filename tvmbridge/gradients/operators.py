@@ -34,8 +34,7 @@ _REDUCTIONS = (
 _WINDOWS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d "
     "avg_pool3d convolution max_pool2d_with_indices max_pool3d_with_indices upsample_bicubic2d "
-    "upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d "
-    "upsample_nearest3d upsample_trilinear3d"
+    "upsample_bilinear2d upsample_linear1d upsample_nearest2d upsample_trilinear3d"
 )
 
 # What is claimed; it counts where it is admitted (``tvmbridge/admission.py``).

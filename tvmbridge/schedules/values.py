@@ -147,7 +147,7 @@ class Memory:
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> tirx.Stmt:
         """Return the statement that writes the element of ``buffer`` at a row-major offset."""
-        target = self._flat.get(buffer, buffer)
+        target: Buffer = self._flat.get(buffer, buffer)
         value = bfloat16.to_memory(value, str(buffer.dtype), str(target.dtype))
         return tirx.BufferStore(target, value, _last(target, offset))
 

@@ -130,15 +130,16 @@ def test_control_flow_that_depends_on_data() -> None:
     assert "refused at capture" in str(report)
 
 
-@pytest.mark.parametrize(
-    ("module", "operator", "line"),
-    [
-        (Spectrum(), "aten._fft_r2c.default", "torch.fft.rfft(x).real"),
-        (Found(), "aten.nonzero.default", "return torch.nonzero(x)"),
-    ],
-)
-def test_refused_operators_have_their_lines(module: nn.Module, operator: str, line: str) -> None:
-    report = explain(module.eval(), torch.randn(4, 6))
+def test_what_depends_on_data_runs_after_the_compiled_code() -> None:
+    report = explain(Found().eval(), torch.randn(4, 6))
+    assert report.ok
+    assert report.eager_functions == ("nonzero",)
+    assert "runs eagerly after the compiled code: nonzero" in str(report)
+
+
+def test_refused_operators_have_their_lines() -> None:
+    operator, line = "aten._fft_r2c.default", "torch.fft.rfft(x).real"
+    report = explain(Spectrum().eval(), torch.randn(4, 6))
     assert not report.ok
     (refused,) = report.refused
     assert (refused.name, refused.count) == (operator, 1)
