@@ -283,6 +283,13 @@ class Around(nn.Linear):
         return super().__call__(x) * 2  # type: ignore[no-any-return]
 
 
+class Locked(Around):
+    """It cannot be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError("not to be copied")
+
+
 class Property(nn.Module):
     @property
     def forward(self) -> Any:
@@ -303,7 +310,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "sparse weight": (lambda: _sparse(_linear()), sample, "weight has the layout"),
     "lazy": (lambda: nn.LazyLinear(3), sample, "weight is a UninitializedParameter"),
     "script": (lambda: torch.jit.script(_linear()), sample, "it is a ScriptModule"),
-    "own call": (lambda: Around(24, 24).double(), sample, "a __call__ of its own"),
+    "own call": (lambda: Locked(24, 24).double(), sample, "a __call__ of its own"),
     "property": (Property, sample, "its forward is a property"),
 }
 
@@ -317,6 +324,20 @@ def test_what_cannot_be_traced_is_refused_by_name(kind: str) -> None:
     with pytest.raises(CaptureError, match=reason):
         add_tvm_dispatch(module, argument())
     assert module.__dict__ == before
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_call_of_its_own_runs_once_around_the_compiled_code(training: bool) -> None:
+    """The layers of transformers 4 have one, for their checkpoints."""
+    torch.manual_seed(0)
+    plain, x = Around(24, 24).double().train(training), sample()
+    module = copy.deepcopy(plain)
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), plain(x))
+    (module(x).sum() + plain(x).sum()).backward()
+    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+    assert dispatch_report(module).tvm_calls == 2
+    assert type(module) is Around
 
 
 def test_modes_in_which_nothing_can_be_traced() -> None:

@@ -137,8 +137,6 @@ def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
-    watch = ArgumentWatch(module.forward)
-    tails = TailWatch(watch, differentiated=needs_grad)
     try:
         with (
             torch.set_grad_enabled(needs_grad),
@@ -154,9 +152,12 @@ def _export(
                 DropoutWithoutEffect(),
                 KernelPromotion(),
                 FunctionsKeptWhole(),
-                watched_forward(module, tails),
             ):
-                program = torch.export.export(module, args, dict(kwargs), strict=False)
+                # Only now is forward what is to be traced.
+                watch = ArgumentWatch(module.forward)
+                tails = TailWatch(watch, differentiated=needs_grad)
+                with watched_forward(module, tails):
+                    program = torch.export.export(module, args, dict(kwargs), strict=False)
             # Without it PyTorch drops draws that nothing reads.
             with torch._inductor.config.patch(fallback_random=True):
                 program = program.run_decompositions(table)

@@ -30,7 +30,7 @@ from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.promotion import KernelPromotion
-from tvmbridge.refusal import refuse_at_sight, user_line
+from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
     as_captured,
     copied_values,
@@ -41,6 +41,7 @@ from tvmbridge.standins import (
     tensors_replaced,
     without_autocast,
     without_inference_state,
+    without_own_call,
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
@@ -105,6 +106,8 @@ def staged(
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
     refuse_at_sight(module, args, kwargs)
+    if not apart:
+        refuse_own_call(module)
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
@@ -134,10 +137,11 @@ def staged(
 
 
 def _actor(module: nn.Module) -> nn.Module:
-    """A stand-in without hooks of its own, which run outside of forward."""
+    """A stand-in without hooks or a ``__call__`` of its own, which run outside of forward."""
     actor = stand_in(module)
     if actor is None:
         raise NotApartError(f"{type(module).__name__} cannot be copied")
+    without_own_call(actor)
     without_inference_state(actor)
     for name, value in actor.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, dict):

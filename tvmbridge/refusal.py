@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tvmbridge.errors import CaptureError
 from tvmbridge.plain import unusual_in
-from tvmbridge.standins import run_apart, stand_in, tensors_replaced
+from tvmbridge.standins import has_own_call, run_apart, stand_in, tensors_replaced
 
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -46,17 +46,26 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
 
 
+def refuse_own_call(module: nn.Module) -> None:
+    """Refuse a module that is to be traced itself, if its class has a ``__call__`` of its own.
+
+    Raises:
+        CaptureError: tracing would go through it, and calls would too, around the compiled code.
+    """
+    if has_own_call(module):
+        raise CaptureError(
+            f"{type(module).__name__} cannot be captured: its class has a __call__ of its own, and "
+            "it cannot be copied to be traced without; move what __call__ does into forward, or "
+            "dispatch a submodule"
+        )
+
+
 def _unusual_class(module: nn.Module) -> str | None:
     class_ = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule; dispatch the module that it was made of"
     if isinstance(inspect.getattr_static(class_, "forward", None), property):
         return "its forward is a property, which an instance cannot replace"
-    if class_.__call__ is not nn.Module.__call__ and not isinstance(module, torch.fx.GraphModule):
-        return (
-            "its class has a __call__ of its own, which would run around the compiled code and in "
-            "it; move what it does into forward, or dispatch a submodule"
-        )
     return None
 
 

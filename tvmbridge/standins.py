@@ -46,6 +46,20 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     return copied
 
 
+def has_own_call(module: nn.Module) -> bool:
+    """Whether the class of ``module`` has a ``__call__`` of its own, around hooks and forward."""
+    own = type(module).__call__ is not nn.Module.__call__
+    return own and not isinstance(module, torch.fx.GraphModule)
+
+
+def without_own_call(module: nn.Module) -> None:
+    """Let calls of a stand-in lead to its forward alone, as what is compiled replaces forward."""
+    if has_own_call(module):
+        kind = type(module)
+        body = {"__call__": nn.Module.__call__, "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), body)
+
+
 def without_inference_tensors(value: Any) -> Any:
     """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
     return pytree.tree_map_only(

@@ -58,6 +58,8 @@ class Author:
         # What draws went into: a draw that no result depends on is not captured.
         self.drawn: set[str] = set()
         self._count = 0
+        # Integers become float32, whose rounding then is that of the whole program.
+        self._narrow = False
         self._scopes: list[dict[str, Any]] = []
         for training in (True, False):
             owner = SimpleNamespace(training=training)
@@ -146,6 +148,8 @@ class Author:
             state = torch.get_rng_state()
         if not candidate.statement and not self._is_fit(scope[name]):
             return False
+        if not candidate.statement:
+            self._narrow |= scope[name].dtype is torch.float32
         self._random[number] = state
         return True
 
@@ -168,7 +172,8 @@ class Author:
     def finish(self, returned: str, options: Sequence[tuple[str, str]]) -> Program:
         """The program."""
         leaves, lines = tuple(self.leaves), tuple(self.lines)
-        return Program(self.dtype, leaves, lines, returned, tuple(options))
+        dtype = "float32" if self._narrow else self.dtype
+        return Program(dtype, leaves, lines, returned, tuple(options))
 
 
 def _storage(value: torch.Tensor) -> int:
