@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,20 +41,25 @@ def _compare_leaf(ours: Any, theirs: Any, *, values: bool) -> str | None:
     return None
 
 
-def is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
+def is_as_near(
+    ours: Any, theirs: Any, reference: Any, computed_in: Sequence[torch.dtype] = ()
+) -> bool:
     """Whether a result differs from eager's by rounding alone.
 
     The reference in float64 says so: ours is off by no more than twice what eager's is, or by four
     units in the last place of the largest element. (Sums in another order differ by that where
-    terms cancel; eager PyTorch itself rounds otherwise for other strides of the same values.)
+    terms cancel; eager PyTorch itself rounds otherwise for other strides of the same values.) A
+    unit is that of the coarsest dtype among the result's own and ``computed_in``: eager PyTorch
+    sums a cotangent in its own dtype, before it widens the sum to that of the operand.
     """
     if compare(ours, theirs, values=False):
         return False
     leaves = [pytree.tree_leaves(x) for x in (ours, theirs, reference)]
-    return all(_leaf_is_as_near(a, b, r) for a, b, r in zip(*leaves, strict=True))
+    coarsest = max((torch.finfo(d).eps for d in computed_in), default=0.0)
+    return all(_leaf_is_as_near(a, b, r, coarsest) for a, b, r in zip(*leaves, strict=True))
 
 
-def _leaf_is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
+def _leaf_is_as_near(ours: Any, theirs: Any, reference: Any, coarsest: float) -> bool:
     if not isinstance(theirs, torch.Tensor) or not theirs.is_floating_point():
         return _compare_leaf(ours, theirs, values=True) is None
     error, bound = _error(ours, reference), _error(theirs, reference)
@@ -61,7 +67,8 @@ def _leaf_is_as_near(ours: Any, theirs: Any, reference: Any) -> bool:
         return False
     finite = reference.double()[reference.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    return error <= max(2 * bound, 4 * torch.finfo(theirs.dtype).eps * largest)
+    unit = max(torch.finfo(theirs.dtype).eps, coarsest)
+    return error <= max(2 * bound, 4 * unit * largest)
 
 
 def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
