@@ -32,6 +32,7 @@ from tvmbridge.standins import (
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.views import shares_elements
 from tvmbridge.whole import FunctionsKeptWhole
 
 
@@ -98,7 +99,7 @@ class Rehearsal:
         held: dict[int, torch.Tensor] = {}
         for descriptor, original, primal in zip(self.inputs, self.originals, primals, strict=True):
             if descriptor.kind is InputKind.BUFFER or descriptor.name in self.written:
-                primal = primal.clone()
+                primal = _cloned(primal)
             if descriptor.kind is InputKind.USER:
                 leaves[descriptor.position or 0] = primal
             else:
@@ -148,6 +149,16 @@ class Rehearsal:
                 )
             ordered.append(value)
         return ordered
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone of the same strides, by which draws into it go; ``Tensor.clone`` fills gaps."""
+    if shares_elements(tensor):
+        return tensor.clone()
+    empty = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return empty.copy_(tensor)
 
 
 def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
