@@ -264,7 +264,7 @@ CASES: dict[str, Case] = {
     "checkpoint, reentrant": _head(_checkpointed(True), "relax"),
     "written in place": _head(_written, "aot"),
     "moving average": _head(_moving_average, "aot"),
-    "indexed": _head(_indexed, "aot"),
+    "indexed": _head(_indexed, "relax"),
     "accumulated": _head(_accumulated, "aot"),
     "ties": _head(_ties, "aot"),
     "kinks": _head(_kinks, "aot"),

@@ -82,15 +82,6 @@ def test_every_operator_without_a_gradient_rule_is_named() -> None:
     assert "forward" not in module.__dict__
 
 
-def test_a_draw_that_cannot_be_hoisted_is_refused_by_name() -> None:
-    class Sampled(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.poisson(torch.sigmoid(x))
-
-    with pytest.raises(UnsupportedOperatorError, match="poisson"):
-        add_tvm_dispatch(Sampled().eval(), sample())
-
-
 def test_an_unsupported_dtype_is_refused_by_name() -> None:
     class Complex(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
