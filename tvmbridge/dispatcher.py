@@ -31,7 +31,7 @@ from tvmbridge.packing import Packing
 from tvmbridge.plain import unusual_in
 from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Mode, Specialization, Variant
-from tvmbridge.standins import STAND_IN, tensors_of, without_inference_tensors
+from tvmbridge.standins import STAND_IN, anything_requires_grad, without_inference_tensors
 from tvmbridge.state import ModuleState, StandsForForward
 from tvmbridge.surroundings import refused_now, tracing_here
 
@@ -176,7 +176,7 @@ class Dispatcher(StandsForForward):
             tensors = variant.state.tensors()
             if all(t is not None for t in tensors):
                 return any(t.requires_grad for t in tensors if t is not None)
-        return any(t.requires_grad for t in tensors_of(self.module).values())
+        return anything_requires_grad(self.module, ())
 
     def compile(
         self,

@@ -107,6 +107,12 @@ def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def anything_requires_grad(module: nn.Module, values: Any) -> bool:
+    """Whether a tensor of ``module``, or among the structure ``values``, requires a gradient."""
+    tensors = [*tensors_of(module).values(), *pytree.tree_leaves(values)]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
 def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Run forward for real on copies of all tensors; attributes that it sets remain set.
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from tvm.target import Target
 
 from tvmbridge.build import fuse
@@ -19,6 +17,7 @@ from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
+from tvmbridge.standins import anything_requires_grad
 from tvmbridge.types import PassRecord
 
 
@@ -34,7 +33,7 @@ def module_tasks(
 
     They are those of forward and backward for a module in train mode, of forward in eval mode.
     """
-    needs_grad = module.training and _anything_requires_grad(module, (args, dict(kwargs)))
+    needs_grad = module.training and anything_requires_grad(module, (args, dict(kwargs)))
     records: list[PassRecord] = []
     installed = module.__dict__.get("forward")
     original = installed.original if isinstance(installed, Dispatcher) else None
@@ -53,8 +52,3 @@ def module_tasks(
         )
     mod = fuse(lowered.mod, lowered.target, records, measure=options.measure_kernels)
     return count_tasks(mod), count_calls(mod)[""], lowered.target
-
-
-def _anything_requires_grad(module: nn.Module, sample: Any) -> bool:
-    tensors = [*module.parameters(), *pytree.tree_leaves(sample)]
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

@@ -24,6 +24,7 @@ from tvmbridge.noise import find_noise
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.refusal import first_paragraph, user_line
+from tvmbridge.standins import anything_requires_grad
 from tvmbridge.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 
 
@@ -73,7 +74,7 @@ class _Explanation:
     def of(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> ExplainReport:
-        needs_grad = module.training and _anything_requires_grad(module, args, kwargs)
+        needs_grad = module.training and anything_requires_grad(module, (args, dict(kwargs)))
         self.known["mode"] = ("train" if module.training else "eval") + (
             " with gradients" * needs_grad
         )
@@ -147,14 +148,6 @@ class _Explanation:
             found["residual_policy"] = self.options.residual_policy
             found["residuals"] = tuple(sorted(values, key=lambda v: -v.spec.nbytes))
         return found
-
-
-def _anything_requires_grad(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    held = [*module.parameters(), *module.buffers()]
-    held += torch.utils._pytree.tree_leaves((args, dict(kwargs)))
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in held)
 
 
 def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
