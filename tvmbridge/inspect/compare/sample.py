@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.libraries import register_caches
+from tvmbridge.standins import STAND_IN
 
 
 @dataclass
@@ -85,14 +85,7 @@ class Sample:
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy that is not dispatched, and without gradients."""
-    made = copy.deepcopy(module)
-    for part in made.modules():
-        installed = part.__dict__.get("forward")
-        if isinstance(installed, Dispatcher):
-            own = installed.own
-            part.__dict__.pop("forward")
-            if own is not None:
-                part.__dict__["forward"] = own
+    made = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
     for parameter in made.parameters():
         parameter.grad = None
     return made
