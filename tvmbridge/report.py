@@ -18,14 +18,13 @@ class SpecializationReport:
     """One compiled signature in one mode.
 
     ``seconds`` are by stage of compilation; ``residual_bytes`` is what forward keeps for backward
-    beyond its inputs and outputs; operators are counted by ATen overload. ``joint`` is the source
-    of the joint function, ``joint_reason`` says why it is not ``relax``. ``kernels`` counts the
-    calls in the code by how their kernel came to be: tuned, scheduled by rule, external.
     beyond its inputs and outputs (draws of dropout are counted), ``residuals`` the same by value,
     the largest first; operators are counted by ATen overload. ``joint`` is the source of the joint
-    function, ``joint_reason`` says why it is not ``relax``. ``checked`` counts the calls that
-    agreed with the module's own forward (``CompileOptions.check``), ``checked_gradients`` the
-    backwards. ``eager_functions`` counts what runs in eager PyTorch after the compiled code.
+    function, ``joint_reason`` says why it is not ``relax``. ``kernels`` counts the calls in the
+    code by how their kernel came to be: tuned, scheduled by rule, external. ``checked`` counts the
+    calls that agreed with the module's own forward (``CompileOptions.check``),
+    ``checked_gradients`` the backwards. ``eager_functions`` counts what runs in eager PyTorch
+    after the compiled code.
     """
 
     mode: str
