@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from tvmbridge.inspect.check.twin import Generators, restarted
-from tvmbridge.inspect.compare.comparison import STAGES, Comparison, Precision
+from tvmbridge.inspect.compare.comparison import STAGES, Comparison
+from tvmbridge.inspect.compare.precision import Precision
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.verdict import FLOOR, Measure
 from tvmbridge.options import CompileOptions
