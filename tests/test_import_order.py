@@ -53,6 +53,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "conversions",
             "cumulative",
             "decompositions",
+            "descriptors",
             "differentiate",
             "facts",
             "forwards",
