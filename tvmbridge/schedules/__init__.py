@@ -10,6 +10,7 @@ from tvm.s_tir import SBlock, SBlockRealize
 from tvm.target import Target
 
 from tvmbridge.schedules.columns_emit import emit_columns
+from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, parse
 from tvmbridge.schedules.long_rows_emit import emit_long_rows
 from tvmbridge.schedules.loops import sequence
@@ -18,7 +19,7 @@ from tvmbridge.schedules.plan import plan, shared_buffers
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
 from tvmbridge.schedules.tiles import TileNest, emit_tiles
-from tvmbridge.schedules.values import Indexer, Memory, TooLargeError, integer
+from tvmbridge.schedules.values import Memory, TooLargeError
 
 _SCHEDULED = "tirx.is_scheduled"
 _MARKS = (_SCHEDULED, "tir.is_scheduled")

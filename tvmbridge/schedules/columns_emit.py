@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
     element_loop,
@@ -20,7 +21,7 @@ from tvmbridge.schedules.loops import (
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest, loop_of_tasks
-from tvmbridge.schedules.values import Evaluator, Memory, integer
+from tvmbridge.schedules.values import Evaluator, Memory
 
 # Columns that one task sums at a time: its accumulators stay in the first-level cache.
 _BLOCK = 2048

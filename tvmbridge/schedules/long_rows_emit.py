@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
     combine_lanes,
@@ -18,7 +19,7 @@ from tvmbridge.schedules.loops import (
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest, loop_of_tasks
-from tvmbridge.schedules.values import Evaluator, Lane, Memory, integer
+from tvmbridge.schedules.values import Evaluator, Lane, Memory
 
 
 def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:

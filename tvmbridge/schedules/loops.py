@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import Reduction
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.values import Evaluator, Lane, index_var, integer
+from tvmbridge.schedules.values import Evaluator, Lane
 
 Body = Callable[[Expr], list[tirx.Stmt]]
 

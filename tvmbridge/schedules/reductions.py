@@ -13,19 +13,12 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import Indexer, index_var, unravel
 from tvmbridge.schedules.kernel import Kernel, Reduction, Stage
 from tvmbridge.schedules.loops import loop
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
-from tvmbridge.schedules.values import (
-    Evaluator,
-    Indexer,
-    Lane,
-    Memory,
-    index_var,
-    reads,
-    unravel,
-)
+from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
 # Elements added to one accumulator before it is combined with others.
 _LONGEST = 1024

@@ -15,16 +15,10 @@ from typing import Any
 import tvm_ffi
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import Indexer, index_var, integer, split_axes, unravel
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.reader import Axis, Buffer, variables
-from tvmbridge.schedules.values import (
-    Indexer,
-    index_var,
-    integer,
-    reads,
-    split_axes,
-    unravel,
-)
+from tvmbridge.schedules.values import reads
 
 
 @dataclass

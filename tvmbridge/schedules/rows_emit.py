@@ -9,6 +9,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.loops import (
     allocate,
     combine_lanes,
@@ -23,7 +24,7 @@ from tvmbridge.schedules.loops import (
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.rows import Member, RowNest, row_axes, virtual_stages
-from tvmbridge.schedules.values import Evaluator, Indexer, Memory, index_var, integer, unravel
+from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
 _CHEAP_PASS = 24

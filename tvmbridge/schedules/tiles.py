@@ -13,21 +13,13 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.loops import element_loop, loop, over_vectors, power_of_two_below
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Axis
 from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
-from tvmbridge.schedules.values import (
-    Evaluator,
-    Indexer,
-    Lane,
-    Memory,
-    index_var,
-    integer,
-    reads,
-    unravel,
-)
+from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
 _TILE_ROWS = 16
 _TILE_COLUMNS = 64

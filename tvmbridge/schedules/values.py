@@ -13,12 +13,12 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr, Range, TensorLoad
-from tvm.sym import Analyzer
+from tvm.ir import Expr, TensorLoad
 
 from tvmbridge.schedules import bfloat16
+from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, Stage
-from tvmbridge.schedules.reader import Axis, Buffer, fresh_lets, mentions, substitute
+from tvmbridge.schedules.reader import Buffer, fresh_lets, substitute
 
 Indices = tuple[Expr, ...]
 
@@ -28,78 +28,6 @@ _LARGEST = 5000
 
 class TooLargeError(ValueError):
     """The loop body of a function would be too large to compile in reasonable time."""
-
-
-def integer(value: int) -> Expr:
-    """Return an index constant."""
-    return tirx.IntImm("int64", value)
-
-
-def index_var(name: str) -> tirx.Var:
-    """Return a fresh index variable."""
-    return tirx.Var(name, "int64")
-
-
-class Indexer:
-    """Simplifies index expressions over variables with known ranges."""
-
-    def __init__(self, ranges: Mapping[tirx.Var, int] | None = None) -> None:
-        self._analyzer = Analyzer()
-        for var, extent in (ranges or {}).items():
-            self.bind(var, extent)
-
-    def bind(self, var: tirx.Var, extent: int) -> None:
-        """State that ``var`` lies in [0, extent)."""
-        self._analyzer.bind(var, Range(0, max(extent, 1)))
-
-    def simplify(self, index: Expr) -> Expr:
-        """Return a simpler equal expression."""
-        if isinstance(index, tirx.IntImm | tirx.Var):
-            return index
-        return self._analyzer.simplify(index)
-
-    def flat(self, buffer: Buffer, indices: Sequence[Expr]) -> Expr:
-        """Return the row-major offset of an element of ``buffer``."""
-        offset: Expr = integer(0)
-        for index, extent in zip(indices, buffer.shape, strict=True):
-            offset = offset * integer(int(extent)) + index
-        return self._analyzer.simplify(offset)
-
-    def lies_in(self, index: Expr, extent: int) -> bool:
-        """Whether ``index`` is known to lie in [0, extent)."""
-        bound = self._analyzer.const_int_bound(index)
-        return bound.min_value >= 0 and bound.max_value < extent
-
-    def coefficient(self, flat: Expr, var: tirx.Var) -> int | None:
-        """Return d(flat)/d(var) where it is the same everywhere, else None."""
-        if not mentions(flat, var):
-            return 0
-        step = self._analyzer.simplify(substitute(flat, {var: var + integer(1)}) - flat)
-        return int(step) if isinstance(step, tirx.IntImm) else None
-
-
-def unravel(position: Expr, axes: Sequence[Axis], indexer: Indexer) -> dict[Any, Expr]:
-    """Return the value of each axis at a position in their row-major order."""
-    values: dict[Any, Expr] = {}
-    stride = prod(axis.extent for axis in axes)
-    first = True
-    for axis in axes:
-        if axis.extent == 1:
-            values[axis.var] = integer(0)
-            continue
-        stride //= axis.extent
-        value = position // integer(stride) if stride > 1 else position
-        values[axis.var] = indexer.simplify(value if first else value % integer(axis.extent))
-        first = False
-    return values
-
-
-def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
-    """Split axes into leading ones of ``rows`` elements in all, and the rest."""
-    for cut in range(len(axes), -1, -1):
-        if prod(axis.extent for axis in axes[:cut]) == rows:
-            return axes[:cut], axes[cut:]
-    return None
 
 
 @dataclass(frozen=True)
