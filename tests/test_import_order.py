@@ -61,6 +61,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "head",
             "hoist",
             "joint",
+            "mode",
             "noise",
             "observation",
             "pack",

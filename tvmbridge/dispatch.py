@@ -14,11 +14,12 @@ from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.errors import CaptureError
 from tvmbridge.inspect.check import Checker
 from tvmbridge.libraries import register_caches
+from tvmbridge.mode import Mode
 from tvmbridge.options import CompileOptions
 from tvmbridge.refusal import refuse_at_sight
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.signature import Signature
-from tvmbridge.specialization import Mode, Specialization
+from tvmbridge.specialization import Specialization
 from tvmbridge.surroundings import refused_now
 
 

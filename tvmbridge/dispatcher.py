@@ -25,12 +25,13 @@ from tvmbridge.forwards import (
     rebound,
     with_own_forward,
 )
+from tvmbridge.mode import Mode
 from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.plain import unusual_in
 from tvmbridge.refusal import raise_if_forward_refuses
-from tvmbridge.specialization import Checks, Mode, Specialization, Variant
+from tvmbridge.specialization import Checks, Specialization, Variant
 from tvmbridge.standins import STAND_IN, anything_requires_grad, without_inference_tensors
 from tvmbridge.state import ModuleState, StandsForForward
 from tvmbridge.surroundings import refused_now, tracing_here

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from tvmbridge.aliasing import made_again
 from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
+from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.packing import Packing
 from tvmbridge.signature import Signature
@@ -28,33 +29,6 @@ _SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
 
 def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
     return tuple(step == 0 for step in stride)
-
-
-class Mode(NamedTuple):
-    """What the same signature is compiled for separately.
-
-    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
-    ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
-    default one, which new tensors get.
-    """
-
-    training: bool
-    needs_grad: bool
-    deterministic: bool = False
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def of_now(cls, training: bool, needs_grad: bool) -> Mode:
-        """The mode of a call made now."""
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(training, needs_grad, deterministic, torch.get_default_dtype())
-
-    def __str__(self) -> str:
-        text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
-        text += ", deterministic" * self.deterministic
-        if self.dtype is not torch.float32:
-            text += f", default {str(self.dtype).removeprefix('torch.')}"
-        return text
 
 
 class Variant:

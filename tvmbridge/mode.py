@@ -1,0 +1,34 @@
+"""The mode of a call: what code for the same arguments is compiled for separately."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Mode(NamedTuple):
+    """What the same signature is compiled for separately.
+
+    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
+    ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
+    default one, which new tensors get.
+    """
+
+    training: bool
+    needs_grad: bool
+    deterministic: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of_now(cls, training: bool, needs_grad: bool) -> Mode:
+        """The mode of a call made now."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(training, needs_grad, deterministic, torch.get_default_dtype())
+
+    def __str__(self) -> str:
+        text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
+        text += ", deterministic" * self.deterministic
+        if self.dtype is not torch.float32:
+            text += f", default {str(self.dtype).removeprefix('torch.')}"
+        return text
