@@ -101,3 +101,16 @@ def storage_roots(function: relax.Function) -> list[relax.Var | None]:
     """:func:`storage_root` of each result of ``function``."""
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     return [storage_root(result, bound) for result in flat_results(function)]
+
+
+def shared_results(mod: tvm.IRModule, name: str, count: int | None = None) -> frozenset[int]:
+    """Results of a function that share memory with an argument or with an earlier result."""
+    function = mod[name]
+    seen = set(function.params)
+    shared = set()
+    for index, root in enumerate(storage_roots(function)[:count]):
+        if root in seen or root is None:
+            shared.add(index)
+        else:
+            seen.add(root)
+    return frozenset(shared)

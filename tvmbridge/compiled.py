@@ -22,7 +22,7 @@ from tvmbridge.joint import Derivation, derive
 from tvmbridge.observation import staged
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
-from tvmbridge.passes.base import storage_roots
+from tvmbridge.passes.base import shared_results
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.records import Coverage, Folder, Library, Task
 from tvmbridge.records.library import EMPTY, named_log_dir
@@ -285,17 +285,3 @@ def _note_missing(
     folder = Folder.below(log_dir, lowered.target)
     noted = note_pending(folder, missing, lowered.origin)
     logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
-
-
-def shared_results(mod: tvm.IRModule, name: str, count: int | None = None) -> frozenset[int]:
-    """Results of a function that share memory with an argument or with an earlier result."""
-    function = mod[name]
-    roots: Sequence[Any] = storage_roots(function)[:count]
-    seen = set(function.params)
-    shared = set()
-    for index, root in enumerate(roots):
-        if root in seen or root is None:
-            shared.add(index)
-        else:
-            seen.add(root)
-    return frozenset(shared)
