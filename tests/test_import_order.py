@@ -21,7 +21,8 @@ PACKAGE = ROOT / "tvmbridge"
 LAYERS: tuple[frozenset[str], ...] = tuple(
     frozenset(names.split())
     for names in (
-        "errors libraries options types versions admission structure checks whole tail dependence",
+        "errors libraries options types versions admission structure checks whole fills tail"
+        " dependence",
         "kernels gradients legalize schedules",
         "records",
         "passes",

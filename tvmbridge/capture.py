@@ -22,6 +22,7 @@ from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effe
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.fills import FillsByMask
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
@@ -152,6 +153,7 @@ def _export(
                 DropoutWithoutEffect(),
                 KernelPromotion(),
                 FunctionsKeptWhole(),
+                FillsByMask(),
             ):
                 # Only now is forward what is to be traced.
                 watch = ArgumentWatch(module.forward)
