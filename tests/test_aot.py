@@ -13,6 +13,7 @@ from tvm import relax
 
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, build, dispatched, step
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.aot import trace_joint
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
@@ -190,3 +191,17 @@ def test_a_kernel_that_crashes_is_refused() -> None:
     module = Head(lambda m, x: F.pdist(x[:0] * m.w)).double().train()
     with pytest.raises(UnsupportedOperatorError, match="of no elements crashes"):
         dispatched(module, (torch.randn(3, 6).double(),), "aot")
+
+
+def test_nearest_upsampling_of_an_empty_batch() -> None:
+    class Upsampling(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.interpolate(x, size=(5, 3), mode="nearest")
+
+    module = Upsampling().train()
+    x = torch.empty(0, 2, 3, 2, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    out = module(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x)
+    assert (out.shape, gradient.shape) == ((0, 2, 5, 3), x.shape)
+    assert dispatch_report(module).tvm_calls == 1

@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "checks",
             "dependence",
             "errors",
+            "fills",
             "libraries",
             "options",
             "structure",

@@ -132,3 +132,35 @@ def test_results_have_the_shapes_that_are_foretold() -> None:
         with fake, FunctionsKeptWhole():
             foretold = function(*given, **kwargs)
         assert (foretold.shape, foretold.dtype) == (expected.shape, expected.dtype), function
+
+
+def test_gradients_of_products_with_zeros_and_nan_are_those_of_eager_pytorch() -> None:
+    def forward(*x: torch.Tensor) -> list[torch.Tensor]:
+        y = x[4] * 1
+        y.cumprod_(1)
+        return [x[0].prod(), torch.prod(x[1], 1, keepdim=True), x[2].prod(0), x[3].cumprod(-1), y]
+
+    values = torch.randn(4, 5, dtype=torch.float64)
+    values[0, 1] = values[0, 3] = values[1, 0] = values[2, 2] = 0.0
+    values[0, 4] = values[2, 4] = torch.nan
+    plain = Called(forward)
+    module = copy.deepcopy(plain).train()
+    add_tvm_dispatch(module, tuple(torch.rand_like(values).requires_grad_() for _ in range(5)))
+    found = []
+    for called in (module, plain):
+        leaves = [values.clone().requires_grad_() for _ in range(5)]
+        out = called(*leaves)
+        gradients = torch.autograd.grad(out, leaves, [torch.full_like(o, 2) for o in out])
+        found.append([*(o.detach() for o in out), *gradients])
+    torch.testing.assert_close(*found, equal_nan=True)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_products_stay_plain_operators_where_no_gradient_flows() -> None:
+    plain = Called(lambda x: x.prod(1) + x.cumprod(1)[:, 0]).eval()
+    module = copy.deepcopy(plain)
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        add_tvm_dispatch(module, x)
+        torch.testing.assert_close(module(x), plain(x))
+    assert not [n for n in dispatch_report(module).aten_calls if n.startswith("tvmbridge.")]

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tvmbridge.conversions import checks_of_numbers
 from tvmbridge.decompositions import joint_decomposition_table
 from tvmbridge.differentiate import JointModule
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
@@ -127,7 +128,8 @@ def _traced(
     table: dict[Any, Callable[..., Any]],
 ) -> fx.GraphModule:
     try:
-        traced = make_fx(function, decomposition_table=table, _allow_non_fake_inputs=True)(*fakes)
+        with checks_of_numbers():
+            traced = make_fx(function, table, _allow_non_fake_inputs=True)(*fakes)
     except BridgeError:
         raise
     except Exception as error:

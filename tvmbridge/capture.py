@@ -18,6 +18,7 @@ from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.descriptors import describe_inputs, describe_outputs, find_aliases, with_aliases
 from tvmbridge.errors import CaptureError
+from tvmbridge.fills import FillsByMask
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
@@ -139,6 +140,7 @@ def _export(
                 DropoutWithoutEffect(),
                 KernelPromotion(),
                 FunctionsKeptWhole(),
+                FillsByMask(),
             ):
                 # Only now is forward what is to be traced.
                 watch = ArgumentWatch(module.forward)

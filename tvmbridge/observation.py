@@ -28,6 +28,7 @@ from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
+from tvmbridge.fills import FillsByMask
 from tvmbridge.patches import patched_here
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
@@ -171,7 +172,7 @@ def observe(
             checks_of_numbers(),
         ):
             stack.enter_context(context)
-        for rewriting in (KernelPromotion(), FunctionsKeptWhole()):
+        for rewriting in (KernelPromotion(), FunctionsKeptWhole(), FillsByMask()):
             stack.enter_context(rewriting)
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)

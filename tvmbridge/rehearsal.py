@@ -21,6 +21,7 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
@@ -117,6 +118,7 @@ class Rehearsal:
             stack.enter_context(KernelPromotion())
             stack.enter_context(checks_of_numbers())
             stack.enter_context(FunctionsKeptWhole())
+            stack.enter_context(FillsByMask())
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)

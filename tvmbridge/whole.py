@@ -4,6 +4,9 @@
 negative: a trace cannot answer. Each becomes one operator of our own that calls the function itself
 at each call, and so raises what it raises; its gradient is the one that PyTorch's autograd gives
 it. Only functions are here whose results have a shape that the arguments' shapes tell.
+
+Products are here for their gradient: PyTorch's formula looks for zeros, and on fake tensors takes
+another branch, which differs where a row has both zeros and NaN.
 """
 
 from __future__ import annotations
@@ -76,6 +79,23 @@ def _gaussian_nll_loss(
     return total.new_empty(total.shape if reduction == "none" else [])
 
 
+def _product(
+    input: torch.Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if dim is None:
+        return torch.prod(input, dtype=dtype)
+    return torch.prod(input, dim, keepdim, dtype=dtype)
+
+
+def _put_by_mask(
+    input: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    return torch.index_put(input, (mask,), values, accumulate)
+
+
 _QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
 _CTC = "int blank=0, str reduction='mean', bool zero_infinity=False"
 _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
@@ -146,6 +166,26 @@ _FUNCTIONS = (
         functional.gaussian_nll_loss,
         _gaussian_nll_loss,
     ),
+    _Whole(
+        "prod",
+        "Tensor input, int? dim=None, bool keepdim=False, ScalarType? dtype=None",
+        _product,
+        _product,
+        (torch.prod, torch.Tensor.prod),
+    ),
+    _Whole(
+        "cumprod",
+        "Tensor input, int dim, ScalarType? dtype=None",
+        torch.cumprod,
+        torch.cumprod,
+        (torch.cumprod, torch.Tensor.cumprod),
+    ),
+    _Whole(
+        "put_by_mask",
+        "Tensor input, Tensor mask, Tensor values, bool accumulate=False",
+        _put_by_mask,
+        lambda input, **_: input.new_empty(input.shape),
+    ),
 )
 
 
@@ -215,6 +255,7 @@ _OPERATORS: dict[Any, Any] = {
 
 
 _QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
+_PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
 class FunctionsKeptWhole(TorchFunctionMode):
@@ -222,11 +263,16 @@ class FunctionsKeptWhole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        if func is torch.Tensor.cumprod_ and _by_gradient(*args, **named):
+            # Of a clone, for its gradient reads what is written now.
+            product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **named)
+            return args[0].copy_(product)
         operator = _OPERATORS.get(func)
         if (
             operator is None
             or "out" in named
             or (func in _QUANTILES and _by_learned(*args, **named))
+            or (func in _PRODUCTS and not _by_gradient(*args, **named))
         ):
             return func(*args, **named)
         return operator(*args, **named)
@@ -235,3 +281,8 @@ class FunctionsKeptWhole(TorchFunctionMode):
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
     """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
     return isinstance(q, torch.Tensor) and q.requires_grad
+
+
+def _by_gradient(input: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """Whether a gradient is to flow through the call; else the plain operator serves as well."""
+    return torch.is_grad_enabled() and input.requires_grad

@@ -1,0 +1,49 @@
+"""Writes of learned values by masks and rows: eager PyTorch's results and gradients."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+MASK = torch.tensor([[True, False, True], [False, False, True]])
+
+
+class Writes(nn.Module):
+    def forward(self, x: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y[mask] = v[0]
+        z = x * 3
+        z[mask] = v[:3]
+        w = x * 4
+        w.index_fill_(1, torch.tensor([0, 2, 0]), v[1])
+        rows = x.index_put((mask[:, 2],), v[:3], accumulate=True)
+        single = x[0, 0].index_fill(0, torch.tensor([0]), v[2])
+        return torch.cat([y.index_put((mask,), v[3]), z, w, rows, single.expand(1, 3)])
+
+
+def _results(module: nn.Module, *args: torch.Tensor) -> list[torch.Tensor]:
+    x, v = (a.clone().requires_grad_() for a in args[:2])
+    out = module(x, v, args[2])
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, v])]
+
+
+def test_learned_values_are_written_and_get_their_gradient() -> None:
+    plain = Writes().train()
+    module = copy.deepcopy(plain)
+    x, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3), (4,)))
+    add_tvm_dispatch(module, (x, v, MASK))
+    for mask in (MASK, MASK.flip(1).flip(0)):
+        args = (torch.randn_like(x).detach(), torch.randn_like(v).detach(), mask)
+        torch.testing.assert_close(_results(module, *args), _results(plain, *args))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 2
+    assert not report.fallbacks
+    few = torch.zeros_like(MASK)
+    few[:, :2] = True
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        module(x, v, few)
