@@ -145,6 +145,21 @@ def _under_no_grad(m: Head, x: torch.Tensor) -> torch.Tensor:
     return scale * m.w
 
 
+def _written_under_no_grad(m: Head, x: torch.Tensor) -> torch.Tensor:
+    """The written value is read; gradients flow as if nothing had been written."""
+    product = x * m.w
+    with torch.no_grad():
+        product.mul_(2).view(-1)[0].fill_(0.25)
+    return torch.tanh(product)
+
+
+def _viewed_under_no_grad(m: Head, x: torch.Tensor) -> torch.Tensor:
+    product = x * m.w
+    with torch.no_grad():
+        view = product.split_with_sizes([1, product.shape[0] - 1], 0)[0]
+    return torch.sin(view) * m.w + x
+
+
 def _straight_through(m: Head, x: torch.Tensor) -> torch.Tensor:
     y = m.fc(x)
     return y + (y.round() - y).detach()
@@ -257,6 +272,8 @@ CASES: dict[str, Case] = {
     "detach": _head(lambda m, x: x * m.w.detach() * m.w, "aot"),
     "detached output": _head(lambda m, x: (x * m.w, m.fc(x).detach()), "aot"),
     "no_grad": _head(_under_no_grad, "aot"),
+    "written under no_grad": _head(_written_under_no_grad, "aot"),
+    "viewed under no_grad": _head(_viewed_under_no_grad, "aot"),
     "straight through": _head(_straight_through, "aot"),
     "custom function": _head(lambda m, x: flipped(m.fc(x)) * x, "aot"),
     "custom identity": _head(lambda m, x: Unchanged.apply(m.fc(x)), "aot"),

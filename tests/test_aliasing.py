@@ -44,6 +44,7 @@ def _written(m: Any, x: torch.Tensor) -> Any:
 FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "view of an input": lambda m, x: (x.view(-1), x * m.weight),
     "slice of an input": lambda m, x: (x[1:, ::2], x.t(), x * m.weight),
+    "one view twice": lambda m, x: ((view := x.t()), view, x * m.weight),
     "detached input": lambda m, x: (x.detach(), x.detach()[0], x * m.weight),
     "input itself": lambda m, x: [x, x.contiguous(), x * m.weight],
     "parameter": lambda m, x: (m.weight, m.weight.view(2, 3), x * m.weight),

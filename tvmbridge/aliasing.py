@@ -48,8 +48,11 @@ def aliases_of(
         found.append(None)
         if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
             continue
+        first = next(n for n, earlier in enumerate(outputs) if earlier is output)
         base = _base_among(output, known, views)
-        if base is not None:
+        if base is not None and base.shape is not None and first < number:
+            found[number] = OutputAlias(None, first)
+        elif base is not None:
             found[number] = base
         elif output.numel():
             groups.setdefault(_storage(output), []).append(number)

@@ -212,6 +212,7 @@ class _FlowWatch(TorchDispatchMode):
             return self._drawing(func, args, kwargs)
         operands = _floating((args, kwargs))
         self.look_at(operands, str(func))
+        self._look_at_writes(func, args)
         active = any(t.requires_grad for t in operands)
         result = self._drawing(func, args, kwargs)
         results = _floating(result)
@@ -230,13 +231,36 @@ class _FlowWatch(TorchDispatchMode):
             self.draws.append(_draw(func, args, kwargs, result))
         return result
 
+    def _look_at_writes(self, func: Any, args: Sequence[Any]) -> None:
+        """Note what is written out of autograd's sight: gradients flow as if it were not."""
+        if torch.is_grad_enabled():
+            return
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                if any(t.requires_grad or _is_cut_off(t) for t in _floating(value)):
+                    reason = f"forward writes by {func}, under no_grad, what a gradient flows to"
+                    self.reasons[reason] = None
+
     def look_at(self, tensors: Sequence[torch.Tensor], reader: str) -> None:
         """Note the stopped tensors among those that ``reader`` reads."""
         for tensor in tensors:
+            if _is_cut_off(tensor):
+                # Autograd makes such views anew, so that they are not found by their identity.
+                reason = f"forward stops the gradient at a view, made under no_grad, for {reader}"
+                self.reasons[reason] = None
             made = self._made_by.get(id(tensor))
             if made is not None and not tensor.requires_grad and tensor.is_floating_point():
                 reason = f"forward stops the gradient at {made[1]}, whose result goes to {reader}"
                 self.reasons[reason] = None
+
+
+def _is_cut_off(tensor: torch.Tensor) -> bool:
+    """Whether it is a view, made under no_grad, of a tensor that requires a gradient.
+
+    Such a view says that it requires one too, but autograd takes it for a leaf.
+    """
+    base = tensor._base
+    return base is not None and base.requires_grad and tensor.grad_fn is None
 
 
 def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
