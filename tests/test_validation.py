@@ -29,6 +29,12 @@ class Samples(nn.Module):
         return latent + gamma.rsample() + score[:, None]
 
 
+@pytest.fixture(autouse=True)
+def _validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile switches it off for the whole process."""
+    monkeypatch.setattr(distributions.Distribution, "_validate_args", True)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_samples_equal_eager(training: bool) -> None:
     torch.manual_seed(0)
