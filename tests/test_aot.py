@@ -196,7 +196,7 @@ def test_a_kernel_that_crashes_is_refused() -> None:
 def test_nearest_upsampling_of_an_empty_batch() -> None:
     class Upsampling(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.interpolate(x, size=(5, 3), mode="nearest")
+            return F.interpolate(x, size=(5, 3), mode="nearest-exact")
 
     module = Upsampling().train()
     x = torch.empty(0, 2, 3, 2, dtype=torch.float64, requires_grad=True)
