@@ -235,11 +235,11 @@ class _FlowWatch(TorchDispatchMode):
         """Note what is written out of autograd's sight: gradients flow as if it were not."""
         if torch.is_grad_enabled():
             return
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                if any(t.requires_grad or _is_cut_off(t) for t in _floating(value)):
-                    reason = f"forward writes by {func}, under no_grad, what a gradient flows to"
-                    self.reasons[reason] = None
+        arguments = zip(func._schema.arguments, args, strict=False)
+        written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
+        if any(t.requires_grad or _is_cut_off(t) for t in _floating(written)):
+            reason = f"forward writes by {func}, under no_grad, what a gradient flows to"
+            self.reasons[reason] = None
 
     def look_at(self, tensors: Sequence[torch.Tensor], reader: str) -> None:
         """Note the stopped tensors among those that ``reader`` reads."""
