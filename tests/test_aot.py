@@ -187,6 +187,18 @@ def test_what_pytorch_foretells_wrongly() -> None:
     assert compiled.joint == "aot"
 
 
+def test_equal_elements_of_an_expanded_input_are_sorted_as_in_eager() -> None:
+    class Sorting(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return torch.sort(x, 0)
+
+    x = torch.randn(20, dtype=torch.float64).expand(20, 20).detach().requires_grad_()
+    module = Sorting().train()
+    add_tvm_dispatch(module, x, options={"joint": "aot"})
+    assert all(map(torch.equal, module(x), Sorting()(x)))
+    assert dispatch_report(module).tvm_calls == 1
+
+
 def test_a_kernel_that_crashes_is_refused() -> None:
     module = Head(lambda m, x: F.pdist(x[:0] * m.w)).double().train()
     with pytest.raises(UnsupportedOperatorError, match="of no elements crashes"):

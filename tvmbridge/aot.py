@@ -18,7 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tvmbridge.conversions import checks_of_numbers
-from tvmbridge.decompositions import joint_decomposition_table
+from tvmbridge.decompositions import joint_decomposition_table, sort_as_eager
 from tvmbridge.differentiate import JointModule
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.facts import GradientFacts
@@ -119,7 +119,12 @@ def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
         fakes = rehearsal.fakes()
         specs = [rehearsal.outputs[number].spec for number in facts.cotangent_of]
         fakes += [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs if s]
-        return _traced(joint, fakes, {aten.native_batch_norm.default: _batch_norm})
+        # Here strides are known still: from here on inputs are dense.
+        table = {
+            aten.native_batch_norm.default: _batch_norm,
+            aten.sort.default: sort_as_eager,
+        }
+        return _traced(joint, fakes, table)
 
 
 def _traced(

@@ -113,7 +113,7 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
             table.pop(op, None)
     table = promoting_as_kernels(table)
     table.update(recurrent_decompositions(table))
-    table[aten.sort.default] = _sort
+    table[aten.sort.default] = sort_as_eager
     table[aten.soft_margin_loss.default] = _unless_half(table[aten.soft_margin_loss.default])
     table[aten._safe_softmax.default] = _safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
@@ -181,13 +181,13 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
     return table | {
         aten.copy.default: _copy,
-        aten.sort.default: _sort,
+        aten.sort.default: sort_as_eager,
         aten.view.default: _view,
         aten._safe_softmax.default: _safe_softmax,
     }
 
 
-def _sort(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
     """Equal elements that lie in one place stay in order in eager, which knows the stride of 0."""
     if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
         return NotImplemented
