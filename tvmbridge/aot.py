@@ -120,7 +120,7 @@ def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
         specs = [rehearsal.outputs[number].spec for number in facts.cotangent_of]
         fakes += [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs if s]
         # Here strides are known still: from here on inputs are dense.
-        table = {
+        table: dict[Any, Callable[..., Any]] = {
             aten.native_batch_norm.default: _batch_norm,
             aten.sort.default: sort_as_eager,
         }
