@@ -80,6 +80,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "standins",
             "state",
             "surroundings",
+            "tracing",
             "validation",
             "views",
         }

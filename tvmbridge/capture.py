@@ -13,17 +13,14 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch, watched_forward
-from tvmbridge.conversions import DropoutWithoutEffect, conversions_without_effect
-from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.descriptors import describe_inputs, describe_outputs, find_aliases, with_aliases
 from tvmbridge.errors import CaptureError
-from tvmbridge.fills import FillsByMask
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observation import NotApartError, Stage, staged
-from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
@@ -31,8 +28,8 @@ from tvmbridge.refusal import (
 )
 from tvmbridge.standins import without_autocast
 from tvmbridge.tail import Tail, TailWatch
+from tvmbridge.tracing import functions_replaced
 from tvmbridge.types import CapturedGraph
-from tvmbridge.whole import FunctionsKeptWhole
 
 
 def normalize_sample(
@@ -134,14 +131,7 @@ def _export(
         ):
             # torch.export copies its own tree specs in a way that torch deprecates.
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            with (
-                cumulative_averages_on_tensors(module),
-                conversions_without_effect(),
-                DropoutWithoutEffect(),
-                KernelPromotion(),
-                FunctionsKeptWhole(),
-                FillsByMask(),
-            ):
+            with DropoutWithoutEffect(), functions_replaced(module):
                 # Only now is forward what is to be traced.
                 watch = ArgumentWatch(module.forward)
                 tails = TailWatch(watch, differentiated=needs_grad)

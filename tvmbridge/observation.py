@@ -24,18 +24,12 @@ from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
-from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
-from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
-from tvmbridge.fills import FillsByMask
 from tvmbridge.patches import patched_here
-from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
-    as_captured,
     copied_values,
-    plain_checkpoints,
     run_apart,
     stand_in,
     tensors_of,
@@ -46,9 +40,9 @@ from tvmbridge.standins import (
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
+from tvmbridge.tracing import run_on_fakes
 from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
-from tvmbridge.whole import FunctionsKeptWhole
 
 logger = logging.getLogger(__name__)
 
@@ -164,16 +158,7 @@ def observe(
         reads = stack.enter_context(recorded_reads(module))
         for context in (mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
-        for context in (
-            plain_checkpoints(),
-            cumulative_averages_on_tensors(module),
-            as_captured(),
-            conversions_without_effect(),
-            checks_of_numbers(),
-        ):
-            stack.enter_context(context)
-        for rewriting in (KernelPromotion(), FunctionsKeptWhole(), FillsByMask()):
-            stack.enter_context(rewriting)
+        stack.enter_context(run_on_fakes(module))
         stack.enter_context(tensors_replaced(module, held))
         before, state = _snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}

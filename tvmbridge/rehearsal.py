@@ -18,23 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
-from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
-from tvmbridge.fills import FillsByMask
-from tvmbridge.promotion import KernelPromotion
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
-    as_captured,
-    plain_checkpoints,
     tensors_replaced,
     without_autocast,
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
+from tvmbridge.tracing import run_on_fakes
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.views import shares_elements
-from tvmbridge.whole import FunctionsKeptWhole
 
 
 class Rehearsal:
@@ -111,14 +105,7 @@ class Rehearsal:
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(plain_checkpoints())
-            stack.enter_context(cumulative_averages_on_tensors(self.module))
-            stack.enter_context(as_captured())
-            stack.enter_context(conversions_without_effect())
-            stack.enter_context(KernelPromotion())
-            stack.enter_context(checks_of_numbers())
-            stack.enter_context(FunctionsKeptWhole())
-            stack.enter_context(FillsByMask())
+            stack.enter_context(run_on_fakes(self.module))
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)

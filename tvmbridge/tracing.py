@@ -1,0 +1,44 @@
+"""What forward runs within wherever it is traced, so that every trace sees the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
+from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.fills import FillsByMask
+from tvmbridge.promotion import KernelPromotion
+from tvmbridge.standins import as_captured, plain_checkpoints
+from tvmbridge.whole import FunctionsKeptWhole
+
+
+@contextmanager
+def functions_replaced(module: nn.Module) -> Iterator[None]:
+    """Within it functions that a trace would take for something else are called by their stand-ins.
+
+    Args:
+        module: what is traced.
+    """
+    with (
+        cumulative_averages_on_tensors(module),
+        conversions_without_effect(),
+        KernelPromotion(),
+        FunctionsKeptWhole(),
+        FillsByMask(),
+    ):
+        yield
+
+
+@contextmanager
+def run_on_fakes(module: nn.Module) -> Iterator[None]:
+    """Within it forward runs on fake tensors as it is exported, with autograd as in eager."""
+    with (
+        plain_checkpoints(),
+        as_captured(),
+        checks_of_numbers(),
+        functions_replaced(module),
+    ):
+        yield
