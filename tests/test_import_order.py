@@ -45,6 +45,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "aot",
             "arguments",
             "attributes",
+            "bases",
             "build",
             "cache",
             "capture",

@@ -8,17 +8,33 @@ share memory with, by their strides and offset.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tvmbridge.bases import bases_of, hidden_base, overlap
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.types import InputKind, OutputAlias
-from tvmbridge.views import ViewWatch, shares_elements, viewed
+from tvmbridge.types import HiddenBase, InputKind, OutputAlias
+from tvmbridge.views import ViewWatch, root, shares_elements, viewed
 
-_LARGEST_COMPARED = 1 << 22
+_creation_meta = torch._C._autograd._get_creation_meta  # type: ignore[attr-defined]
+_CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
+# Views that autograd does not take for views of their base.
+_OWN_HISTORY = {_CreationMeta.IN_CUSTOM_FUNCTION, _CreationMeta.NO_GRAD_MODE}
+
+_Known = tuple[InputKind | None, int | str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What each output shares memory with, and the hidden bases of some.
+
+    The number of a hidden base, as the base of others, counts on behind the outputs.
+    """
+
+    aliases: tuple[OutputAlias | None, ...]
+    bases: tuple[HiddenBase, ...] = ()
 
 
 def aliases_of(
@@ -26,7 +42,7 @@ def aliases_of(
     inputs: Mapping[int, torch.Tensor],
     state: Mapping[str, torch.Tensor],
     views: ViewWatch | None = None,
-) -> tuple[OutputAlias | None, ...]:
+) -> Sharing:
     """What each output shares memory with.
 
     Args:
@@ -38,7 +54,7 @@ def aliases_of(
     Raises:
         UnsupportedOperatorError: outputs share memory in a way that cannot be made again.
     """
-    known: list[tuple[InputKind | None, int | str, torch.Tensor]] = [
+    known: list[_Known] = [
         *((InputKind.USER, position, tensor) for position, tensor in inputs.items()),
         *((InputKind.BUFFER, name, tensor) for name, tensor in state.items()),
     ]
@@ -49,17 +65,28 @@ def aliases_of(
         if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
             continue
         first = next(n for n, earlier in enumerate(outputs) if earlier is output)
-        base = _base_among(output, known, views)
-        if base is not None and base.shape is not None and first < number:
+        if first < number:
             found[number] = OutputAlias(None, first)
-        elif base is not None:
-            found[number] = base
-        elif output.numel():
-            groups.setdefault(_storage(output), []).append(number)
+            continue
+        found[number] = _base_among(output, known, views)
+        if found[number] is None:
+            _refuse_leaf(output)
+            if output.numel():
+                groups.setdefault(_storage(output), []).append(number)
+    bases: list[HiddenBase] = []
     for members in groups.values():
-        if len(members) > 1:
-            _relate(members, outputs, found)
-    return tuple(found)
+        hidden = _relate(members, outputs, found, len(outputs) + len(bases), views is not None)
+        if hidden is not None:
+            bases.append(hidden)
+    return Sharing(tuple(found), tuple(bases))
+
+
+def _refuse_leaf(output: torch.Tensor) -> None:
+    if output.requires_grad and output.grad_fn is None:
+        raise UnsupportedOperatorError(
+            "an output requires a gradient of its own, as forward has made it a leaf or a view "
+            "under no_grad, where compiled code would give it the history of its value"
+        )
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -67,9 +94,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _base_among(
-    output: torch.Tensor,
-    known: Sequence[tuple[InputKind | None, int | str, torch.Tensor]],
-    views: ViewWatch | None,
+    output: torch.Tensor, known: Sequence[_Known], views: ViewWatch | None
 ) -> OutputAlias | None:
     for kind, key, tensor in known:
         if output is tensor:
@@ -77,13 +102,10 @@ def _base_among(
     for kind, key, tensor in known:
         if _storage(output) == _storage(tensor):
             alias = _view(kind, key, output, tensor)
-            if views is not None and output.requires_grad and output.grad_fn is None:
-                raise UnsupportedOperatorError(
-                    f"an output is a view of {key} that is made under no_grad: it requires a "
-                    "gradient of its own, which compiled code would hand to its base"
-                )
-            if views is not None and output.requires_grad and shares_elements(tensor):
-                return replace(alias, steps=views.steps(output, tensor))
+            if views is not None:
+                _refuse_other_history(output, tensor)
+                if output.requires_grad and shares_elements(tensor):
+                    return replace(alias, steps=views.steps(output, tensor))
             return alias
     return None
 
@@ -107,50 +129,57 @@ def _view(
 
 
 def _relate(
-    members: Sequence[int], outputs: Sequence[torch.Tensor], found: list[OutputAlias | None]
-) -> None:
-    """Describe outputs of one storage by the one that is all of it, or see that they are apart."""
-    whole = next((n for n in members if _is_whole(outputs[n])), None)
-    for number in members:
-        first = next(n for n in members if outputs[n] is outputs[number])
-        if first != number:
-            found[number] = OutputAlias(None, first)
-        elif whole is not None and number != whole:
-            found[number] = _view(None, whole, outputs[number], outputs[whole])
-    if whole is None and _overlap([outputs[n] for n in members if found[n] is None]):
+    members: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    found: list[OutputAlias | None],
+    hidden_number: int,
+    differentiated: bool,
+) -> HiddenBase | None:
+    """Describe outputs of one storage by the one that is all of it, or by a hidden base.
+
+    Outputs that are apart are not described: each may have memory of its own.
+    """
+    tensors = [outputs[n] for n in members]
+    overlapping = overlap(tensors)
+    if not overlapping and not shares_elements(tensors[0]):
+        return None
+    needs_grad = any(t.requires_grad for t in tensors)
+    fit = [n for n in members if _is_whole(outputs[n]) and outputs[n].requires_grad == needs_grad]
+    hidden = None if fit else hidden_base(members, outputs)
+    if hidden is not None:
+        number, (base,) = hidden_number, bases_of(outputs, [hidden])
+    elif fit:
+        number, base = fit[0], outputs[fit[0]]
+    elif overlapping:
         raise UnsupportedOperatorError(
-            f"outputs {', '.join(map(str, members))} are overlapping views of one tensor, "
-            "which is not among the outputs"
+            f"outputs {', '.join(map(str, members))} are overlapping views of one tensor, which "
+            "cannot be computed as one more output"
+        )
+    else:
+        return None
+    for member in members:
+        if differentiated:
+            _refuse_other_history(outputs[member], base)
+        if member != number:
+            found[member] = _view(None, number, outputs[member], base)
+    return hidden
+
+
+def _refuse_other_history(output: torch.Tensor, base: torch.Tensor) -> None:
+    """Raise where gradients do not flow from ``output`` to ``base`` as from a view of it."""
+    if not output.requires_grad:
+        return
+    metas = {_creation_meta(t) for t in (output, base) if t._is_view()}
+    if metas & _OWN_HISTORY or root(output) is not root(base):
+        raise UnsupportedOperatorError(
+            "an output shares memory with another tensor, but is made under no_grad or by a custom "
+            "autograd function: its gradient is not that of a view"
         )
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
     bytes_held = tensor.numel() * tensor.element_size()
     return tensor.is_contiguous() and bytes_held == tensor.untyped_storage().nbytes()
-
-
-def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two of them have an element in common."""
-    if len(tensors) < 2:
-        return False
-    spans = sorted((t.storage_offset(), t.storage_offset() + _extent(t)) for t in tensors)
-    if all(end <= start for (_, end), (start, _) in pairwise(spans)):
-        return False
-    size = max(end for _, end in spans)
-    if size > _LARGEST_COMPARED or len({t.dtype for t in tensors}) > 1:
-        return True
-    with torch.utils._python_dispatch._disable_current_modes():
-        used = torch.zeros(size, dtype=torch.bool)
-        for tensor in tensors:
-            mine = used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-            if bool(mine.any()):
-                return True
-            mine.fill_(True)
-    return False
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def made_again(alias: OutputAlias, base: torch.Tensor) -> torch.Tensor:

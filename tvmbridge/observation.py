@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from tvmbridge.aliasing import aliases_of
+from tvmbridge.aliasing import Sharing, aliases_of
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
@@ -41,7 +41,6 @@ from tvmbridge.standins import (
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
-from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Observation:
     """What forward does beside computing.
 
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
-    ``writes`` names those that it writes. ``structure`` and ``aliases`` describe what it returns.
+    ``writes`` names those that it writes. ``structure`` and ``sharing`` describe what it returns.
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
     ``impure`` says what else it does that compiled code would not repeat.
     """
@@ -60,7 +59,7 @@ class Observation:
     values: Mapping[tuple[str, str], Any]
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
-    aliases: tuple[OutputAlias | None, ...]
+    sharing: Sharing
     rebound: frozenset[str]
     impure: tuple[str, ...]
 
@@ -171,7 +170,7 @@ def observe(
         read, after = set(reads), tensors_of(module)
         writes = _written(before, _snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        aliases = aliases_of(results, inputs, after, views)
+        sharing = aliases_of(results, inputs, after, views if needs_grad else None)
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
@@ -179,7 +178,7 @@ def observe(
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
             impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
-    return Observation(values, writes, returned, aliases, rebound, tuple(impure))
+    return Observation(values, writes, returned, sharing, rebound, tuple(impure))
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:

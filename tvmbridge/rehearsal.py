@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
+from tvmbridge.bases import WithBases
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
@@ -109,7 +110,8 @@ class Rehearsal:
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
-            results = pytree.tree_leaves(_called(forward, args, kwargs))
+            with_bases = WithBases(forward, self.captured.bases)
+            results = pytree.tree_leaves(_called(with_bases, args, kwargs))
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:

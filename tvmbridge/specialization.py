@@ -164,8 +164,7 @@ class Variant:
         computed = iter(results)
         values = [(o.kind, next(computed) if o.is_computed else o.value) for o in captured.outputs]
         returned = [value for kind, value in values if kind is OutputKind.USER]
-        self._make_again(returned, leaves)
-        try_tail(captured.tail, returned)
+        try_tail(captured.tail, self._made_again(returned, leaves))
 
     def _sample_state(self) -> list[torch.Tensor]:
         """The module's tensors; zeros where forward has yet to make one."""
@@ -229,17 +228,20 @@ class Variant:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
         # Last, because they show what was written.
-        self._make_again(flat, leaves)
+        flat = self._made_again(flat, leaves)
         if captured.tail is not None:
             flat = captured.tail.resolve(flat)
         changed, checks = captured.changed_arguments, captured.checks
         return rebuild(flat, captured.out_spec, changed, arguments, checks)
 
-    def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
+    def _made_again(self, returned: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """The user outputs, views among them; without the hidden bases that these were made of."""
+        flat = list(returned)
         for number, alias in self._aliases:
             base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
             assert base is not None
             flat[number] = made_again(alias, base)
+        return flat[: len(flat) - len(self.compiled.captured.bases)]
 
 
 class Checks(Protocol):

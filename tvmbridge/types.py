@@ -165,6 +165,17 @@ class OutputAlias:
 
 
 @dataclass(frozen=True)
+class HiddenBase:
+    """A tensor that is not returned, but of which outputs are views: that of ``output``, a number.
+
+    ``order`` are its dimensions in the order of memory, from the outermost to the innermost.
+    """
+
+    output: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OutputDescriptor:
     """One output of the captured graph.
 
@@ -198,7 +209,8 @@ class CapturedGraph:
     changes: their content is among the outputs. ``head`` makes the draws where one of
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
     have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
-    and ``out_spec`` the structure of what it makes of them all.
+    and ``out_spec`` the structure of what it makes of them all. ``bases`` are further user outputs
+    behind all others, from which views among the outputs are made again.
     """
 
     program: ExportedProgram
@@ -216,6 +228,7 @@ class CapturedGraph:
     head: EagerHead | None = None
     checks: int = 0
     tail: Tail | None = None
+    bases: tuple[HiddenBase, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -69,6 +69,17 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     return False
 
 
+def root(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd takes ``tensor`` for a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def in_order_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Its dimensions in the order in which it fills its memory; None where it does not fill it."""
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
 def viewed(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
     """The view of ``base`` that ``steps`` make."""
     for step in steps:
