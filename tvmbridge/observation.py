@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
-from tvmbridge.errors import BridgeError, CaptureError
+from tvmbridge.errors import BridgeError, CaptureError, UnsupportedOperatorError
 from tvmbridge.patches import patched_here
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
@@ -150,8 +150,8 @@ def observe(
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
-    given = [_fake(mode, leaf, needs_grad) for leaf in leaves]
-    held = {id(t): _fake(mode, t, needs_grad) for t in _all_tensors(module)}
+    given = [_fake(mode, leaf) for leaf in leaves]
+    held = {id(t): _fake(mode, t) for t in _all_tensors(module)}
     with ExitStack() as stack:
         impure = stack.enter_context(_impurities())
         reads = stack.enter_context(recorded_reads(module))
@@ -173,12 +173,30 @@ def observe(
         sharing = aliases_of(results, inputs, after, views if needs_grad else None)
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
-        rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
+        rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
+        _refuse_exchanged(rebound, results, sharing)
     values = values_read(module, read)
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
             impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
-    return Observation(values, writes, returned, sharing, rebound, tuple(impure))
+    return Observation(values, writes, returned, sharing, frozenset(rebound), tuple(impure))
+
+
+def _refuse_exchanged(
+    rebound: Mapping[str, torch.Tensor], results: Sequence[Any], sharing: Sharing
+) -> None:
+    """Raise where a result is what a buffer was before forward exchanged it for another.
+
+    torch.export takes the exchange for a write, and what was there before for what is there then.
+    """
+    places = {t.untyped_storage()._cdata: name for name, t in rebound.items()}
+    for result, alias in zip(results, sharing.aliases, strict=True):
+        if alias is None and isinstance(result, torch.Tensor) and result.layout is torch.strided:
+            name = places.get(result.untyped_storage()._cdata)
+            if name is not None:
+                raise UnsupportedOperatorError(
+                    f"an output shares memory with what {name} was before forward exchanged it"
+                )
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -202,11 +220,12 @@ def _split(name: str) -> tuple[str, str]:
     return path, attribute
 
 
-def _fake(mode: FakeTensorMode, value: Any, needs_grad: bool) -> Any:
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = mode.from_tensor(value.detach(), static_shapes=True)
-    return fake.requires_grad_() if needs_grad and value.requires_grad else fake
+    # Where no gradient is asked for, views of it say so too, and detached ones do not.
+    return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake
 
 
 def _snapshot(module: nn.Module) -> dict[str, list[Any]]:
