@@ -18,10 +18,14 @@ from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.types import HiddenBase, InputKind, OutputAlias
 from tvmbridge.views import ViewWatch, root, shares_elements, viewed
 
-_creation_meta = torch._C._autograd._get_creation_meta  # type: ignore[attr-defined]
-_CreationMeta = torch._C._autograd.CreationMeta  # type: ignore[attr-defined]
+_creation_meta = torch._C._autograd._get_creation_meta
+_CreationMeta = torch._C._autograd.CreationMeta
 # Views that autograd does not take for views of their base.
 _OWN_HISTORY = {_CreationMeta.IN_CUSTOM_FUNCTION, _CreationMeta.NO_GRAD_MODE}
+_OTHER_HISTORY = (
+    "an output shares memory with another tensor, but is made under no_grad or by a custom autograd "
+    "function: its gradient is not that of a view"
+)
 
 _Known = tuple[InputKind | None, int | str, torch.Tensor]
 
@@ -103,7 +107,8 @@ def _base_among(
         if _storage(output) == _storage(tensor):
             alias = _view(kind, key, output, tensor)
             if views is not None:
-                _refuse_other_history(output, tensor)
+                if _has_other_history(output, tensor):
+                    raise UnsupportedOperatorError(_OTHER_HISTORY)
                 if output.requires_grad and shares_elements(tensor):
                     return replace(alias, steps=views.steps(output, tensor))
             return alias
@@ -114,8 +119,9 @@ def _view(
     kind: InputKind | None, key: int | str, output: torch.Tensor, base: torch.Tensor
 ) -> OutputAlias:
     if (output.dtype, output.is_conj(), output.is_neg()) != (base.dtype, False, False):
+        name = "another output" if kind is None else key
         raise UnsupportedOperatorError(
-            f"an output shares memory with {key} but has another dtype or a conjugate bit"
+            f"an output shares memory with {name} but has another dtype or a conjugate bit"
         )
     return OutputAlias(
         kind,
@@ -141,40 +147,36 @@ def _relate(
     """
     tensors = [outputs[n] for n in members]
     overlapping = overlap(tensors)
-    if not overlapping and not shares_elements(tensors[0]):
+    if not overlapping and not any(map(shares_elements, tensors)):
         return None
     needs_grad = any(t.requires_grad for t in tensors)
     fit = [n for n in members if _is_whole(outputs[n]) and outputs[n].requires_grad == needs_grad]
     hidden = None if fit else hidden_base(members, outputs)
-    if hidden is not None:
-        number, (base,) = hidden_number, bases_of(outputs, [hidden])
-    elif fit:
-        number, base = fit[0], outputs[fit[0]]
-    elif overlapping:
+    if hidden is None and not fit:
+        if not overlapping:
+            return None
         raise UnsupportedOperatorError(
             f"outputs {', '.join(map(str, members))} are overlapping views of one tensor, which "
             "cannot be computed as one more output"
         )
-    else:
-        return None
+    number = fit[0] if hidden is None else hidden_number
+    base = outputs[number] if hidden is None else bases_of(outputs, [hidden])[0]
+    if differentiated and any(_has_other_history(t, base) for t in tensors):
+        if not overlapping:
+            return None
+        raise UnsupportedOperatorError(_OTHER_HISTORY)
     for member in members:
-        if differentiated:
-            _refuse_other_history(outputs[member], base)
         if member != number:
             found[member] = _view(None, number, outputs[member], base)
     return hidden
 
 
-def _refuse_other_history(output: torch.Tensor, base: torch.Tensor) -> None:
-    """Raise where gradients do not flow from ``output`` to ``base`` as from a view of it."""
+def _has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether gradients do not flow from ``output`` to ``base`` as from a view of it."""
     if not output.requires_grad:
-        return
+        return False
     metas = {_creation_meta(t) for t in (output, base) if t._is_view()}
-    if metas & _OWN_HISTORY or root(output) is not root(base):
-        raise UnsupportedOperatorError(
-            "an output shares memory with another tensor, but is made under no_grad or by a custom "
-            "autograd function: its gradient is not that of a view"
-        )
+    return bool(metas & _OWN_HISTORY) or root(output) is not root(base)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

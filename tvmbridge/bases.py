@@ -61,10 +61,11 @@ def hidden_base(members: Sequence[int], outputs: Sequence[torch.Tensor]) -> Hidd
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The elements of its storage that a tensor begins with and ends before."""
+    """The bytes of its storage that a tensor begins with and ends before."""
     dims = zip(tensor.shape, tensor.stride(), strict=True)
     begin = int(tensor.storage_offset())
-    return begin, begin + 1 + sum((n - 1) * s for n, s in dims)
+    end = begin + 1 + sum((n - 1) * s for n, s in dims)
+    return begin * tensor.element_size(), end * tensor.element_size()
 
 
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
@@ -74,7 +75,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     spans = sorted(map(_span, tensors))
     if all(end <= start for (_, end), (start, _) in pairwise(spans)):
         return False
-    size = max(end for _, end in spans)
+    size = max(end for _, end in spans) // tensors[0].element_size()
     if size > _LARGEST_COMPARED or len({t.dtype for t in tensors}) > 1:
         return True
     with torch.utils._python_dispatch._disable_current_modes():

@@ -126,9 +126,7 @@ def state_name(name: str) -> str:
     return f"{name} after the call"
 
 
-def named_bases(
-    outputs: Mapping[str, Any], bases: Sequence[HiddenBase]
-) -> dict[str, torch.Tensor]:
+def named_bases(outputs: Mapping[str, Any], bases: Sequence[HiddenBase]) -> dict[str, torch.Tensor]:
     """The hidden bases of ``outputs``, by name."""
     names = list(outputs)
     found = bases_of(list(outputs.values()), bases)
