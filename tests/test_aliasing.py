@@ -41,6 +41,12 @@ def _written(m: Any, x: torch.Tensor) -> Any:
     return m.buffer, m.buffer.view(2, 3), x * m.weight * m.buffer
 
 
+def _exchanging(m: Any, x: torch.Tensor) -> Any:
+    state = torch.cat([x.sum(0) * m.weight, m.weight])
+    m.buffer = state[3:9].detach()
+    return state[1:], (state * 2)[:4], state[:8]
+
+
 FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "view of an input": lambda m, x: (x.view(-1), x * m.weight),
     "slice of an input": lambda m, x: (x[1:, ::2], x.t(), x * m.weight),
@@ -50,6 +56,7 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "parameter": lambda m, x: (m.weight, m.weight.view(2, 3), m.weight.detach()[2:], x * m.weight),
     "buffer": lambda m, x: (m.buffer, m.buffer[1:], x * m.weight),
     "written buffer": _written,
+    "exchanged buffer": _exchanging,
     "outputs of one tensor": _whole,
     "parts of one tensor": lambda m, x: (x * m.weight).chunk(2, 1),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tvmbridge.bases import bases_of, hidden_base, overlap
+from tvmbridge.bases import bases_of, covers, hidden_base, overlap
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.types import HiddenBase, InputKind, OutputAlias
 from tvmbridge.views import ViewWatch, root, shares_elements, viewed
@@ -34,11 +34,14 @@ _Known = tuple[InputKind | None, int | str, torch.Tensor]
 class Sharing:
     """What each output shares memory with, and the hidden bases of some.
 
-    The number of a hidden base, as the base of others, counts on behind the outputs.
+    The number of a hidden base, as the base of others, counts on behind the outputs. ``exchanged``
+    are tensors of the module that forward made of outputs, by name: parts of them, or without
+    their gradient. Outputs cannot be made of these, but these of outputs.
     """
 
     aliases: tuple[OutputAlias | None, ...]
-    bases: tuple[HiddenBase, ...] = ()
+    bases: tuple[HiddenBase, ...]
+    exchanged: Mapping[str, OutputAlias]
 
 
 def aliases_of(
@@ -58,17 +61,23 @@ def aliases_of(
     Raises:
         UnsupportedOperatorError: outputs share memory in a way that cannot be made again.
     """
+    exchanged = {
+        name: tensor
+        for name, tensor in state.items()
+        if any(_is_strided(o) and _is_more(o, tensor) for o in outputs)
+    }
     known: list[_Known] = [
         *((InputKind.USER, position, tensor) for position, tensor in inputs.items()),
-        *((InputKind.BUFFER, name, tensor) for name, tensor in state.items()),
+        *((InputKind.BUFFER, name, t) for name, t in state.items() if name not in exchanged),
     ]
+    tensors = [*outputs, *exchanged.values()]
     groups: dict[int, list[int]] = {}
     found: list[OutputAlias | None] = []
-    for number, output in enumerate(outputs):
+    for number, output in enumerate(tensors):
         found.append(None)
-        if not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
+        if not _is_strided(output):
             continue
-        first = next(n for n, earlier in enumerate(outputs) if earlier is output)
+        first = next(n for n, earlier in enumerate(tensors) if earlier is output)
         if first < number:
             found[number] = OutputAlias(None, first)
             continue
@@ -79,10 +88,58 @@ def aliases_of(
                 groups.setdefault(_storage(output), []).append(number)
     bases: list[HiddenBase] = []
     for members in groups.values():
-        hidden = _relate(members, outputs, found, len(outputs) + len(bases), views is not None)
+        returned = [n for n in members if n < len(outputs)]
+        number = len(outputs) + len(bases)
+        hidden = _relate(members, returned, tensors, found, number, views is not None)
         if hidden is not None:
             bases.append(hidden)
-    return Sharing(tuple(found), tuple(bases))
+    made: dict[str, OutputAlias] = {}
+    for name, alias in zip(exchanged, found[len(outputs) :], strict=True):
+        if alias is not None and alias.shape is None and int(alias.key) >= len(outputs):
+            alias = found[int(alias.key)]  # one tensor by two names
+        if alias is not None:
+            made[name] = alias
+    return Sharing(tuple(found[: len(outputs)]), tuple(bases), made)
+
+
+def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether ``output`` shares memory with ``held``, but is not a view of it."""
+    if not _is_strided(held) or not output.numel() or _storage(output) != _storage(held):
+        return False
+    return (output.requires_grad and not held.requires_grad) or not covers(held, output)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def refuse_exchanged(
+    before: Mapping[str, torch.Tensor], outputs: Sequence[Any], sharing: Sharing
+) -> None:
+    """Raise where an exchange of buffers and the outputs share memory that cannot be shared again.
+
+    torch.export takes the exchange for a write, and what was there before for what is there then.
+
+    Args:
+        before: what the exchanged buffers were before forward, by name.
+        outputs: the leaves of what forward returned.
+        sharing: what these share memory with.
+
+    Raises:
+        UnsupportedOperatorError: an output is what a buffer was before, or a tensor that forward
+            did not exchange is a part of an output.
+    """
+    for name in sharing.exchanged.keys() - before.keys():
+        raise UnsupportedOperatorError(
+            f"an output is made of the memory of {name}, but is not a view of it"
+        )
+    names = {_storage(tensor): name for name, tensor in before.items()}
+    for output, alias in zip(outputs, sharing.aliases, strict=True):
+        if alias is None and _is_strided(output) and _storage(output) in names:
+            raise UnsupportedOperatorError(
+                f"an output shares memory with what {names[_storage(output)]} was before forward "
+                "exchanged it"
+            )
 
 
 def _refuse_leaf(output: torch.Tensor) -> None:
@@ -136,22 +193,24 @@ def _view(
 
 def _relate(
     members: Sequence[int],
+    returned: Sequence[int],
     outputs: Sequence[torch.Tensor],
     found: list[OutputAlias | None],
     hidden_number: int,
     differentiated: bool,
 ) -> HiddenBase | None:
-    """Describe outputs of one storage by the one that is all of it, or by a hidden base.
+    """Describe ``members``, of one storage, by one that is all of it, or by a hidden base.
 
-    Outputs that are apart are not described: each may have memory of its own.
+    Only those that are ``returned`` can be it, or have it. Members that are apart are not described:
+    each may have memory of its own.
     """
     tensors = [outputs[n] for n in members]
     overlapping = overlap(tensors)
     if not overlapping and not any(map(shares_elements, tensors)):
         return None
     needs_grad = any(t.requires_grad for t in tensors)
-    fit = [n for n in members if _is_whole(outputs[n]) and outputs[n].requires_grad == needs_grad]
-    hidden = None if fit else hidden_base(members, outputs)
+    fit = [n for n in returned if _is_whole(outputs[n]) and outputs[n].requires_grad == needs_grad]
+    hidden = None if fit else hidden_base(members, returned, outputs)
     if hidden is None and not fit:
         if not overlapping:
             return None
@@ -166,7 +225,7 @@ def _relate(
             return None
         raise UnsupportedOperatorError(_OTHER_HISTORY)
     for member in members:
-        if member != number:
+        if hidden is not None or member != number:
             found[member] = _view(None, number, outputs[member], base)
     return hidden
 

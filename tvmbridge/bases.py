@@ -44,20 +44,28 @@ def bases_of(leaves: Sequence[Any], bases: Sequence[HiddenBase]) -> tuple[torch.
     return tuple(root(leaves[base.output]).permute(base.order) for base in bases)
 
 
-def hidden_base(members: Sequence[int], outputs: Sequence[torch.Tensor]) -> HiddenBase | None:
-    """The tensor that all ``members``, outputs of one storage, can be made again from; or None."""
+def hidden_base(
+    members: Sequence[int], returned: Sequence[int], outputs: Sequence[torch.Tensor]
+) -> HiddenBase | None:
+    """The tensor that all ``members``, of one storage, can be made again from, or None.
+
+    It is the base of one of those that are ``returned``.
+    """
     needs_grad = any(outputs[n].requires_grad for n in members)
-    spans = [_span(outputs[n]) for n in members]
-    for number in members:
+    for number in returned:
         base = root(outputs[number])
         order = in_order_of_memory(base)
         if order is None or base.dtype != outputs[number].dtype or base.is_conj() or base.is_neg():
             continue
-        begin, end = _span(base)
-        covers = all(begin <= first and last <= end for first, last in spans)
-        if covers and base.requires_grad == needs_grad:
+        if base.requires_grad == needs_grad and all(covers(base, outputs[n]) for n in members):
             return HiddenBase(number, order)
     return None
+
+
+def covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies within the memory of another one of its storage."""
+    (begin, end), (first, last) = _span(base), _span(tensor)
+    return begin <= first and last <= end
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -147,7 +147,9 @@ def with_aliases(
         if output.kind is OutputKind.USER:
             described.append(replace(output, alias=next(aliases)))
         else:
-            described.append(replace(output, rebinds=output.target in seen.rebound))
+            alias = seen.sharing.exchanged.get(output.target or "")
+            rebinds = output.target in seen.rebound
+            described.append(replace(output, rebinds=rebinds, alias=alias))
     return tuple(described)
 
 

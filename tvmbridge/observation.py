@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from tvmbridge.aliasing import Sharing, aliases_of
+from tvmbridge.aliasing import Sharing, aliases_of, refuse_exchanged
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
-from tvmbridge.errors import BridgeError, CaptureError, UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.patches import patched_here
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
@@ -174,29 +174,12 @@ def observe(
         if _wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
-        _refuse_exchanged(rebound, results, sharing)
+        refuse_exchanged(rebound, results, sharing)
     values = values_read(module, read)
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
             impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
     return Observation(values, writes, returned, sharing, frozenset(rebound), tuple(impure))
-
-
-def _refuse_exchanged(
-    rebound: Mapping[str, torch.Tensor], results: Sequence[Any], sharing: Sharing
-) -> None:
-    """Raise where a result is what a buffer was before forward exchanged it for another.
-
-    torch.export takes the exchange for a write, and what was there before for what is there then.
-    """
-    places = {t.untyped_storage()._cdata: name for name, t in rebound.items()}
-    for result, alias in zip(results, sharing.aliases, strict=True):
-        if alias is None and isinstance(result, torch.Tensor) and result.layout is torch.strided:
-            name = places.get(result.untyped_storage()._cdata)
-            if name is not None:
-                raise UnsupportedOperatorError(
-                    f"an output shares memory with what {name} was before forward exchanged it"
-                )
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:

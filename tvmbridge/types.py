@@ -180,8 +180,8 @@ class OutputDescriptor:
     """One output of the captured graph.
 
     A user output that is not computed has ``spec`` None: it is the constant ``value`` (a number,
-    a string, None); or it is made again as ``alias`` says. ``rebinds``: a buffer that gets another
-    tensor, and is not written into.
+    a string, None). Any output may be made again as ``alias`` says. ``rebinds``: a buffer that gets
+    another tensor, and is not written into.
     """
 
     kind: OutputKind
