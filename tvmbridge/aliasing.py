@@ -23,8 +23,8 @@ _CreationMeta = torch._C._autograd.CreationMeta
 # Views that autograd does not take for views of their base.
 _OWN_HISTORY = {_CreationMeta.IN_CUSTOM_FUNCTION, _CreationMeta.NO_GRAD_MODE}
 _OTHER_HISTORY = (
-    "an output shares memory with another tensor, but is made under no_grad or by a custom autograd "
-    "function: its gradient is not that of a view"
+    "an output shares memory with another tensor, but is made under no_grad or by a custom "
+    "autograd function: its gradient is not that of a view"
 )
 
 _Known = tuple[InputKind | None, int | str, torch.Tensor]
@@ -201,8 +201,8 @@ def _relate(
 ) -> HiddenBase | None:
     """Describe ``members``, of one storage, by one that is all of it, or by a hidden base.
 
-    Only those that are ``returned`` can be it, or have it. Members that are apart are not described:
-    each may have memory of its own.
+    Only those that are ``returned`` can be it, or have it. Members that are apart are not
+    described: each may have memory of its own.
     """
     tensors = [outputs[n] for n in members]
     overlapping = overlap(tensors)

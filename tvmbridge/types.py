@@ -66,6 +66,10 @@ class TensorSpec:
             count *= extent
         return count * self.dtype.itemsize
 
+    def empty(self) -> torch.Tensor:
+        """A fresh tensor of this spec, with any values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
