@@ -29,7 +29,7 @@ from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.views import shares_elements
+from tvmbridge.views import laid_out, shares_elements
 
 
 class Rehearsal:
@@ -143,13 +143,8 @@ class Rehearsal:
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone of the same strides, by which draws into it go; ``Tensor.clone`` fills gaps."""
-    if shares_elements(tensor):
-        return tensor.clone()
-    empty = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return empty.copy_(tensor)
+    """A clone of the same strides, by which draws into it go."""
+    return tensor.clone() if shares_elements(tensor) else laid_out(tensor, tensor.stride())
 
 
 def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

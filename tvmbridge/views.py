@@ -80,6 +80,12 @@ def in_order_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return order if tensor.permute(order).is_contiguous() else None
 
 
+def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy with these strides; ``Tensor.clone`` fills gaps."""
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
 def viewed(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
     """The view of ``base`` that ``steps`` make."""
     for step in steps:

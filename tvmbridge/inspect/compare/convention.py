@@ -11,10 +11,11 @@ from tvmbridge.aliasing import made_again
 from tvmbridge.compiled import LoweredModule
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.eager import state_name
-from tvmbridge.inspect.compare.inputs import base_name, title, with_strides
+from tvmbridge.inspect.compare.inputs import base_name, title
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import TraceBuilder
 from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputDescriptor, OutputKind
+from tvmbridge.views import laid_out
 
 
 def draws_of(sample: Sample, lowered: LoweredModule) -> dict[str, torch.Tensor]:
@@ -128,7 +129,7 @@ class CallingConvention:
             if number is None:
                 number = builder.given(base, self._base(alias))
             if alias.shape is not None:
-                whole = with_strides(builder.steps[number].value, alias.base_stride)
+                whole = laid_out(builder.steps[number].value, alias.base_stride)
                 number = builder.computed(name, "view", "", (number,), made_again(alias, whole))
             builder.results[name] = number
 
