@@ -121,8 +121,9 @@ class CallingConvention:
         What is written during the call is seen in them.
         """
         users = [name for name, output in self.outputs() if output.kind is OutputKind.USER]
-        aliased = [(n, o.alias) for n, o in self.outputs() if o.alias is not None]
-        # Views of outputs come after what they are views of.
+        outputs = sorted(self.outputs(), key=lambda pair: pair[1].kind is not OutputKind.USER)
+        aliased = [(n, o.alias) for n, o in outputs if o.alias is not None]
+        # Views of outputs come after what they are views of, exchanged buffers after these.
         for name, alias in sorted(aliased, key=lambda pair: pair[1].kind is None):
             base = users[int(alias.key)] if alias.kind is None else state_name(base_name(alias))
             number = builder.results.get(base)
