@@ -81,6 +81,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "state",
             "surroundings",
             "tracing",
+            "uniforms",
             "validation",
             "views",
         }

@@ -111,6 +111,7 @@ def capture_staged(
         constant_tensors=constant_tensors,
         aliases=find_aliases(module),
         values=seen.values,
+        assigned=seen.assigned,
         changed_arguments=watch.changed,
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),

@@ -22,7 +22,12 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.attributes import recorded_reads, values_read
+from tvmbridge.attributes import (
+    recorded_assignments,
+    recorded_reads,
+    values_assigned,
+    values_read,
+)
 from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError
@@ -52,12 +57,14 @@ class Observation:
     """What forward does beside computing.
 
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
-    ``writes`` names those that it writes. ``structure`` and ``aliases`` describe what it returns.
+    ``assigned`` are those that it gives a constant value before it may read them, with that value;
+    ``writes`` names those that it changes. ``structure`` and ``aliases`` describe what it returns.
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
     ``impure`` says what else it does that compiled code would not repeat.
     """
 
     values: Mapping[tuple[str, str], Any]
+    assigned: Mapping[tuple[str, str], Any]
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
     aliases: tuple[OutputAlias | None, ...]
@@ -106,13 +113,13 @@ def staged(
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
-        if seen.writes and apart:
+        if (seen.writes or seen.assigned) and apart and not seen.impure:
             actor = _actor(module)
             run_apart(actor, args, kwargs)
             again = observe(actor, args, kwargs, needs_grad)
             # What it wrote must be in place at a call, although it may never read it.
             written = values_read(actor, {_split(name) for name in seen.writes})
-            seen = replace(again, values={**again.values, **written})
+            seen = _settled(seen, replace(again, values={**again.values, **written}))
     except DependenceError as error:
         raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
     except BridgeError:
@@ -127,8 +134,18 @@ def staged(
             "not do at each call"
         )
     if not apart:
-        seen = replace(seen, values=copied_values(seen.values))
+        seen = replace(seen, values=copied_values(seen.values), assigned={})
     return Stage(actor, seen)
+
+
+def _settled(first: Observation, again: Observation) -> Observation:
+    """``again``; what both give the same value is assigned at calls, and not expected before."""
+    earlier = first.assigned
+    assigned = {
+        k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)
+    }
+    values = {key: value for key, value in again.values.items() if key not in assigned}
+    return replace(again, values=values, assigned=assigned)
 
 
 def _actor(module: nn.Module) -> nn.Module:
@@ -156,6 +173,7 @@ def observe(
     with ExitStack() as stack:
         impure = stack.enter_context(_impurities())
         reads = stack.enter_context(recorded_reads(module))
+        assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
@@ -164,11 +182,13 @@ def observe(
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
+        assignments.clear()
         fake_args, fake_kwargs = unflatten(given, structure)
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         with ViewWatch() as views:
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         read, after = set(reads), tensors_of(module)
+        assigned = values_assigned(module, set(assignments))
         writes = _written(before, _snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
         aliases = aliases_of(results, inputs, after, views)
@@ -179,7 +199,7 @@ def observe(
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
             impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
-    return Observation(values, writes, returned, aliases, rebound, tuple(impure))
+    return Observation(values, assigned, writes, returned, aliases, rebound, tuple(impure))
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
