@@ -19,7 +19,7 @@ from tvm import relax
 
 from tvmbridge.build import Built
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
-from tvmbridge.passes.base import dtype_of, flat_results, shared_results
+from tvmbridge.passes.base import flat_results, shape_of, shared_results
 from tvmbridge.passes.relax.constants import uniform_value
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
 from tvmbridge.passes.relax.zero_zapp import ZeroZapp
@@ -33,12 +33,7 @@ logger = logging.getLogger(__name__)
 # Of more patterns of absent cotangents the one that was compiled first is forgotten.
 _MAX_PATTERNS = 16
 
-# What they add to a cotangent, or put in its place, it does not scale.
-_SUM_NAMES = (
-    "add subtract where concat stack maximum minimum scatter_elements scatter_nd index_put "
-    "slice_scatter"
-)
-_SUMS = frozenset(f"relax.{name}" for name in _SUM_NAMES.split())
+_ADD = tvm.ir.Op.get("relax.add")
 
 
 @dataclass(frozen=True)
@@ -134,48 +129,35 @@ def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
 
 
 def _refuse_unscaled(
-    function: relax.Function,
-    parts: SplitModule,
-    absent: frozenset[int],
-    gradients: Sequence[int],
+    function: relax.Function, parts: SplitModule, absent: frozenset[int], gradients: Sequence[int]
 ) -> None:
-    """Raise where gradients contain what no cotangent scales: nobody knows whose it is."""
-    cotangents = function.params[-len(parts.cotangent_of) :]
-    reads = {v: frozenset([number]) for number, v in enumerate(cotangents)}
-    bound = {}
+    """Raise where something is added to a gradient that no cotangent scales.
+
+    It may come from a path that eager PyTorch would not visit, and from one that it would.
+    """
+    scaled = set(function.params[-len(parts.cotangent_of) :])
+    doubtful: set[relax.Expr] = set()
+    bound: dict[relax.Var, relax.Expr] = {}
+
+    def is_unscaled(operand: relax.Expr) -> bool:
+        return operand not in scaled and uniform_value(operand, bound.get) != 0.0
+
     for block in function.body.blocks:
         for binding in block.bindings:
             bound[binding.var] = value = binding.value
-            operands = relax.analysis.free_vars(value)
-            reads[binding.var] = frozenset[int]().union(*(reads.get(v, ()) for v in operands))
-            name = getattr(getattr(value, "op", None), "name", "")
-            if name in _SUMS and reads[binding.var] & absent:
-                for operand in _operands(value, bound):
-                    _refuse_if_unscaled(operand, reads, bound)
+            operands = set(relax.analysis.free_vars(value))
+            if not operands & scaled:
+                continue
+            scaled.add(binding.var)
+            added = value.args if getattr(value, "op", None) == _ADD else ()
+            # Gradients that are accumulated have the same shape.
+            terms = [a for a in added if shape_of(a) == shape_of(value)]
+            if operands & doubtful or any(is_unscaled(t) for t in terms):
+                doubtful.add(binding.var)
     results = flat_results(function)
     for i in gradients:
-        if parts.gradient_reads[i] & absent:
-            _refuse_if_unscaled(results[i], reads, bound)
-
-
-def _operands(call: relax.Call, bound: dict[relax.Var, relax.Expr]) -> list[relax.Expr]:
-    operands: list[relax.Expr] = []
-    for operand in call.args:
-        value = bound.get(operand, operand) if isinstance(operand, relax.Var) else operand
-        operands += value.fields if isinstance(value, relax.Tuple) else [operand]
-    return operands
-
-
-def _refuse_if_unscaled(
-    operand: relax.Expr,
-    reads: dict[relax.Var, frozenset[int]],
-    bound: dict[relax.Var, relax.Expr],
-) -> None:
-    if not isinstance(operand.ty, relax.TensorType) or "float" not in dtype_of(operand):
-        return
-    scaled = isinstance(operand, relax.Var) and bool(reads.get(operand))
-    if not scaled and uniform_value(operand, bound.get) != 0.0:
-        raise UnsupportedOperatorError(
-            "a custom autograd function adds to gradients what does not depend on the gradient "
-            "that arrives, so that it is not known which part is to be left out"
-        )
+        if parts.gradient_reads[i] & absent and (results[i] in doubtful or is_unscaled(results[i])):
+            raise UnsupportedOperatorError(
+                "the backward of a custom autograd function adds what does not depend on the "
+                "gradient that arrives; whether to leave it out is not known"
+            )

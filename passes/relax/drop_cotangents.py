@@ -53,8 +53,11 @@ class DropCotangents(RelaxPass):
         absent = [named[name] for name in self.absent if name in named]
         if not absent:
             return function
-        flow = _Flow({named[name] for name in self.cotangents if name in named}, set(absent))
-        bindings = [b for p in absent for b in _zeros(p)]
+        fresh = {p: relax.DataflowVar(p.name, p.ty) for p in absent}
+        function = function.bind_params(fresh)
+        arriving = [named[name] for name in self.cotangents if name in named]
+        flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()))
+        bindings = [b for zeros in fresh.values() for b in _zeros(zeros)]
         for block in function.body.blocks:
             for binding in block.bindings:
                 if flow.visit(binding):
@@ -65,8 +68,9 @@ class DropCotangents(RelaxPass):
                     report.decline(binding.var.name, "it reads a cotangent that arrives")
                 bindings.append(binding)
         body = relax.SeqExpr([relax.DataflowBlock(bindings)], function.body.body)
-        kept = [p for p in function.params if p not in set(absent)]
-        after = relax.Function(kept, body, function.ret_ty, function.is_pure, function.attrs)
+        after = relax.Function(
+            function.params, body, function.ret_ty, function.is_pure, function.attrs
+        )
         return copy_with_new_vars(after)
 
 
