@@ -27,6 +27,7 @@ from tvmbridge.contents import (
     slots_of,
     state_of,
 )
+from tvmbridge.foreign import ForeignModules
 from tvmbridge.libraries import BOOKKEEPING
 from tvmbridge.patches import patched_here
 
@@ -41,17 +42,21 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
 
 
 @contextmanager
-def recorded_reads(module: nn.Module) -> Iterator[set[tuple[str, str]]]:
+def recorded_reads(
+    module: nn.Module, foreign: ForeignModules | None = None
+) -> Iterator[set[tuple[str, str]]]:
     """Collects the attributes that are read meanwhile, as (submodule's name, attribute's name).
 
     Parameters, buffers, submodules and methods are left out. Who looks at ``__dict__`` itself, as
-    ``vars`` does, reads everything in it.
+    ``vars`` does, reads everything in it. What is read of other modules is told to ``foreign``.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     reads: set[tuple[str, str]] = set()
 
     def read(genuine: Callable[..., Any], owner: nn.Module, attribute: str) -> Any:
         name = names.get(id(owner))
+        if name is None and foreign is not None:
+            foreign.note(owner, attribute)
         if name is None or attribute in _OF_EVERY_MODULE:
             return genuine(owner, attribute)
         if attribute == "__dict__":

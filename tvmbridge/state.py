@@ -82,8 +82,8 @@ class ModuleState:
         ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
         self._attributes = AttributeGuard.of(module, captured.values)
-        constants = captured.constant_tensors.values()
-        self._constants = [(t, t._version) for t in constants if not t.is_inference()]
+        constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
+        self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
 
     def _bind(self, memo: Mapping[int, Any]) -> None:
@@ -125,8 +125,11 @@ class ModuleState:
             for e in self._structure
         ]
         # A copy of what was written before is not what was captured either.
-        fresh = [(memo.get(id(t), t), t._version == version) for t, version in self._constants]
-        other._constants = [(t, t._version if same else -1) for t, same in fresh]
+        fresh = [
+            (memo.get(id(t), t), _written(t) == signs, requires_grad)
+            for t, signs, requires_grad in self._constants
+        ]
+        other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
@@ -193,11 +196,18 @@ class ModuleState:
         for alias, name in self._ties:
             if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"
-        for constant, version in self._constants:
-            if constant._version != version:
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
                 return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
         attribute = self._attributes.changed()
         return f"the attribute {attribute} changed" if attribute else None
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Signs that ``tensor`` is as it was: its version and where its memory is."""
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
 
 
 def _not_plain(tensor: Any) -> str:
