@@ -23,6 +23,7 @@ from tvmbridge.contents import (
     DEPTH,
     attributes_of,
     contents,
+    may_grow,
     same_value,
     slots_of,
     state_of,
@@ -121,7 +122,7 @@ class _Watched:
 
     def _hold(self, value: Any, depth: int) -> None:
         held = state_of(value)
-        if not held or depth == 0:
+        if depth == 0 or held is None or not (held or may_grow(value)):
             return
         if not isinstance(value, tuple | frozenset):
             self.held.append(value)

@@ -10,8 +10,9 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from tvmbridge.contents import contents, same_value
+from tvmbridge.contents import same_value, state_of
 from tvmbridge.patches import patched_here
 
 
@@ -35,7 +36,7 @@ def snapshot(module: nn.Module) -> dict[str, list[Any]]:
 
 
 def all_held(value: Any, depth: int) -> list[Any]:
-    held = contents(value) if depth else []
+    held = (state_of(value) or []) if depth else []
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
 
 
@@ -55,7 +56,7 @@ def _unchanged(then: Any, now: Any) -> bool:
 
 @contextmanager
 def impurities() -> Iterator[list[str]]:
-    """Collects what forward does with random numbers beyond drawing them from PyTorch.
+    """Collects what forward does with autograd's hooks, and with random numbers but to draw them.
 
     All generators are as before afterwards.
     """
@@ -68,6 +69,11 @@ def impurities() -> Iterator[list[str]]:
 
         return note
 
+    def enter(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
+        if not isinstance(hooks, save_on_cpu):
+            found.append("installs hooks on the tensors that autograd saves")
+        return genuine(hooks)
+
     python, numbers, ours = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         with (
@@ -75,8 +81,13 @@ def impurities() -> Iterator[list[str]]:
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
             patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
+            patched_here(saved_tensors_hooks, "__enter__", enter),
+            patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found
+        # Nothing is drawn on fake tensors.
+        if not found and not torch.equal(torch.get_rng_state(), ours):
+            found.append("sets the state of PyTorch's generator")
         if random.getstate() != python:
             found.append("draws from random")
         if repr(numpy.random.get_state()) != repr(numbers):

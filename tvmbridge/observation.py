@@ -195,6 +195,8 @@ def observe(
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         with ForeignTensors(beside) as foreign, ViewWatch() as views, others.noticing_new_ones():
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
+        if torch.is_grad_enabled() != needs_grad:
+            impure.append("leaves another gradient mode than it found")
         read, after = set(reads), tensors_of(module)
         writes = written(before, snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}

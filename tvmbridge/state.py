@@ -103,6 +103,10 @@ class ModuleState:
         ]
         self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
         self._lengths = [length for _, _, length in self._sizes]
+        # Who iterates over submodules depends on their order.
+        several = [m for m in self._modules if len(m._modules) > 1]
+        self._families = [dict_of(m, "_modules") for m in several]
+        self._orders = [tuple(m._modules) for m in several]
         children = self._modules[1:]
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
@@ -163,6 +167,8 @@ class ModuleState:
         # Whole lists at once: this runs at every call.
         if list(map(len, self._dicts)) != self._lengths:
             return "a submodule, parameter or buffer was added or removed"
+        if list(map(tuple, self._families)) != self._orders:
+            return "the order of submodules changed"
         if list(map(type, self._members)) != self._types:
             return "the class of a submodule changed"
         for class_, forward in self._classes:
