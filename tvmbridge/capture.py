@@ -116,6 +116,7 @@ def capture_staged(
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
         tail=tail,
+        foreign=seen.foreign,
     )
 
 
