@@ -16,8 +16,14 @@ from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.bases import WithBases
 from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
-from tvmbridge.descriptors import describe_inputs, describe_outputs, find_aliases, with_aliases
-from tvmbridge.errors import CaptureError
+from tvmbridge.descriptors import (
+    OWN_GENERATOR,
+    describe_inputs,
+    describe_outputs,
+    find_aliases,
+    with_aliases,
+)
+from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
@@ -107,11 +113,13 @@ def capture_staged(
         constant_tensors=constant_tensors,
         aliases=find_aliases(module),
         values=seen.values,
+        assigned=seen.assigned,
         changed_arguments=watch.changed,
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
         tail=tail,
         bases=bases,
+        foreign=seen.foreign,
     )
 
 
@@ -153,6 +161,8 @@ def _export(
         raise
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
+        if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
+            raise UnsupportedOperatorError(OWN_GENERATOR) from error
         line = user_line(error) or "an unknown line"
         raise CaptureError(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "

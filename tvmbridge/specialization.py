@@ -230,6 +230,7 @@ class Variant:
             elif not output.rebinds:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
+        self.state.assign()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
         for name, alias in self._rebound_views:
