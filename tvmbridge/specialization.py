@@ -228,6 +228,7 @@ class Variant:
             else:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
+        self.state.assign()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
         if captured.tail is not None:

@@ -194,11 +194,13 @@ class CapturedGraph:
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
     specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
     first name of it. ``values`` are the attributes that forward read, by (submodule's name,
-    attribute's name). ``changed_arguments`` are the places of the container arguments that forward
+    attribute's name), and ``assigned`` those that each call gives a value, with it.
+    ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs. ``head`` makes the draws where one of
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
     have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
-    and ``out_spec`` the structure of what it makes of them all.
+    and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
+    forward reads though nobody gives them to it; the graph has them as constants.
     """
 
     program: ExportedProgram
@@ -212,10 +214,12 @@ class CapturedGraph:
     constant_tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
     head: EagerHead | None = None
     checks: int = 0
     tail: Tail | None = None
+    foreign: tuple[torch.Tensor, ...] = ()
 
     @property
     def device(self) -> torch.device:
