@@ -15,6 +15,7 @@ from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS
@@ -69,7 +70,7 @@ def kernel_passes(measure: bool) -> list[AnyPass]:
         relax.transform.AnnotateTIROpPattern(),
         relax.transform.FoldConstant(),
         relax.transform.DeadCodeElimination(),
-        relax.transform.FuseOps(),
+        FuseOps(),
         relax.transform.FuseTIR(),
         # Recognises reshapes by their loops, so it must see them before they are scheduled.
         relax.transform.RewriteDataflowReshape(),
