@@ -83,6 +83,7 @@ def trace_joint(
             wanted=facts.wanted,
             gradient_reads=facts.gradient_reads,
             drawn=tuple(i.name for i in drawn),
+            linear=not facts.custom,
         ),
         noise=noise,
         imported=imported,

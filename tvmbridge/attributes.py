@@ -24,10 +24,12 @@ from tvmbridge.contents import (
     attributes_of,
     contents,
     is_constant,
+    may_grow,
     same_value,
     slots_of,
     state_of,
 )
+from tvmbridge.foreign import ForeignModules
 from tvmbridge.libraries import BOOKKEEPING
 from tvmbridge.patches import patched_here
 
@@ -42,17 +44,21 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
 
 
 @contextmanager
-def recorded_reads(module: nn.Module) -> Iterator[set[tuple[str, str]]]:
+def recorded_reads(
+    module: nn.Module, foreign: ForeignModules | None = None
+) -> Iterator[set[tuple[str, str]]]:
     """Collects the attributes that are read meanwhile, as (submodule's name, attribute's name).
 
     Parameters, buffers, submodules and methods are left out. Who looks at ``__dict__`` itself, as
-    ``vars`` does, reads everything in it.
+    ``vars`` does, reads everything in it. What is read of other modules is told to ``foreign``.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     reads: set[tuple[str, str]] = set()
 
     def read(genuine: Callable[..., Any], owner: nn.Module, attribute: str) -> Any:
         name = names.get(id(owner))
+        if name is None and foreign is not None:
+            foreign.note(owner, attribute)
         if name is None or attribute in _OF_EVERY_MODULE:
             return genuine(owner, attribute)
         if attribute == "__dict__":
@@ -154,7 +160,7 @@ class _Watched:
 
     def _hold(self, value: Any, depth: int) -> None:
         held = state_of(value)
-        if not held or depth == 0:
+        if depth == 0 or held is None or not (held or may_grow(value)):
             return
         if not isinstance(value, tuple | frozenset):
             self.held.append(value)

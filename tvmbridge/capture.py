@@ -15,8 +15,14 @@ from torch.utils import _pytree as pytree
 from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
-from tvmbridge.descriptors import describe_inputs, describe_outputs, find_aliases, with_aliases
-from tvmbridge.errors import CaptureError
+from tvmbridge.descriptors import (
+    OWN_GENERATOR,
+    describe_inputs,
+    describe_outputs,
+    find_aliases,
+    with_aliases,
+)
+from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
@@ -110,6 +116,7 @@ def capture_staged(
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
         tail=tail,
+        foreign=seen.foreign,
     )
 
 
@@ -147,6 +154,8 @@ def _export(
         raise
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
+        if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
+            raise UnsupportedOperatorError(OWN_GENERATOR) from error
         line = user_line(error) or "an unknown line"
         raise CaptureError(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "

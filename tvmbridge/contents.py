@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import pickle
+import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -81,6 +83,13 @@ def contents(value: Any) -> list[Any]:
     return [*attributes_of(value), *held]
 
 
+def may_grow(value: Any) -> bool:
+    """Whether ``value``, should it be empty, may come to hold something."""
+    if isinstance(value, _OPAQUE):
+        return False
+    return isinstance(value, Mapping | list | set | deque) or hasattr(value, "__dict__")
+
+
 def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of a plain object, in its dict or in slots."""
     held = getattr(value, "__dict__", None)
@@ -110,6 +119,12 @@ def state_of(value: Any) -> list[Any] | None:
         return [value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, torch.Generator):
         return [value.get_state().numpy().tobytes()]
+    if isinstance(value, numpy.random.Generator):
+        return [pickle.dumps(value.bit_generator.state)]
+    if isinstance(value, numpy.random.RandomState):
+        return [pickle.dumps(value.get_state(legacy=False))]
+    if isinstance(value, random.Random):
+        return [repr(value.getstate())]
     if isinstance(value, (*CONTAINERS, *_OPAQUE)):
         return contents(value)
     held = contents(value)

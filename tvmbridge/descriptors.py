@@ -23,6 +23,8 @@ def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return {n.name: n.meta["val"] for n in program.graph.nodes if "val" in n.meta}
 
 
+OWN_GENERATOR = "forward draws from a torch.Generator of its own, which compiled code does not move"
+
 _INPUT_KINDS = {
     ExportInputKind.PARAMETER: InputKind.PARAMETER,
     ExportInputKind.BUFFER: InputKind.BUFFER,
@@ -49,9 +51,7 @@ def describe_inputs(
         if isinstance(spec.arg, ConstantArgument):
             continue
         if getattr(spec.arg, "class_fqn", "") == "torch._C.Generator":
-            raise UnsupportedOperatorError(
-                "forward draws from a torch.Generator of its own, which compiled code does not move"
-            )
+            raise UnsupportedOperatorError(OWN_GENERATOR)
         if kind is None or not isinstance(spec.arg, TensorArgument):
             raise UnsupportedOperatorError(
                 f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "

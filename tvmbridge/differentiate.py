@@ -29,7 +29,8 @@ class JointModule:
     outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
     cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
     which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
-    those that it is computed from. ``drawn`` are the primals that are random draws.
+    those that it is computed from. ``drawn`` are the primals that are random draws. ``linear``: the
+    gradients are known to be linear in the cotangents, as PyTorch's own formulas are.
     """
 
     mod: tvm.IRModule
@@ -40,6 +41,7 @@ class JointModule:
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...] | None = None
     drawn: tuple[str, ...] = ()
+    linear: bool = True
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
