@@ -20,6 +20,7 @@ from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS
 from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
@@ -184,7 +185,7 @@ def build(
         mod = schedule_for_cpu(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
         try:
-            mod = _with_some_loops(mod)
+            mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
                 executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._functorch.utils
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -141,6 +142,11 @@ def _reached(
                 retain_graph=True,
                 allow_unused=True,
             )
+        except DataDependentOutputException as error:
+            raise UnsupportedOperatorError(
+                f"the derivative of an operator of forward reads values of tensors ({error}), "
+                "which are not known before a call"
+            ) from error
         except Exception as error:
             raise UnsupportedOperatorError(
                 f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
