@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "admission",
             "checks",
+            "custom_operator",
             "dependence",
             "errors",
             "fills",
@@ -56,6 +57,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "decompositions",
             "descriptors",
             "differentiate",
+            "draws",
             "facts",
             "forwards",
             "frontend",
