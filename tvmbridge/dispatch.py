@@ -98,7 +98,7 @@ def _find_or_add(
         # Code for the same arguments that the module has changed under serves other calls.
         if variant is None or variant.mismatch(leaves, variant.state.tensors()) is None:
             return specialization, mode
-    specialization = Specialization(Signature(args, kwargs))
+    specialization = Specialization(Signature(args, kwargs, dispatcher.original))
     leaves = specialization.signature.flatten(args, kwargs) or []
     return specialization, _mode(dispatcher, specialization, leaves)
 

@@ -154,7 +154,7 @@ def _mask(name: str, like: torch.Tensor, keep: Any) -> NoiseDescriptor:
 
 def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        return spec.empty()
 
 
 def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
