@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "admission",
             "checks",
             "dependence",
+            "empties",
             "errors",
             "fills",
             "libraries",

@@ -108,11 +108,13 @@ def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
     def joint(*values: torch.Tensor) -> list[torch.Tensor]:
         leaves = rehearsal.leaves_of(values[:count])
         outputs = rehearsal(leaves)
-        gradients = torch.autograd.grad(
-            [outputs[number] for number in facts.cotangent_of],
-            [leaves[i] for i in wanted],
-            values[count:],
-        )
+        gradients: Sequence[torch.Tensor] = ()
+        if wanted:
+            gradients = torch.autograd.grad(
+                [outputs[number] for number in facts.cotangent_of],
+                [leaves[i] for i in wanted],
+                values[count:],
+            )
         return [*(o.detach() for o in outputs), *gradients]
 
     with rehearsal.mode:
