@@ -13,6 +13,7 @@ from tvmbridge.empties import FunctionsOfNothing
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.standins import as_captured, plain_checkpoints
+from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
 
 
@@ -30,6 +31,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         FunctionsKeptWhole(),
         FillsByMask(),
         FunctionsOfNothing(),
+        UniformComparisons(),
     ):
         yield
 
