@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "checks",
             "custom_operator",
             "dependence",
+            "empties",
             "errors",
             "fills",
             "libraries",

@@ -9,6 +9,7 @@ from torch import nn
 
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.empties import FunctionsOfNothing
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.standins import as_captured, plain_checkpoints
@@ -29,6 +30,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         KernelPromotion(),
         FunctionsKeptWhole(),
         FillsByMask(),
+        FunctionsOfNothing(),
         UniformComparisons(),
     ):
         yield
