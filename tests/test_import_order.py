@@ -82,6 +82,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "rehearsal",
             "report",
             "runtime",
+            "siblings",
             "signature",
             "split",
             "standins",
