@@ -83,6 +83,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "rehearsal",
             "report",
             "runtime",
+            "siblings",
             "signature",
             "split",
             "standins",
