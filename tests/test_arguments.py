@@ -105,3 +105,25 @@ def test_a_cache_of_keys_and_values_is_filled_in_place() -> None:
     assert cache.layers[0] is layer
     assert cache.get_seq_length() == 4
     torch.testing.assert_close(outputs.logits, expected)
+
+
+class Keywords(nn.Module):
+    """What it does with further keywords depends on their order."""
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0, **more: float) -> torch.Tensor:
+        for name in more:
+            x = (x + 1) * more[name]
+        return x * scale
+
+
+def test_the_order_of_further_keywords_is_seen() -> None:
+    module = Keywords().eval()
+    x = torch.ones(2)
+    tvmbridge.add_tvm_dispatch(module, x, sample_kwargs={"a": 2.0, "scale": 3.0, "b": 5.0})
+    assert torch.equal(module(x, scale=3.0, a=2.0, b=5.0), torch.full((2,), 75.0))
+    assert torch.equal(module(x, b=5.0, scale=3.0, a=2.0), torch.full((2,), 66.0))
+    report = tvmbridge.dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (
+        1,
+        {"the structure of the arguments differs": 1},
+    )

@@ -37,6 +37,12 @@ class Listed(list):  # type: ignore[type-arg]
     factor: float
 
 
+class Bare:
+    """What it has, it has of its class."""
+
+    factor = 2.0
+
+
 VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "numpy array": (lambda: numpy.array([2.0, 3.0]), lambda v: float(v[0])),
     "array in a list": (lambda: [numpy.array([2.0])], lambda v: float(v[0][0])),
@@ -48,6 +54,8 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "fraction": (lambda: Fraction(2), float),
     "enum": (lambda: Power.SQUARE, lambda v: float(v.value)),
     "attribute of a list": (lambda: Listed([1.0]), lambda v: getattr(v, "factor", 2.0)),
+    "empty list": (list, lambda v: 2.0 if v else 1.0),
+    "object without attributes": (Bare, lambda v: v.factor),
 }
 
 
@@ -71,6 +79,8 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "decimal": _replace("decimal", Decimal("2.5")),
     "fraction": _replace("fraction", Fraction(5, 2)),
     "enum": _replace("enum", Power.CUBE),
+    "empty list": lambda m: m.values["empty list"].append(1),
+    "object without attributes": _put("object without attributes", "factor", 3.0),
     "attribute of a list": _put("attribute of a list", "factor", 3.0),
 }
 

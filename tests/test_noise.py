@@ -12,6 +12,7 @@ from torch import nn
 from tests.test_dispatch import assert_same_step, eager, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.kernels.choice import faster_with_onednn
 
 F = nn.functional
 
@@ -99,3 +100,23 @@ def test_draws_of_backward_are_not_made_in_forward() -> None:
     module = Applied(lambda x, t: DrawsInBackward.apply(x)).train()
     with pytest.raises(UnsupportedOperatorError, match="backward draws random numbers"):
         add_tvm_dispatch(module, sample(3, 4).requires_grad_())
+
+
+class Products(nn.Module):
+    """Products whose kernels are measured while they are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(24, 48), nn.Linear(24, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) * self.k(x)
+
+
+def test_compilation_draws_nothing() -> None:
+    faster_with_onednn.cache_clear()
+    module, x = Products().train(), torch.randn(40, 24)
+    before = torch.get_rng_state()
+    add_tvm_dispatch(module, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert faster_with_onednn.cache_info().misses

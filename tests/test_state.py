@@ -158,6 +158,10 @@ STRUCTURE: dict[str, tuple[Callable[[Any], Any], str]] = {
         ADDED,
     ),
     "buffer set": (_set("mask", torch.zeros(6)), "a parameter or buffer was added"),
+    "layers exchanged": (
+        lambda m: m.layers._modules.update({"0": m.layers._modules.pop("0")}),
+        "the order of submodules changed",
+    ),
     "parameter set": (
         _set("bias", nn.Parameter(torch.ones(6))),
         "a parameter or buffer was added",
@@ -250,6 +254,21 @@ def _seeds(m: Any, x: torch.Tensor) -> torch.Tensor:
     return x * torch.rand(6) * m.weight
 
 
+def _seeds_generator(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.default_generator.manual_seed(4)
+    return x * torch.rand(6) * m.weight
+
+
+def _saves_otherwise(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.half(), lambda t: t.float()):
+        return (x * m.weight).tanh()
+
+
+def _leaves_no_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
+    torch.set_grad_enabled(False)
+    return x * m.weight
+
+
 REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "counter": (_counts, "writes calls"),
     "list": (_appends, "writes history"),
@@ -259,6 +278,10 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "numpy random": (lambda m, x: x * float(numpy.random.rand()), r"numpy\.random"),
     "seed": (_seeds, "seeds PyTorch's generator"),
     "fork": (_forks, "sets"),
+    "default generator": (_seeds_generator, "sets the state of PyTorch's generator"),
+    "initial seed": (lambda m, x: x * (torch.initial_seed() % 7), "reads the seed"),
+    "saved tensors": (_saves_otherwise, "hooks on the tensors that autograd saves"),
+    "gradient mode": (_leaves_no_grad, "leaves another gradient mode"),
 }
 
 
@@ -275,6 +298,23 @@ def test_side_effects_are_refused_by_name(kind: str) -> None:
     assert before == after
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1] == random.getstate()
+
+
+def test_generators_and_arrays_in_attributes_are_looked_into() -> None:
+    def draws(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * m.generator.random()
+
+    def counts(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.generator += 1
+        return x * float(m.generator[0])
+
+    held = (numpy.random.default_rng(0), random.Random(0), numpy.zeros(1))
+    for function, generator in zip((draws, draws, counts), held, strict=True):
+        module = Applied(function)
+        module.generator = generator
+        with pytest.raises(CaptureError, match="writes generator"):
+            add_tvm_dispatch(module, _x())
+    assert held[2][0] == 0
 
 
 def test_a_cache_is_made_by_the_first_call_and_then_served() -> None:

@@ -23,10 +23,13 @@ from tvmbridge.contents import (
     DEPTH,
     attributes_of,
     contents,
+    is_constant,
+    may_grow,
     same_value,
     slots_of,
     state_of,
 )
+from tvmbridge.foreign import ForeignModules
 from tvmbridge.libraries import BOOKKEEPING
 from tvmbridge.patches import patched_here
 
@@ -41,17 +44,21 @@ _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
 
 
 @contextmanager
-def recorded_reads(module: nn.Module) -> Iterator[set[tuple[str, str]]]:
+def recorded_reads(
+    module: nn.Module, foreign: ForeignModules | None = None
+) -> Iterator[set[tuple[str, str]]]:
     """Collects the attributes that are read meanwhile, as (submodule's name, attribute's name).
 
     Parameters, buffers, submodules and methods are left out. Who looks at ``__dict__`` itself, as
-    ``vars`` does, reads everything in it.
+    ``vars`` does, reads everything in it. What is read of other modules is told to ``foreign``.
     """
     names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
     reads: set[tuple[str, str]] = set()
 
     def read(genuine: Callable[..., Any], owner: nn.Module, attribute: str) -> Any:
         name = names.get(id(owner))
+        if name is None and foreign is not None:
+            foreign.note(owner, attribute)
         if name is None or attribute in _OF_EVERY_MODULE:
             return genuine(owner, attribute)
         if attribute == "__dict__":
@@ -65,6 +72,43 @@ def recorded_reads(module: nn.Module) -> Iterator[set[tuple[str, str]]]:
 
     with patched_here(nn.Module, "__getattribute__", read):
         yield reads
+
+
+@contextmanager
+def recorded_assignments(
+    module: nn.Module, reads: set[tuple[str, str]]
+) -> Iterator[set[tuple[str, str]]]:
+    """Collects the attributes that are assigned meanwhile and had not been read before that.
+
+    What is read of them afterwards is no state of the module: the one who assigned it reads it.
+
+    Args:
+        module: as for :func:`recorded_reads`.
+        reads: what that one collects at the same time.
+    """
+    names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
+    assigned: set[tuple[str, str]] = set()
+
+    def write(genuine: Callable[..., None], owner: nn.Module, attribute: str, value: Any) -> None:
+        key = names.get(id(owner), ""), attribute
+        if id(owner) in names and attribute not in _OF_EVERY_MODULE and key not in reads:
+            assigned.add(key)
+        genuine(owner, attribute, value)
+
+    with patched_here(nn.Module, "__setattr__", write):
+        yield assigned
+
+
+def values_assigned(
+    module: nn.Module, assigned: set[tuple[str, str]]
+) -> dict[tuple[str, str], Any]:
+    """The attributes of ``assigned`` whose values are plain and cannot change, with the values."""
+    values: dict[tuple[str, str], Any] = {}
+    for name, attribute in assigned:
+        held = module.get_submodule(name).__dict__
+        if attribute not in BOOKKEEPING and is_constant(held.get(attribute, MISSING)):
+            values[name, attribute] = held[attribute]
+    return values
 
 
 def _called_by_torch() -> bool:
@@ -116,7 +160,7 @@ class _Watched:
 
     def _hold(self, value: Any, depth: int) -> None:
         held = state_of(value)
-        if not held or depth == 0:
+        if depth == 0 or held is None or not (held or may_grow(value)):
             return
         if not isinstance(value, tuple | frozenset):
             self.held.append(value)

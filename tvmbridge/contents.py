@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 import math
+import pickle
+import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -29,6 +31,7 @@ _THEMSELVES = (
 _OPAQUE = (*_THEMSELVES, nn.Module, types.MethodType, functools.partial)
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
+_OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
 def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
@@ -59,6 +62,13 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
     )
 
 
+def is_constant(value: Any) -> bool:
+    """Whether ``value`` is a number, a string, a property of tensors or a tuple of such."""
+    if type(value) is tuple:
+        return all(map(is_constant, value))
+    return type(value) in _PLAIN_VALUES or type(value) in _OF_TENSORS
+
+
 def contents(value: Any) -> list[Any]:
     """What ``value`` holds, if it is a container or a plain object such as a configuration."""
     if isinstance(value, _OPAQUE):
@@ -71,6 +81,13 @@ def contents(value: Any) -> list[Any]:
     if isinstance(value, set | frozenset):
         return [*sorted(value, key=repr), *held]
     return [*attributes_of(value), *held]
+
+
+def may_grow(value: Any) -> bool:
+    """Whether ``value``, should it be empty, may come to hold something."""
+    if isinstance(value, _OPAQUE):
+        return False
+    return isinstance(value, Mapping | list | set | deque) or hasattr(value, "__dict__")
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -102,6 +119,12 @@ def state_of(value: Any) -> list[Any] | None:
         return [value.dtype.str, value.shape, value.tobytes()]
     if isinstance(value, torch.Generator):
         return [value.get_state().numpy().tobytes()]
+    if isinstance(value, numpy.random.Generator):
+        return [pickle.dumps(value.bit_generator.state)]
+    if isinstance(value, numpy.random.RandomState):
+        return [pickle.dumps(value.get_state(legacy=False))]
+    if isinstance(value, random.Random):
+        return [repr(value.getstate())]
     if isinstance(value, (*CONTAINERS, *_OPAQUE)):
         return contents(value)
     held = contents(value)

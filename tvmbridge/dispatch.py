@@ -98,7 +98,7 @@ def _find_or_add(
         # Code for the same arguments that the module has changed under serves other calls.
         if variant is None or variant.mismatch(leaves, variant.state.tensors()) is None:
             return specialization, mode
-    specialization = Specialization(Signature(args, kwargs))
+    specialization = Specialization(Signature(args, kwargs, dispatcher.original))
     leaves = specialization.signature.flatten(args, kwargs) or []
     return specialization, _mode(dispatcher, specialization, leaves)
 
@@ -157,6 +157,9 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             kernels=variant.compiled.coverage,
             eager_functions=dict(variant.compiled.eager_functions),
             passes=variant.compiled.records,
+            partial_backwards=0
+            if (p := variant.compiled.partial_backwards) is None
+            else p.compiled,
         )
         for specialization in dispatcher.specializations
         for mode, variant in specialization.variants.items()

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch._functorch.utils
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,7 +62,8 @@ class GradientFacts:
     ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
-    ``draws`` counts the random draws of forward.
+    ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
+    whose backward may be anything.
     """
 
     lost: tuple[str, ...]
@@ -69,6 +71,7 @@ class GradientFacts:
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
     draws: int
+    custom: bool = False
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
@@ -82,7 +85,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
         watch, uses = _FlowWatch(), _AutogradWatch()
-        with _custom_functions(watch.reasons), watch, uses:
+        with _custom_functions(watch), watch, uses:
             outputs = rehearsal(leaves)
         watch.look_at(outputs, "an output")
         _refuse(rehearsal, outputs, uses)
@@ -98,6 +101,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
         gradient_reads=tuple(reads for reads in reached.values() if reads),
         draws=len(watch.draws),
+        custom=watch.custom,
     )
 
 
@@ -133,6 +137,11 @@ def _reached(
                 retain_graph=True,
                 allow_unused=True,
             )
+        except DataDependentOutputException as error:
+            raise UnsupportedOperatorError(
+                f"the derivative of an operator of forward reads values of tensors ({error}), "
+                "which are not known before a call"
+            ) from error
         except Exception as error:
             raise UnsupportedOperatorError(
                 f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
@@ -199,6 +208,7 @@ class _FlowWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reasons: dict[str, None] = {}
         self.draws: list[str] = []
+        self.custom = False
         self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -267,14 +277,16 @@ def _floating(value: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _custom_functions(reasons: dict[str, None]) -> Iterator[None]:
+def _custom_functions(watch: _FlowWatch) -> Iterator[None]:
     """Note applied custom autograd functions, also those whose ``apply`` was bound before."""
 
     def noting(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # The patch's call and its stub stand between this function and Function.apply.
         cls = sys._getframe(3).f_locals.get("cls")
         name = getattr(cls, "__name__", "unnamed")
-        reasons[f"the custom autograd function {name} has a backward of its own"] = None
+        # Operators of ours have PyTorch's own formulas for a backward.
+        watch.custom |= not name.startswith("GeneratedBackwardFor_tvmbridge_")
+        watch.reasons[f"the custom autograd function {name} has a backward of its own"] = None
         return unwrap(args)
 
     with patched_here(torch._functorch.utils, "unwrap_dead_wrappers", noting):

@@ -7,26 +7,30 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from tvmbridge.aliasing import aliases_of
+from tvmbridge.aliasing import Sharing, aliases_of, refuse_exchanged
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.attributes import recorded_reads, values_read
+from tvmbridge.attributes import (
+    recorded_assignments,
+    recorded_reads,
+    values_assigned,
+    values_read,
+)
 from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
+from tvmbridge.effects import all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
-from tvmbridge.patches import patched_here
+from tvmbridge.foreign import ForeignModules, ForeignTensors
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
     copied_values,
@@ -41,7 +45,6 @@ from tvmbridge.standins import (
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
-from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
 
 logger = logging.getLogger(__name__)
@@ -52,17 +55,23 @@ class Observation:
     """What forward does beside computing.
 
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
-    ``writes`` names those that it writes. ``structure`` and ``aliases`` describe what it returns.
+    ``assigned`` are those that it gives a constant value before it may read them, with that value;
+    ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
-    ``impure`` says what else it does that compiled code would not repeat.
+    ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
+    tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
+    are not its own.
     """
 
     values: Mapping[tuple[str, str], Any]
+    assigned: Mapping[tuple[str, str], Any]
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
-    aliases: tuple[OutputAlias | None, ...]
+    sharing: Sharing
     rebound: frozenset[str]
     impure: tuple[str, ...]
+    foreign: tuple[torch.Tensor, ...] = ()
+    foreign_modules: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,13 +115,13 @@ def staged(
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
-        if seen.writes and apart:
+        if (seen.writes or seen.assigned) and apart and not seen.impure:
             actor = _actor(module)
             run_apart(actor, args, kwargs)
             again = observe(actor, args, kwargs, needs_grad)
             # What it wrote must be in place at a call, although it may never read it.
-            written = values_read(actor, {_split(name) for name in seen.writes})
-            seen = replace(again, values={**again.values, **written})
+            in_place = values_read(actor, {_split(name) for name in seen.writes})
+            seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
         raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
     except BridgeError:
@@ -120,6 +129,15 @@ def staged(
     except Exception as error:
         logger.debug("forward cannot be observed", exc_info=True)
         return Stage(_actor(module) if apart else module, None, error)
+    if apart:
+        _refuse_to_part(module, seen)
+    if seen.foreign_modules:
+        kinds = ", ".join(sorted({f"a {type(m).__name__}" for m in seen.foreign_modules}))
+        raise CaptureError(
+            f"forward of {type(module).__name__} runs {kinds} that is none of its submodules, so "
+            "that changes of its parameters and flags would not be seen; make it an attribute of "
+            "the module"
+        )
     found = [f"writes {name}" for name in seen.writes] + list(seen.impure)
     if found:
         raise CaptureError(
@@ -127,8 +145,29 @@ def staged(
             "not do at each call"
         )
     if not apart:
-        seen = replace(seen, values=copied_values(seen.values))
+        seen = replace(seen, values=copied_values(seen.values), assigned={})
     return Stage(actor, seen)
+
+
+def _settled(first: Observation, again: Observation) -> Observation:
+    """``again``; what both give the same value is assigned at calls, and not expected before."""
+    earlier = first.assigned
+    assigned = {
+        k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)
+    }
+    values = {key: value for key, value in again.values.items() if key not in assigned}
+    return replace(again, values=values, assigned=assigned)
+
+
+def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
+    """Raise NotApartError if what a stand-in read or ran past itself is of ``module``."""
+    own = {id(m) for m in module.modules()}
+    owned = {id(t): name for name, t in tensors_of(module).items()}
+    if any(id(m) in own for m in seen.foreign_modules):
+        raise NotApartError(f"forward of {type(module).__name__} reaches it past the stand-in")
+    for tensor in seen.foreign:
+        if id(tensor) in owned:
+            raise NotApartError(f"forward reaches {owned[id(tensor)]} past the module")
 
 
 def _actor(module: nn.Module) -> nn.Module:
@@ -151,35 +190,61 @@ def observe(
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
-    given = [_fake(mode, leaf, needs_grad) for leaf in leaves]
-    held = {id(t): _fake(mode, t, needs_grad) for t in _all_tensors(module)}
+    given = [_fake(mode, leaf) for leaf in leaves]
+    held = {id(t): _fake(mode, t) for t in _all_tensors(module)}
+    named = {id(t) for t in tensors_of(module).values()}
+    beside = {id(held[id(t)]): t for t in _all_tensors(module) if id(t) not in named}
+    others = ForeignModules()
     with ExitStack() as stack:
-        impure = stack.enter_context(_impurities())
-        reads = stack.enter_context(recorded_reads(module))
+        impure = stack.enter_context(impurities())
+        reads = stack.enter_context(recorded_reads(module, others))
+        assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
         stack.enter_context(tensors_replaced(module, held))
-        before, state = _snapshot(module), tensors_of(module)
+        before, state = snapshot(module), tensors_of(module)
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
+        assignments.clear()
+        others.forget()
         fake_args, fake_kwargs = unflatten(given, structure)
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
-        with ViewWatch() as views:
+        with ForeignTensors(beside) as foreign, ViewWatch() as views, others.noticing_new_ones():
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
+        if torch.is_grad_enabled() != needs_grad:
+            impure.append("leaves another gradient mode than it found")
         read, after = set(reads), tensors_of(module)
-        writes = _written(before, _snapshot(module))
+        assigned = values_assigned(module, set(assignments))
+        writes = written(before, snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        aliases = aliases_of(results, inputs, after, views)
-        if _wrote(_all_tensors(module), versions, writable):
+        sharing = aliases_of(results, inputs, after, views if needs_grad else None)
+        if wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
-        rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
+        rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
+        refuse_exchanged(rebound, results, sharing)
+    if needs_grad and foreign.differentiated:
+        shapes = ", ".join(str(tuple(t.shape)) for t in foreign.differentiated.values())
+        impure.append(
+            f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
+            "argument nor a parameter of the module"
+        )
     values = values_read(module, read)
     for (path, name), value in values.items():
-        if any(isinstance(held, Iterator) for held in _all_held(value, 4)):
+        if any(isinstance(held, Iterator) for held in all_held(value, 4)):
             impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
-    return Observation(values, writes, returned, aliases, rebound, tuple(impure))
+    return Observation(
+        values,
+        assigned,
+        writes,
+        returned,
+        sharing,
+        frozenset(rebound),
+        tuple(impure),
+        tuple(foreign.found.values()),
+        tuple(others.stateful()),
+    )
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -192,87 +257,14 @@ def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _wrote(
-    tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]
-) -> bool:
-    return any(t._version != versions.get(id(t), 0) for t in tensors if id(t) not in writable)
-
-
 def _split(name: str) -> tuple[str, str]:
     path, _, attribute = name.rpartition(".")
     return path, attribute
 
 
-def _fake(mode: FakeTensorMode, value: Any, needs_grad: bool) -> Any:
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = mode.from_tensor(value.detach(), static_shapes=True)
-    return fake.requires_grad_() if needs_grad and value.requires_grad else fake
-
-
-def _snapshot(module: nn.Module) -> dict[str, list[Any]]:
-    """Everything that forward could write, by name, with what it holds; buffers by name alone."""
-    found: dict[str, list[Any]] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, value in owner.__dict__.items():
-            if name == "_buffers":
-                found.update({f"{prefix}{n}": [b is None] for n, b in value.items()})
-            elif name in ("_parameters", "_modules"):
-                found.update({f"{prefix}{n}": [v] for n, v in value.items()})
-            elif not name.endswith("_hooks"):
-                found[f"{prefix}{name}"] = _all_held(value, 4)
-    return found
-
-
-def _all_held(value: Any, depth: int) -> list[Any]:
-    held = contents(value) if depth else []
-    return [value, *(inner for item in held for inner in _all_held(item, depth - 1))]
-
-
-def _written(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> tuple[str, ...]:
-    written = [name for name in before if name not in after]
-    for name, now in after.items():
-        then = before.get(name, [])
-        if len(now) != len(then) or not all(map(_unchanged, then, now)):
-            written.append(name)
-    return tuple(written)
-
-
-def _unchanged(then: Any, now: Any) -> bool:
-    # What containers hold follows them in the list.
-    return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
-
-
-@contextmanager
-def _impurities() -> Iterator[list[str]]:
-    """Collects what forward does with random numbers beyond drawing them from PyTorch.
-
-    All generators are as before afterwards.
-    """
-    found: list[str] = []
-
-    def noting(what: str) -> Callable[..., Any]:
-        def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found.append(what)
-            return genuine(*args, **kwargs)
-
-        return note
-
-    python, numbers, ours = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        with (
-            patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
-            patched_here(torch, "seed", noting("seeds PyTorch's generator")),
-            patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
-            patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
-        ):
-            yield found
-        if random.getstate() != python:
-            found.append("draws from random")
-        if repr(numpy.random.get_state()) != repr(numbers):
-            found.append("draws from numpy.random")
-    finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.set_rng_state(ours)
+    # Where no gradient is asked for, views of it say so too, and detached ones do not.
+    return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake

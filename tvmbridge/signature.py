@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,24 @@ from tvmbridge.plain import PLAIN
 
 
 class Signature:
-    """Structure, shapes, dtypes, devices and constants of the arguments of a call."""
+    """Structure, shapes, dtypes, devices and constants of the arguments of a call.
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        forward: what is called with them. Keywords that it has no parameters of its own for are
+            seen by it in their order.
+    """
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
         leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         self.keywords = tuple(kwargs)
+        self.ordered = _unnamed(forward, kwargs) if forward is not None and len(kwargs) > 1 else ()
         self.num_args = len(args)
         # Arguments that are leaves themselves need no flattening at a call.
         arguments = [*args, *kwargs.values()]
@@ -40,6 +54,8 @@ class Signature:
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """The leaves of a call in the order of the signature; None: another structure."""
         if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
+            return None
+        if self.ordered and tuple(k for k in kwargs if k in self.ordered) != self.ordered:
             return None
         if self.flat:
             return [*args, *(kwargs[k] for k in self.keywords)]
@@ -72,3 +88,9 @@ class Signature:
             for _, shape, dtype, _ in self.tensors
         )
         return f"({shapes})"
+
+
+def _unnamed(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keywords that ``forward`` takes without a parameter of that name, in their order."""
+    named = inspect.signature(forward).parameters
+    return tuple(k for k in kwargs if k not in named)

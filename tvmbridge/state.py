@@ -82,8 +82,12 @@ class ModuleState:
         ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
         self._attributes = AttributeGuard.of(module, captured.values)
-        constants = captured.constant_tensors.values()
-        self._constants = [(t, t._version) for t in constants if not t.is_inference()]
+        self._assigned = [
+            (module.get_submodule(path), name, value)
+            for (path, name), value in captured.assigned.items()
+        ]
+        constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
+        self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
 
     def _bind(self, memo: Mapping[int, Any]) -> None:
@@ -101,8 +105,13 @@ class ModuleState:
         self._entries = [
             (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
         ]
+        self._assignments = [(dict_of(o, ""), n, value) for o, n, value in self._assigned]
         self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
         self._lengths = [length for _, _, length in self._sizes]
+        # Who iterates over submodules depends on their order.
+        several = [m for m in self._modules if len(m._modules) > 1]
+        self._families = [dict_of(m, "_modules") for m in several]
+        self._orders = [tuple(m._modules) for m in several]
         children = self._modules[1:]
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
@@ -117,6 +126,7 @@ class ModuleState:
         """
         other = copy.copy(self)
         other._bind(memo)
+        other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
         other._attributes = self._attributes.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
         other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
@@ -125,8 +135,11 @@ class ModuleState:
             for e in self._structure
         ]
         # A copy of what was written before is not what was captured either.
-        fresh = [(memo.get(id(t), t), t._version == version) for t, version in self._constants]
-        other._constants = [(t, t._version if same else -1) for t, same in fresh]
+        fresh = [
+            (memo.get(id(t), t), _written(t) == signs, requires_grad)
+            for t, signs, requires_grad in self._constants
+        ]
+        other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
@@ -144,6 +157,11 @@ class ModuleState:
         owner, key = self._found[name]
         owner[key] = tensor
 
+    def assign(self) -> None:
+        """Give attributes the values that each call of forward gives them."""
+        for attributes, name, value in self._assignments:
+            attributes[name] = value
+
     def replaced(self) -> bool:
         """Whether a submodule is no longer the one that was captured."""
         return any(
@@ -160,6 +178,8 @@ class ModuleState:
         # Whole lists at once: this runs at every call.
         if list(map(len, self._dicts)) != self._lengths:
             return "a submodule, parameter or buffer was added or removed"
+        if list(map(tuple, self._families)) != self._orders:
+            return "the order of submodules changed"
         if list(map(type, self._members)) != self._types:
             return "the class of a submodule changed"
         for class_, forward in self._classes:
@@ -193,11 +213,18 @@ class ModuleState:
         for alias, name in self._ties:
             if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"
-        for constant, version in self._constants:
-            if constant._version != version:
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
                 return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
         attribute = self._attributes.changed()
         return f"the attribute {attribute} changed" if attribute else None
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Signs that ``tensor`` is as it was: its version and where its memory is."""
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
 
 
 def _not_plain(tensor: Any) -> str:

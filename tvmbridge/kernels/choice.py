@@ -40,10 +40,10 @@ def faster_with_onednn(
     """
     if len(result) != 2 or min(result) < 2 or not torch.backends.mkldnn.is_available():
         return False
-    operands = [torch.rand(shape) for shape, _ in (left, right)]
-    operands += [torch.rand(result[1])] if biased else []
+    shapes = [left[0], right[0], *([(result[1],)] if biased else [])]
+    operands = operands_to_measure(shapes, torch.float32)
     spec = matmul_spec((left[1], right[1]), result)
-    out = torch.empty(result)
+    out = torch.empty(result, dtype=torch.float32)
     library, onednn = program(spec), onednn_program(spec)
     with torch.no_grad():
         try:
@@ -55,6 +55,14 @@ def faster_with_onednn(
             return False
         first, second = race([lambda: library(*operands, out), lambda: onednn(*operands)])
     return second < _GAIN * first
+
+
+def operands_to_measure(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Random tensors, by a generator of their own: the user's draws must not depend on us."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(shape, dtype=dtype, generator=generator) for shape in shapes]
 
 
 def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tvmbridge.kernels.choice import Operand, faster_with_onednn, race
+from tvmbridge.kernels.choice import Operand, faster_with_onednn, operands_to_measure, race
 from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
 
 # Only a clear gain pays for moving weights.
@@ -90,7 +90,7 @@ def _product(
     left: Operand, right: Operand, result: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[[], torch.Tensor]:
     """A product by the kernel that it would be given."""
-    a, b = (torch.rand(shape, dtype=dtype) for shape, _ in (left, right))
+    a, b = operands_to_measure((left[0], right[0]), dtype)
     spec = matmul_spec((left[1], right[1]), result)
     if dtype is torch.float32 and faster_with_onednn(
         left, right, result, False, torch.get_num_threads()

@@ -1,0 +1,86 @@
+"""Modules and tensors that forward reads though they are not the module's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_dispatch import eager
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+
+TEACHER = nn.Linear(6, 6).requires_grad_(False)
+
+
+class Reads(nn.Module):
+    """``function(self, x)`` times a weight."""
+
+    def __init__(self, function: Callable[[Any, torch.Tensor], torch.Tensor], held: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.held = held
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x) * self.weight
+
+
+REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[], Any], str]] = {
+    "learning": (lambda m, x: m.held[0](x), lambda: [nn.Linear(6, 6)], "runs a Linear that is"),
+    "frozen": (lambda m, x: m.held["a"](x), lambda: {"a": copy.deepcopy(TEACHER)}, "runs a Linear"),
+    "global": (lambda m, x: TEACHER(x), lambda: None, "runs a Linear"),
+    "of two modes": (lambda m, x: m.held[0](x), lambda: [nn.Dropout(0.5)], "runs a Dropout"),
+    "parameter": (
+        lambda m, x: x * m.held[0],
+        lambda: [nn.Parameter(torch.ones(6))],
+        "requires a gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_learn_or_change_unseen_is_refused(kind: str) -> None:
+    function, held, message = REFUSED[kind]
+    module = Reads(function, held()).train()
+    with pytest.raises(CaptureError, match=message):
+        add_tvm_dispatch(module, torch.randn(2, 6))
+    assert "forward" not in module.__dict__
+
+
+def test_modules_that_forward_makes_or_that_hold_nothing_are_served() -> None:
+    function = nn.Tanh()
+    module = Reads(lambda m, x: nn.Dropout(0.0)(nn.Softmax(-1)(m.held[0](x))), [function]).eval()
+    x = torch.randn(2, 6)
+    expected = eager(module)(x)
+    add_tvm_dispatch(module, x)
+    assert torch.allclose(module(x), expected, atol=1e-6)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def _write(p: torch.Tensor) -> None:
+    with torch.no_grad():
+        p.mul_(2)
+
+
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
+    "written": (_write, "as a constant was written"),
+    "exchanged": (lambda p: setattr(p, "data", torch.full((6,), 3.0)), "as a constant was written"),
+    "learning": (lambda p: p.requires_grad_(), "requires_grad of a tensor that forward has"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_frozen_parameter_in_a_list_is_watched(kind: str) -> None:
+    change, reason = CHANGES[kind]
+    frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+    module = Reads(lambda m, x: x * m.held[0], [frozen]).train()
+    x = torch.randn(2, 6)
+    add_tvm_dispatch(module, x)
+    module(x)
+    change(frozen)
+    assert torch.equal(module(x), eager(module)(x))
+    assert any(reason in found for found in dispatch_report(module).fallbacks)

@@ -1,0 +1,98 @@
+"""Effects: what forward does beside computing that compiled code would not do at each call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from tvmbridge.contents import same_value, state_of
+from tvmbridge.patches import patched_here
+
+
+def wrote(tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]) -> bool:
+    return any(t._version != versions.get(id(t), 0) for t in tensors if id(t) not in writable)
+
+
+def snapshot(module: nn.Module) -> dict[str, list[Any]]:
+    """Everything that forward could write, by name, with what it holds; buffers by name alone."""
+    found: dict[str, list[Any]] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, value in owner.__dict__.items():
+            if name == "_buffers":
+                found.update({f"{prefix}{n}": [b is None] for n, b in value.items()})
+            elif name in ("_parameters", "_modules"):
+                found.update({f"{prefix}{n}": [v] for n, v in value.items()})
+            elif not name.endswith("_hooks"):
+                found[f"{prefix}{name}"] = all_held(value, 4)
+    return found
+
+
+def all_held(value: Any, depth: int) -> list[Any]:
+    held = (state_of(value) or []) if depth else []
+    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+
+
+def written(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> tuple[str, ...]:
+    written = [name for name in before if name not in after]
+    for name, now in after.items():
+        then = before.get(name, [])
+        if len(now) != len(then) or not all(map(_unchanged, then, now)):
+            written.append(name)
+    return tuple(written)
+
+
+def _unchanged(then: Any, now: Any) -> bool:
+    # What containers hold follows them in the list.
+    return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
+
+
+@contextmanager
+def impurities() -> Iterator[list[str]]:
+    """Collects what forward does with autograd's hooks, and with random numbers but to draw them.
+
+    All generators are as before afterwards.
+    """
+    found: list[str] = []
+
+    def noting(what: str) -> Callable[..., Any]:
+        def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found.append(what)
+            return genuine(*args, **kwargs)
+
+        return note
+
+    def enter(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
+        if not isinstance(hooks, save_on_cpu):
+            found.append("installs hooks on the tensors that autograd saves")
+        return genuine(hooks)
+
+    python, numbers, ours = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        with (
+            patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
+            patched_here(torch, "seed", noting("seeds PyTorch's generator")),
+            patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
+            patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
+            patched_here(saved_tensors_hooks, "__enter__", enter),
+            patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
+        ):
+            yield found
+        # Nothing is drawn on fake tensors.
+        if not found and not torch.equal(torch.get_rng_state(), ours):
+            found.append("sets the state of PyTorch's generator")
+        if random.getstate() != python:
+            found.append("draws from random")
+        if repr(numpy.random.get_state()) != repr(numbers):
+            found.append("draws from numpy.random")
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+        torch.set_rng_state(ours)
