@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "admission",
             "checks",
+            "custom_operator",
             "dependence",
             "errors",
             "fills",
@@ -60,6 +61,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "descriptors",
             "differentiate",
             "effects",
+            "draws",
             "facts",
             "foreign",
             "forwards",
