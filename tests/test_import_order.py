@@ -64,6 +64,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "head",
             "hoist",
             "joint",
+            "leaks",
             "mode",
             "noise",
             "observation",

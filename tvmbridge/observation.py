@@ -26,6 +26,7 @@ from tvmbridge.dependence import DependenceError
 from tvmbridge.effects import all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.foreign import ForeignModules, ForeignTensors
+from tvmbridge.leaks import Made, saved_without_circles
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
     copied_values,
@@ -55,7 +56,7 @@ class Observation:
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
-    are not its own.
+    are not its own. ``kept``: a tensor that it made outlived the call.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -66,6 +67,7 @@ class Observation:
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def staged(
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
-        if seen.writes and apart:
+        if (seen.writes or seen.kept) and apart:
             actor = _actor(module)
             run_apart(actor, args, kwargs)
             again = observe(actor, args, kwargs, needs_grad)
@@ -131,6 +133,11 @@ def staged(
             f"forward of {type(module).__name__} runs {kinds} that is none of its submodules, so "
             "that changes of its parameters and flags would not be seen; make it an attribute of "
             "the module"
+        )
+    if seen.kept:
+        raise CaptureError(
+            f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
+            "module, in a cache or a global, which compiled code would not do"
         )
     found = [f"writes {name}" for name in seen.writes] + list(seen.impure)
     if found:
@@ -171,8 +178,24 @@ def observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    made = Made()
+    try:
+        with saved_without_circles():
+            seen = _observe(module, args, kwargs, needs_grad, made)
+    finally:
+        kept = made.forget()
+    return replace(seen, kept=kept)
+
+
+def _observe(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    made: Made,
+) -> Observation:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
     given = [_fake(mode, leaf, needs_grad) for leaf in leaves]
     held = {id(t): _fake(mode, t, needs_grad) for t in _all_tensors(module)}
@@ -193,7 +216,12 @@ def observe(
         others.forget()
         fake_args, fake_kwargs = unflatten(given, structure)
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
-        with ForeignTensors(beside) as foreign, ViewWatch() as views, others.noticing_new_ones():
+        with (
+            made,
+            ForeignTensors(beside) as foreign,
+            ViewWatch() as views,
+            others.noticing_new_ones(),
+        ):
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
