@@ -110,6 +110,7 @@ def capture_staged(
         head=cut_head(program.graph, noise, constant_tensors),
         tail=tail,
         foreign=seen.foreign,
+        asks_layout=seen.asks_layout,
     )
 
 

@@ -23,7 +23,7 @@ from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import recorded_reads, values_read
 from tvmbridge.contents import contents
 from tvmbridge.dependence import DependenceError
-from tvmbridge.effects import all_held, impurities, snapshot, written, wrote
+from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.foreign import ForeignModules, ForeignTensors
 from tvmbridge.leaks import Made, saved_without_circles
@@ -57,6 +57,7 @@ class Observation:
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
+    ``asks_layout``: it looks at strides or offsets.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -68,6 +69,7 @@ class Observation:
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
     kept: bool = False
+    asks_layout: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,7 @@ def _observe(
             made,
             ForeignTensors(beside) as foreign,
             ViewWatch() as views,
+            LayoutWatch() as layouts,
             others.noticing_new_ones(),
         ):
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
@@ -251,6 +254,7 @@ def _observe(
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
+        asks_layout=layouts.asked,
     )
 
 

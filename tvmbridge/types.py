@@ -199,7 +199,8 @@ class CapturedGraph:
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
     have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
     and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
-    forward reads though nobody gives them to it; the graph has them as constants.
+    forward reads though nobody gives them to it; the graph has them as constants. Where forward
+    ``asks_layout``, the graph is right for inputs that lie in memory like the sample's.
     """
 
     program: ExportedProgram
@@ -218,6 +219,7 @@ class CapturedGraph:
     checks: int = 0
     tail: Tail | None = None
     foreign: tuple[torch.Tensor, ...] = ()
+    asks_layout: bool = False
 
     @property
     def device(self) -> torch.device:
