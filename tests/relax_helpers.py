@@ -62,6 +62,21 @@ def apply_pass(pass_: RelaxPass, mod: tvm.IRModule) -> tuple[tvm.IRModule, PassR
     return pass_.apply(mod, report), report
 
 
+def assert_changes_nothing(pass_: RelaxPass, mod: tvm.IRModule) -> PassReport:
+    """Assert that the pass gives the module back as it is; what it says of it."""
+    after, report = apply_pass(pass_, mod)
+    tvm.ir.assert_structural_equal(after, mod)
+    assert report.rewrites == 0
+    return report
+
+
+def assert_leaves_its_input(pass_: RelaxPass, mod: tvm.IRModule) -> None:
+    """Assert that the pass writes nothing into the module that it is given."""
+    before = fingerprint(mod)
+    pass_(mod)
+    assert fingerprint(mod) == before
+
+
 def operators(mod: tvm.IRModule) -> list[str]:
     """The operators of all calls in ``mod``, in order."""
     found = []

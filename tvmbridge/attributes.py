@@ -23,6 +23,7 @@ from tvmbridge.contents import (
     DEPTH,
     attributes_of,
     contents,
+    is_constant,
     may_grow,
     same_value,
     slots_of,
@@ -71,6 +72,43 @@ def recorded_reads(
 
     with patched_here(nn.Module, "__getattribute__", read):
         yield reads
+
+
+@contextmanager
+def recorded_assignments(
+    module: nn.Module, reads: set[tuple[str, str]]
+) -> Iterator[set[tuple[str, str]]]:
+    """Collects the attributes that are assigned meanwhile and had not been read before that.
+
+    What is read of them afterwards is no state of the module: the one who assigned it reads it.
+
+    Args:
+        module: as for :func:`recorded_reads`.
+        reads: what that one collects at the same time.
+    """
+    names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
+    assigned: set[tuple[str, str]] = set()
+
+    def write(genuine: Callable[..., None], owner: nn.Module, attribute: str, value: Any) -> None:
+        key = names.get(id(owner), ""), attribute
+        if id(owner) in names and attribute not in _OF_EVERY_MODULE and key not in reads:
+            assigned.add(key)
+        genuine(owner, attribute, value)
+
+    with patched_here(nn.Module, "__setattr__", write):
+        yield assigned
+
+
+def values_assigned(
+    module: nn.Module, assigned: set[tuple[str, str]]
+) -> dict[tuple[str, str], Any]:
+    """The attributes of ``assigned`` whose values are plain and cannot change, with the values."""
+    values: dict[tuple[str, str], Any] = {}
+    for name, attribute in assigned:
+        held = module.get_submodule(name).__dict__
+        if attribute not in BOOKKEEPING and is_constant(held.get(attribute, MISSING)):
+            values[name, attribute] = held[attribute]
+    return values
 
 
 def _called_by_torch() -> bool:

@@ -10,9 +10,10 @@ import torch
 import torch._C as _C
 
 from tvmbridge.compiled import CompiledModule
+from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
 from tvmbridge.packing import Packing
-from tvmbridge.types import InputKind, OutputKind
+from tvmbridge.types import InputKind, OutputKind, TensorSpec
 
 _NO_DOUBLE_BACKWARD = (
     "tvmbridge does not support double backward: its compiled backward has no derivative. "
@@ -119,18 +120,13 @@ class _CompiledFunction(torch.autograd.Function):
             with call.packing:
                 gradients = _run_backward(call, saved, cotangents)
         if torch.is_grad_enabled():
-            arrived_tensors = [c for c in cotangents if c is not None]
-            gradients = _refuse_second_derivative(gradients, [*ctx.sources, *arrived_tensors])
+            arrived = [c for c in cotangents if c is not None]
+            gradients = _refuse_second_derivative(gradients, [*ctx.sources, *arrived])
         elif not _C._autograd._get_current_graph_task_keep_graph():
             ctx.sources = ()
-        parts = call.parts
-        arrived = {n for n, o in enumerate(parts.cotangent_of) if cotangents[o] is not None}
         placed: list[torch.Tensor | None] = [None] * call.num_primals
-        for position, gradient, reads in zip(
-            call.gradient_of, gradients, parts.gradient_reads, strict=True
-        ):
-            # Eager gives no gradient, rather than zeros, where none flows: optimizers skip it.
-            if ctx.needs_input_grad[position + 1] and reads & arrived:
+        for position, gradient in zip(call.gradient_of, gradients, strict=True):
+            if ctx.needs_input_grad[position + 1]:
                 placed[position] = gradient
         return (None, *placed)
 
@@ -139,17 +135,38 @@ def _run_backward(
     call: TrainingCall,
     saved: Sequence[torch.Tensor],
     cotangents: Sequence[torch.Tensor | None],
-) -> list[torch.Tensor]:
-    parts, compiled = call.parts, call.compiled
+) -> Sequence[torch.Tensor | None]:
+    """The gradients; None where eager gives none, rather than zeros: optimizers skip these."""
+    parts, partial = call.parts, call.compiled.partial_backwards
     values = list(saved)
     for i, (_, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
         values[i] = values[i].reshape(shape)
-    for number, spec in zip(parts.cotangent_of, call.cotangent_specs, strict=True):
-        cotangent = cotangents[number]
-        if cotangent is None or cotangent._is_zerotensor():
-            assert spec is not None
-            cotangent = torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-        values.append(cotangent)
+    arriving = [cotangents[number] for number in parts.cotangent_of]
+    absent = frozenset(i for i, c in enumerate(arriving) if c is None)
+    specs = zip(arriving, call.cotangent_specs, strict=True)
+    filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
+    if not absent:
+        return _run_whole(call.compiled, [*values, *filled])
+    assert partial is not None
+    flowing = [bool(reads - absent) for reads in parts.gradient_reads]
+    if not any(flowing):
+        return [None] * len(flowing)
+    backward = partial.known(absent)
+    if backward is None:
+        gradients = _run_whole(call.compiled, [*values, *filled])
+        if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
+            return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
+        backward = partial.without(absent)
+    values += [c for i, c in enumerate(filled) if i not in absent]
+    return backward(values, len(flowing))
+
+
+def _zeros(spec: TensorSpec | None) -> torch.Tensor:
+    assert spec is not None
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+
+
+def _run_whole(compiled: CompiledModule, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     loaded = compiled.loaded
     gradients = loaded.call("backward", loaded.prepare("backward", values))
     for i in compiled.copied_gradients:
@@ -158,13 +175,14 @@ def _run_backward(
 
 
 def _refuse_second_derivative(
-    gradients: list[torch.Tensor], sources: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+    gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
     """Gradients that raise, with a reason, when somebody differentiates them by ``sources``."""
     if not any(s.requires_grad for s in sources):
         return gradients
-    results: Sequence[torch.Tensor] = _Refused.apply(len(gradients), *gradients, *sources)  # type: ignore[no-untyped-call]
-    return list(results)
+    present = [g for g in gradients if g is not None]
+    refused = iter(_Refused.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
+    return [None if g is None else next(refused) for g in gradients]
 
 
 class _Refused(torch.autograd.Function):

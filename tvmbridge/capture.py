@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,17 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch, watched_forward
+from tvmbridge.bases import WithBases
 from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
-from tvmbridge.descriptors import describe_inputs, describe_outputs, find_aliases, with_aliases
-from tvmbridge.errors import CaptureError
+from tvmbridge.descriptors import (
+    OWN_GENERATOR,
+    describe_inputs,
+    describe_outputs,
+    find_aliases,
+    with_aliases,
+)
+from tvmbridge.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
@@ -29,7 +36,7 @@ from tvmbridge.refusal import (
 from tvmbridge.standins import without_autocast
 from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing import functions_replaced
-from tvmbridge.types import CapturedGraph
+from tvmbridge.types import CapturedGraph, HiddenBase
 
 
 def normalize_sample(
@@ -84,7 +91,8 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program, watch, tail = _export(module, args, kwargs, needs_grad)
+    bases = () if seen is None else seen.sharing.bases
+    program, watch, tail = _export(module, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -105,10 +113,12 @@ def capture_staged(
         constant_tensors=constant_tensors,
         aliases=find_aliases(module),
         values=seen.values,
+        assigned=seen.assigned,
         changed_arguments=watch.changed,
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
         tail=tail,
+        bases=bases,
         foreign=seen.foreign,
         asks_layout=seen.asks_layout,
     )
@@ -121,7 +131,11 @@ def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    bases: Sequence[HiddenBase],
 ) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
@@ -137,7 +151,7 @@ def _export(
                 # Only now is forward what is to be traced.
                 watch = ArgumentWatch(module.forward)
                 tails = TailWatch(watch, differentiated=needs_grad)
-                with watched_forward(module, tails):
+                with watched_forward(module, WithBases(tails, bases)):
                     program = torch.export.export(module, args, dict(kwargs), strict=False)
             # Without it PyTorch drops draws that nothing reads.
             with torch._inductor.config.patch(fallback_random=True):
@@ -148,6 +162,8 @@ def _export(
         raise
     except Exception as error:
         raise_if_forward_refuses(module, args, kwargs)
+        if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
+            raise UnsupportedOperatorError(OWN_GENERATOR) from error
         line = user_line(error) or "an unknown line"
         raise CaptureError(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "

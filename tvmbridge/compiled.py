@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tvm
@@ -16,6 +17,7 @@ from tvmbridge.build import build, resolve_target
 from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.combining import Combining, Packs
+from tvmbridge.cotangents import PartialBackwards
 from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
@@ -47,7 +49,8 @@ class CompiledModule:
     and must be copied before they are handed out. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     ``recorded``: it serves calls that autograd records.
-    ``coverage`` counts the calls of kernels by where these come from.
+    ``coverage`` counts the calls of kernels by where these come from. ``partial_backwards``: those
+    without some of the cotangents (None where ``split`` is None).
     """
 
     captured: CapturedGraph
@@ -66,6 +69,7 @@ class CompiledModule:
     coverage: Coverage
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
+    partial_backwards: PartialBackwards | None = None
 
     @property
     def eager_functions(self) -> Mapping[str, int]:
@@ -247,9 +251,10 @@ def build_lowered(
     with stages.measure("build"):
         use_records = options.tuning_records
         library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
-        built = build(
-            lowered.mod, lowered.target, records, measure=options.measure_kernels, library=library
+        building = partial(
+            build, target=lowered.target, measure=options.measure_kernels, library=library
         )
+        built = building(lowered.mod, records=records)
         loaded = LoadedModule(built.machine, built.unaligned)
         if use_records:
             _note_missing(built.missing, lowered, options)
@@ -272,6 +277,7 @@ def build_lowered(
         coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
+        partial_backwards=None if parts is None else PartialBackwards(parts, building),
     )
 
 

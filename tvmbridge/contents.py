@@ -31,6 +31,7 @@ _THEMSELVES = (
 _OPAQUE = (*_THEMSELVES, nn.Module, types.MethodType, functools.partial)
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
+_OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
 def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
@@ -59,6 +60,13 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
     return len(ours) == len(theirs) and all(
         same_value(x, y, depth - 1) for x, y in zip(ours, theirs, strict=True)
     )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether ``value`` is a number, a string, a property of tensors or a tuple of such."""
+    if type(value) is tuple:
+        return all(map(is_constant, value))
+    return type(value) in _PLAIN_VALUES or type(value) in _OF_TENSORS
 
 
 def contents(value: Any) -> list[Any]:

@@ -23,6 +23,8 @@ def _fake_values(program: ExportedProgram) -> dict[str, torch.Tensor]:
     return {n.name: n.meta["val"] for n in program.graph.nodes if "val" in n.meta}
 
 
+OWN_GENERATOR = "forward draws from a torch.Generator of its own, which compiled code does not move"
+
 _INPUT_KINDS = {
     ExportInputKind.PARAMETER: InputKind.PARAMETER,
     ExportInputKind.BUFFER: InputKind.BUFFER,
@@ -49,9 +51,7 @@ def describe_inputs(
         if isinstance(spec.arg, ConstantArgument):
             continue
         if getattr(spec.arg, "class_fqn", "") == "torch._C.Generator":
-            raise UnsupportedOperatorError(
-                "forward draws from a torch.Generator of its own, which compiled code does not move"
-            )
+            raise UnsupportedOperatorError(OWN_GENERATOR)
         if kind is None or not isinstance(spec.arg, TensorArgument):
             raise UnsupportedOperatorError(
                 f"the graph has an input of kind {spec.kind.name} ({spec.arg}), "
@@ -136,17 +136,20 @@ def with_aliases(
 ) -> tuple[OutputDescriptor, ...]:
     """The outputs, with what was observed of the memory that they share."""
     results = sum(o.kind is OutputKind.USER for o in outputs)
-    if results != len(seen.aliases):
+    expected = [*seen.sharing.aliases, *(None for _ in seen.sharing.bases)]
+    if results != len(expected):
         raise CaptureError(
-            f"run again, forward returns {len(seen.aliases)} values, captured as {results}"
+            f"run again, forward returns {len(expected)} values, captured as {results}"
         )
-    aliases = iter(seen.aliases)
+    aliases = iter(expected)
     described = []
     for output in outputs:
         if output.kind is OutputKind.USER:
             described.append(replace(output, alias=next(aliases)))
         else:
-            described.append(replace(output, rebinds=output.target in seen.rebound))
+            alias = seen.sharing.exchanged.get(output.target or "")
+            rebinds = output.target in seen.rebound
+            described.append(replace(output, rebinds=rebinds, alias=alias))
     return tuple(described)
 
 

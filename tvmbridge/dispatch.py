@@ -157,6 +157,9 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             kernels=variant.compiled.coverage,
             eager_functions=dict(variant.compiled.eager_functions),
             passes=variant.compiled.records,
+            partial_backwards=0
+            if (p := variant.compiled.partial_backwards) is None
+            else p.compiled,
         )
         for specialization in dispatcher.specializations
         for mode, variant in specialization.variants.items()

@@ -35,20 +35,9 @@ from tvmbridge.specialization import Checks, Specialization, Variant
 from tvmbridge.standins import STAND_IN, anything_requires_grad, without_inference_tensors
 from tvmbridge.state import ModuleState, StandsForForward
 from tvmbridge.surroundings import refused_now, tracing_here
+from tvmbridge.turns import compiling
 
 logger = logging.getLogger(__name__)
-
-
-# Tracing uses state of PyTorch that belongs to the process, so compilations take turns.
-_COMPILING = threading.RLock()
-
-
-def _renew_lock() -> None:
-    global _COMPILING
-    _COMPILING = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Dispatcher(StandsForForward):
@@ -152,7 +141,7 @@ class Dispatcher(StandsForForward):
         variant = specialization.variants.get(mode)
         if variant is not None:
             return variant
-        with _COMPILING:
+        with compiling():
             # The module may be on its way: this is no failure for good.
             unusual = unusual_in(self.module)
             if unusual is not None:
@@ -187,7 +176,7 @@ class Dispatcher(StandsForForward):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with _COMPILING, tracing_here(), undisturbed():
+        with compiling(), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)

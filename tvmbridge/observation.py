@@ -18,14 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from tvmbridge.aliasing import aliases_of
+from tvmbridge.aliasing import Sharing, aliases_of, refuse_exchanged
 from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.attributes import recorded_reads, values_read
-from tvmbridge.contents import contents
+from tvmbridge.attributes import (
+    recorded_assignments,
+    recorded_reads,
+    values_assigned,
+    values_read,
+)
+from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
 from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
-from tvmbridge.foreign import ForeignModules, ForeignTensors
+from tvmbridge.foreign import ForeignModules, ForeignTensors, refuse_foreign
 from tvmbridge.leaks import Made, saved_without_circles
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
@@ -41,7 +46,6 @@ from tvmbridge.standins import (
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
-from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
 
 logger = logging.getLogger(__name__)
@@ -52,7 +56,8 @@ class Observation:
     """What forward does beside computing.
 
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
-    ``writes`` names those that it writes. ``structure`` and ``aliases`` describe what it returns.
+    ``assigned`` are those that it gives a constant value before it may read them, with that value;
+    ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
@@ -61,9 +66,10 @@ class Observation:
     """
 
     values: Mapping[tuple[str, str], Any]
+    assigned: Mapping[tuple[str, str], Any]
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
-    aliases: tuple[OutputAlias | None, ...]
+    sharing: Sharing
     rebound: frozenset[str]
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
@@ -113,13 +119,13 @@ def staged(
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
-        if (seen.writes or seen.kept) and apart:
+        if (seen.writes or seen.assigned or seen.kept) and apart and not seen.impure:
             actor = _actor(module)
             run_apart(actor, args, kwargs)
             again = observe(actor, args, kwargs, needs_grad)
             # What it wrote must be in place at a call, although it may never read it.
             in_place = values_read(actor, {_split(name) for name in seen.writes})
-            seen = replace(again, values={**again.values, **in_place})
+            seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
         raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
     except BridgeError:
@@ -129,27 +135,31 @@ def staged(
         return Stage(_actor(module) if apart else module, None, error)
     if apart:
         _refuse_to_part(module, seen)
-    if seen.foreign_modules:
-        kinds = ", ".join(sorted({f"a {type(m).__name__}" for m in seen.foreign_modules}))
-        raise CaptureError(
-            f"forward of {type(module).__name__} runs {kinds} that is none of its submodules, so "
-            "that changes of its parameters and flags would not be seen; make it an attribute of "
-            "the module"
-        )
-    if seen.kept:
-        raise CaptureError(
-            f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
-            "module, in a cache or a global, which compiled code would not do"
-        )
+    refuse_foreign(module, seen.foreign_modules)
     found = [f"writes {name}" for name in seen.writes] + list(seen.impure)
     if found:
         raise CaptureError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call"
         )
+    if seen.kept:
+        raise CaptureError(
+            f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
+            "module, in a cache or a global, which compiled code would not do"
+        )
     if not apart:
-        seen = replace(seen, values=copied_values(seen.values))
+        seen = replace(seen, values=copied_values(seen.values), assigned={})
     return Stage(actor, seen)
+
+
+def _settled(first: Observation, again: Observation) -> Observation:
+    """``again``; what both give the same value is assigned at calls, and not expected before."""
+    earlier = first.assigned
+    assigned = {
+        k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)
+    }
+    values = {key: value for key, value in again.values.items() if key not in assigned}
+    return replace(again, values=values, assigned=assigned)
 
 
 def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
@@ -199,14 +209,15 @@ def _observe(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
-    given = [_fake(mode, leaf, needs_grad) for leaf in leaves]
-    held = {id(t): _fake(mode, t, needs_grad) for t in _all_tensors(module)}
+    given = [_fake(mode, leaf) for leaf in leaves]
+    held = {id(t): _fake(mode, t) for t in _all_tensors(module)}
     named = {id(t) for t in tensors_of(module).values()}
     beside = {id(held[id(t)]): t for t in _all_tensors(module) if id(t) not in named}
     others = ForeignModules()
     with ExitStack() as stack:
         impure = stack.enter_context(impurities())
         reads = stack.enter_context(recorded_reads(module, others))
+        assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
@@ -215,6 +226,7 @@ def _observe(
         versions = {id(t): t._version for t in held.values()}
         writable = {id(t) for t in (*module.parameters(), *module.buffers())}
         reads.clear()
+        assignments.clear()
         others.forget()
         fake_args, fake_kwargs = unflatten(given, structure)
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
@@ -229,28 +241,27 @@ def _observe(
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
         read, after = set(reads), tensors_of(module)
+        assigned = values_assigned(module, set(assignments))
         writes = written(before, snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        aliases = aliases_of(results, inputs, after, views)
+        sharing = aliases_of(results, inputs, after, views if needs_grad else None)
         if wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
-        rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
-    if needs_grad and foreign.differentiated:
-        shapes = ", ".join(str(tuple(t.shape)) for t in foreign.differentiated.values())
-        impure.append(
-            f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
-            "argument nor a parameter of the module"
-        )
+        rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
+        refuse_exchanged(rebound, results, sharing)
+    if needs_grad:
+        impure += foreign.without_gradient()
     values = values_read(module, read)
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in all_held(value, 4)):
             impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
     return Observation(
         values,
+        assigned,
         writes,
         returned,
-        aliases,
-        rebound,
+        sharing,
+        frozenset(rebound),
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
@@ -273,8 +284,9 @@ def _split(name: str) -> tuple[str, str]:
     return path, attribute
 
 
-def _fake(mode: FakeTensorMode, value: Any, needs_grad: bool) -> Any:
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = mode.from_tensor(value.detach(), static_shapes=True)
-    return fake.requires_grad_() if needs_grad and value.requires_grad else fake
+    # Where no gradient is asked for, views of it say so too, and detached ones do not.
+    return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake

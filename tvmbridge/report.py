@@ -24,7 +24,8 @@ class SpecializationReport:
     code by how their kernel came to be: tuned, scheduled by rule, external. ``checked`` counts the
     calls that agreed with the module's own forward (``CompileOptions.check``),
     ``checked_gradients`` the backwards. ``eager_functions`` counts what runs in eager PyTorch
-    after the compiled code.
+    after the compiled code, ``partial_backwards`` the backwards compiled for calls in which outputs
+    were not used.
     """
 
     mode: str
@@ -43,6 +44,7 @@ class SpecializationReport:
     eager_functions: Mapping[str, int] = field(default_factory=dict)
     checked: int = 0
     checked_gradients: int = 0
+    partial_backwards: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,9 @@ class DispatchReport:
             console.print(str(pack), highlight=False)
         for s in self.specializations:
             console.print(f"kernels, {s.mode} {s.signature}: {s.kernels}", highlight=False)
+        partial = sum(s.partial_backwards for s in self.specializations)
+        if partial:
+            console.print(f"backward compiled again without outputs that nothing used: {partial}")
         for s in self.specializations:
             if s.residuals:
                 console.print(residuals_text(s.residuals), highlight=False)

@@ -28,7 +28,7 @@ class SplitModule:
     reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
-    ``drawn`` are the random draws among the ``reads``.
+    ``drawn`` are the random draws among the ``reads``. ``linear``: see :class:`JointModule`.
     """
 
     mod: tvm.IRModule
@@ -41,6 +41,7 @@ class SplitModule:
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
+    linear: bool = True
 
     @property
     def residual_bytes(self) -> int:
@@ -57,9 +58,9 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
     outputs = results[: joint.num_outputs]
     bound = {b.var: b.value for b in coloring.forward}
     kept, residuals = _separate_outputs(coloring, outputs)
-    forward = _build("forward", primals, coloring.forward, [*outputs, *residuals])
+    forward = build_function("forward", primals, coloring.forward, [*outputs, *residuals])
     inputs = [*coloring.reads, *kept, *residuals, *cotangents]
-    backward = _build("backward", inputs, coloring.backward, results[joint.num_outputs :])
+    backward = build_function("backward", inputs, coloring.backward, results[joint.num_outputs :])
     return SplitModule(
         mod=tvm.IRModule({"forward": forward, "backward": backward}),
         primals=joint.primals,
@@ -72,6 +73,7 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         gradient_reads=joint.gradient_reads
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
         drawn=tuple(_describe(v, bound) for v in coloring.drawn),
+        linear=joint.linear,
     )
 
 
@@ -126,7 +128,7 @@ def _spec(var: relax.Var) -> TensorSpec:
     return TensorSpec(shape, fake.stride(), fake.dtype, torch.device("cpu"))
 
 
-def _build(
+def build_function(
     name: str,
     inputs: Sequence[relax.Var],
     bindings: Iterable[relax.Binding],

@@ -82,6 +82,10 @@ class ModuleState:
         ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
         self._attributes = AttributeGuard.of(module, captured.values)
+        self._assigned = [
+            (module.get_submodule(path), name, value)
+            for (path, name), value in captured.assigned.items()
+        ]
         constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
         self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
@@ -101,6 +105,7 @@ class ModuleState:
         self._entries = [
             (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
         ]
+        self._assignments = [(dict_of(o, ""), n, value) for o, n, value in self._assigned]
         self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
         self._lengths = [length for _, _, length in self._sizes]
         # Who iterates over submodules depends on their order.
@@ -121,6 +126,7 @@ class ModuleState:
         """
         other = copy.copy(self)
         other._bind(memo)
+        other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
         other._attributes = self._attributes.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
         other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
@@ -150,6 +156,11 @@ class ModuleState:
         """Let the module hold another tensor."""
         owner, key = self._found[name]
         owner[key] = tensor
+
+    def assign(self) -> None:
+        """Give attributes the values that each call of forward gives them."""
+        for attributes, name, value in self._assignments:
+            attributes[name] = value
 
     def replaced(self) -> bool:
         """Whether a submodule is no longer the one that was captured."""

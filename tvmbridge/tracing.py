@@ -12,6 +12,7 @@ from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.standins import as_captured, plain_checkpoints
+from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
 
 
@@ -28,6 +29,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         KernelPromotion(),
         FunctionsKeptWhole(),
         FillsByMask(),
+        UniformComparisons(),
     ):
         yield
 

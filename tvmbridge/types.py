@@ -66,6 +66,10 @@ class TensorSpec:
             count *= extent
         return count * self.dtype.itemsize
 
+    def empty(self) -> torch.Tensor:
+        """A fresh tensor of this spec, with any values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
@@ -165,12 +169,23 @@ class OutputAlias:
 
 
 @dataclass(frozen=True)
+class HiddenBase:
+    """A tensor that is not returned, but of which outputs are views: that of ``output``, a number.
+
+    ``order`` are its dimensions in the order of memory, from the outermost to the innermost.
+    """
+
+    output: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OutputDescriptor:
     """One output of the captured graph.
 
     A user output that is not computed has ``spec`` None: it is the constant ``value`` (a number,
-    a string, None); or it is made again as ``alias`` says. ``rebinds``: a buffer that gets another
-    tensor, and is not written into.
+    a string, None). Any output may be made again as ``alias`` says. ``rebinds``: a buffer that gets
+    another tensor, and is not written into.
     """
 
     kind: OutputKind
@@ -194,13 +209,15 @@ class CapturedGraph:
     ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
     specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
     first name of it. ``values`` are the attributes that forward read, by (submodule's name,
-    attribute's name). ``changed_arguments`` are the places of the container arguments that forward
+    attribute's name), and ``assigned`` those that each call gives a value, with it.
+    ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs. ``head`` makes the draws where one of
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
     have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
     and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
-    forward reads though nobody gives them to it; the graph has them as constants. Where forward
-    ``asks_layout``, the graph is right for inputs that lie in memory like the sample's.
+    forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
+    further user outputs behind all others, from which views among the outputs are made again.
+    Where forward ``asks_layout``, the graph is right for inputs laid out like the sample's.
     """
 
     program: ExportedProgram
@@ -214,11 +231,13 @@ class CapturedGraph:
     constant_tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
     head: EagerHead | None = None
     checks: int = 0
     tail: Tail | None = None
     foreign: tuple[torch.Tensor, ...] = ()
+    bases: tuple[HiddenBase, ...] = ()
     asks_layout: bool = False
 
     @property

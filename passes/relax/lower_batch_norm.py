@@ -70,8 +70,7 @@ def _with_batch_statistics(call: relax.Call, formulas: Formulas) -> relax.Expr:
     moments = formulas.moments(formulas.wide(x), [i for i in range(len(shape)) if i != channel])
     scale = formulas.inverse_root(moments.variance, float(attrs.epsilon))
     normed = formulas.emit(op.multiply(moments.centered, scale))
-    row = channel_shape(len(shape), shape[channel], channel)[channel:]
-    y = formulas.cast(formulas.affine(normed, *affine_parameters(call), row), dtype_of(x))
+    y = formulas.result(call, normed, channel)
     batch = [
         formulas.emit(op.reshape(value, [shape[channel]]))
         for value in (moments.mean, moments.variance)

@@ -24,18 +24,14 @@ Runs before: AppendCotangents. Runs after: the frontend.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import tvm
 from tvm import relax
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
-from tvmbridge.passes.relax.normalizations import (
-    Formulas,
-    affine_parameters,
-    channel_shape,
-    lower_calls,
-)
+from tvmbridge.passes.base import PassReport, RelaxPass, shape_of
+from tvmbridge.passes.relax.normalizations import Formulas, lower_calls
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,7 @@ def _definition(call: relax.Call, formulas: Formulas, report: PassReport) -> rel
         report.decline("relax.nn.group_norm", "the channels are not in dimension 1")
         return None
     count = shape[0] * int(attrs.num_groups)
-    elements = 1
-    for extent in shape:
-        elements *= extent
-    rows = formulas.emit(relax.op.reshape(x, [count, elements // count]))
+    rows = formulas.emit(relax.op.reshape(x, [count, math.prod(shape) // count]))
     normed = formulas.standardized(formulas.wide(rows), [1], float(attrs.epsilon))
     spread = formulas.emit(relax.op.reshape(normed, list(shape)))
-    per_channel = channel_shape(rank, shape[1], 1)[1:]
-    return formulas.cast(
-        formulas.affine(spread, *affine_parameters(call), per_channel), dtype_of(x)
-    )
+    return formulas.result(call, spread, 1)

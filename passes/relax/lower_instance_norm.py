@@ -25,13 +25,8 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
-from tvmbridge.passes.relax.normalizations import (
-    Formulas,
-    affine_parameters,
-    channel_shape,
-    lower_calls,
-)
+from tvmbridge.passes.base import PassReport, RelaxPass, shape_of
+from tvmbridge.passes.relax.normalizations import Formulas, lower_calls
 
 
 @dataclass(frozen=True)
@@ -44,11 +39,8 @@ class LowerInstanceNorm(RelaxPass):
 
 def _definition(call: relax.Call, formulas: Formulas, report: PassReport) -> relax.Expr:
     x, attrs = call.args[0], call.attrs
-    shape = shape_of(x) or ()
-    channel = int(attrs.channel_axis) % len(shape)
-    axes = [int(a) % len(shape) for a in attrs.axes]
+    rank = len(shape_of(x) or ())
+    channel = int(attrs.channel_axis) % rank
+    axes = [int(a) % rank for a in attrs.axes]
     normed = formulas.standardized(formulas.wide(x), axes, float(attrs.epsilon))
-    per_channel = channel_shape(len(shape), shape[channel], channel)[channel:]
-    return formulas.cast(
-        formulas.affine(normed, *affine_parameters(call), per_channel), dtype_of(x)
-    )
+    return formulas.result(call, normed, channel)

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of
-from tvmbridge.passes.relax.normalizations import Formulas, affine_parameters, lower_calls
+from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.relax.normalizations import Formulas, lower_calls
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,4 @@ def _definition(call: relax.Call, formulas: Formulas, report: PassReport) -> rel
         report.decline("relax.nn.layer_norm", "the axes are not the last ones, in order")
         return None
     normed = formulas.standardized(formulas.wide(x), axes, float(call.attrs.epsilon))
-    return formulas.cast(formulas.affine(normed, *affine_parameters(call)), dtype_of(x))
+    return formulas.result(call, normed)

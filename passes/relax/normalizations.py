@@ -90,6 +90,21 @@ class Formulas:
             x = self.emit(combine(x, value))
         return x
 
+    def result(
+        self, call: relax.Call, normed: relax.Expr, channel: int | None = None
+    ) -> relax.Expr:
+        """``normed`` times gamma plus beta of the norm ``call``, in the dtype of its operand.
+
+        There is one gamma and one beta for each place along the dimension ``channel``; without it
+        they have the shape of the last dimensions.
+        """
+        x = call.args[0]
+        shape = None
+        if channel is not None:
+            extents = shape_of(x) or ()
+            shape = channel_shape(len(extents), extents[channel], channel)[channel:]
+        return self.cast(self.affine(normed, *affine_parameters(call), shape), dtype_of(x))
+
 
 def affine_parameters(call: relax.Call) -> tuple[relax.Expr | None, relax.Expr | None]:
     """``(gamma, beta)`` of a norm, None for those that its attributes switch off."""

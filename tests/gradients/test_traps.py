@@ -11,151 +11,89 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from tests.conformance.case import Case
 from tests.conformance.compare import compare
 from tests.conformance.evaluate import Run, Values, run_group
-from tests.gradients.cases import integers, mask, normal, special
+from tests.frontend.helpers import Cases
+from tests.gradients import traps, traps_missing, traps_right
 from tvmbridge.errors import BridgeError
 
-X, Y = normal(3, 4), normal(3, 4, seed=1)
-IMAGE = normal(2, 3, 7, 7)
-KERNEL = normal(4, 3, 3, 3, seed=2)
-ROWS = torch.tensor([2, 0, 2, -1])
-TIES = integers(4, 5)
-
-Function = Callable[..., Any]
-
-KINKS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
-    "relu at 0": (lambda x: x.relu(), (special(),)),
-    "abs at 0": (lambda x: x.abs(), (special(),)),
-    "clamp at its bounds": (lambda x: (x.clamp(-1, 1), x.clamp(min=0.5)), (special(),)),
-    "hardtanh at its bounds": (lambda x: functional.hardtanh(x), (special(),)),
-    "leaky relu at 0": (lambda x: functional.leaky_relu(x, 0.1), (special(),)),
-    "elu and softplus": (lambda x: (functional.elu(x), functional.softplus(x)), (special(),)),
-    "sqrt and rsqrt at 0": (lambda x: (x.abs().sqrt(), (x.abs() + 1).rsqrt()), (special(),)),
-    "standard deviation of equals": (lambda x: x.std(1), (torch.ones(3, 4).double(),)),
-    "norm of zeros": (lambda x: (x.norm(), x.norm(dim=1)), (torch.zeros(3, 4).double(),)),
-    "power": (lambda x: (x**2, x**3, x.abs() ** 0.5, x**0), (special(),)),
-    "where with NaN not chosen": (lambda x: torch.where(x > 0, x.log(), x), (special(),)),
+# Where a rule is easily wrong: by both sources, always.
+WRONG = {
+    "kinks": traps.KINKS,
+    "ties": traps.TIED,
+    "pools": traps.POOLS,
+    "moves": traps.MOVES,
 }
-
-TIED: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
-    "maximum of equals": (lambda x, y: torch.maximum(x, y), (TIES, TIES.flip(0))),
-    "minimum of equals": (lambda x, y: torch.minimum(x, y), (TIES, TIES.flip(0))),
-    "amax and amin": (lambda x: (x.amax(1), x.amin(0), x.amax()), (TIES,)),
-    "max and min with indices": (lambda x: (x.max(1).values, x.min(0).values), (TIES,)),
-    "max of all": (lambda x: x.max() + x.min(), (TIES,)),
-    "topk and sort": (lambda x: (x.topk(2).values, x.sort(stable=True).values), (TIES,)),
-    "max pool of equals": (lambda x: functional.max_pool2d(x, 2), (TIES[None, None],)),
+# Where TVM has no rule: by the source that a user gets.
+MISSING = {
+    "functions": traps_missing.FUNCTIONS,
+    "shapes": traps_missing.SHAPES,
+    "indices": traps_missing.INDICES,
+    "stops": traps_missing.STOPS,
 }
-
-POOLS: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
-    "max pool, sizes that do not divide": (lambda x: functional.max_pool2d(x, 2), (IMAGE,)),
-    "max pool with padding": (lambda x: functional.max_pool2d(x, 3, 2, 1), (IMAGE,)),
-    "average pool with ceil_mode": (
-        lambda x: functional.avg_pool2d(x, 2, ceil_mode=True),
-        (IMAGE,),
-    ),
-    "average pool, another divisor": (
-        lambda x: functional.avg_pool2d(x, 3, 2, 1, False, False, 5),
-        (IMAGE,),
-    ),
-    "adaptive pool": (lambda x: functional.adaptive_avg_pool2d(x, 3), (IMAGE,)),
-    "dilated convolution": (
-        lambda x, w: functional.conv2d(x, w, dilation=2, padding=1),
-        (IMAGE, KERNEL),
-    ),
-    "transposed convolution": (
-        lambda x, w: functional.conv_transpose2d(x, w.transpose(0, 1), stride=2, padding=1),
-        (IMAGE, KERNEL),
-    ),
-    "interpolation": (
-        lambda x: functional.interpolate(x, size=(5, 9), mode="bilinear", align_corners=True),
-        (IMAGE,),
-    ),
-    "batch norm in training": (
-        lambda x: functional.batch_norm(x, None, None, training=True),
-        (IMAGE,),
-    ),
-    "group norm": (lambda x: functional.group_norm(x, 3), (IMAGE,)),
+# What the tests of rules, of norms and of operators see too: when asked.
+SEEN = {
+    "layers": traps_missing.LAYERS,
+    "products": traps_right.PRODUCTS,
+    "reductions": traps_right.REDUCTIONS,
 }
-
-MOVES: dict[str, tuple[Function, tuple[torch.Tensor, ...]]] = {
-    "detached factor": (lambda x: x * x.detach(), (X,)),
-    "where of broadcast operands": (
-        lambda m, x, y: torch.where(m, x, y),
-        (mask(3, 4), X[:, :1], Y[0]),
-    ),
-    "padding index": (
-        lambda w, i: functional.embedding(i, w, padding_idx=2),
-        (X, torch.tensor([[0, 2], [2, 1]])),
-    ),
-    "rows taken twice, and from behind": (lambda x, i: x[i], (X, ROWS)),
-    "take by a 2-d index": (
-        lambda x, i: (torch.take(x, i), x[i[0, :1]], x.index_select(0, i[1])),
-        (X, torch.tensor([[0, 2], [2, 1]])),
-    ),
-    "gather and scatter_add": (
-        lambda x, y, i: (x.gather(1, i), x.scatter_add(1, i, y[:, :2].contiguous())),
-        (X, Y, torch.tensor([[0, 0], [1, 3], [2, 2]])),
-    ),
-    "index_put": (
-        lambda x, v, i: (x.index_put((i,), v, accumulate=True), x.index_put((i[1:3],), v[1:3])),
-        (X, normal(4, 4, seed=3), ROWS),
-    ),
-    "triangles": (lambda x: (x.tril(-1), x.triu(1)), (X,)),
-    "slices with steps, and from behind": (
-        lambda x: (x[:, ::2] * 2, x[-1].exp(), x[:, -3:-1] * x[:, 1:3]),
-        (X,),
-    ),
-    "tile, flip, roll, stack": (
-        lambda x, y: (x.repeat(2, 1), x.flip(0, 1), x.roll(1, 0), torch.stack([x, y], 1)),
-        (X, Y),
-    ),
-    "padding": (lambda x: (functional.pad(x, (1, 2)), functional.pad(x, (-1, 1, 2, 0))), (X,)),
-    "cumulative sum and product": (lambda x: (x.cumsum(1), x.cumprod(0)), (X,)),
-    "product with a zero": (lambda x: x.prod(1), (TIES,)),
-    "comparisons as factors": (
-        lambda x, y: (x * (x > y), x * torch.logical_not(y > 0), x * x.argmax(1)[:, None]),
-        (X, Y),
-    ),
-    "rounding": (lambda x: (x.floor() + x, x.round() * x, x.sign() * x, x.ceil()), (X,)),
-    "read twice, and through a view": (lambda x: (x.view(-1) * x.reshape(-1), x.t() @ x), (X,)),
-    "a product that broadcasts its batch": (
-        lambda x, y: (x[None] @ y.t(), torch.einsum("ij,kj->ik", x, y), torch.outer(x[0], y[0])),
-        (X, Y),
-    ),
-}
-
-TABLES = {"kinks": KINKS, "ties": TIED, "pools": POOLS, "moves": MOVES}
+TABLES: dict[str, Cases] = {**WRONG, **MISSING, **SEEN}
 NAMES = [(kind, name) for kind, table in TABLES.items() for name in table]
 
-# What TVM's Gradient differentiates; for the others `auto` takes PyTorch's own formulas.
-BY_GRADIENT = frozenset(
+# What `auto` takes PyTorch's own formulas for; the others are differentiated by TVM's Gradient.
+BY_PYTORCH = frozenset(
     {
-        "relu at 0",
-        "abs at 0",
-        "sqrt and rsqrt at 0",
-        "where with NaN not chosen",
-        "maximum of equals",
-        "minimum of equals",
-        "amax and amin",
-        "batch norm in training",
-        "group norm",
-        "where of broadcast operands",
-        "padding index",
-        "triangles",
-        "comparisons as factors",
-        "read twice, and through a view",
-        "a product that broadcasts its batch",
+        "clamp at its bounds",
+        "hardtanh at its bounds",
+        "leaky relu at 0",
+        "elu and softplus",
+        "standard deviation of equals",
+        "norm of zeros",
+        "max and min with indices",
+        "max of all",
+        "detached factor",
+        "take by a 2-d index",
+        "slices with steps, and from behind",
+        "padding",
+        "cumulative sum and product",
+        "product with a zero",
+        "rounding",
+        "activations",
+        "trigonometric",
+        "hyperbolic",
+        "logarithms",
+        "remainders",
+        "powers of tensors",
+        "slices written",
+        "padding by what is there",
+        "triangles of matrices in a batch",
+        "windows of a signal",
+        "an index without dimensions",
+        "scattered elements",
+        "order",
+        "order of equals",
+        "bags of embeddings",
+        "tests of floats",
+        "positions of the largest",
+        "whole numbers",
+        "pools",
+        "grid_sample",
+        "matmul of vectors and matrices",
+        "matmul of batches",
+        "matmul of batches that broadcast",
+        "products with sums",
+        "losses of classes",
+        "sums and means",
+        "variances",
+        "losses of values",
     }
 )
 
 
-def call(function: Function, *inputs: torch.Tensor) -> Any:
+def call(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
     return function(*inputs)
 
 
@@ -167,13 +105,23 @@ def case_of(kind: str, name: str, dtype: torch.dtype) -> Case:
     return Case(name, tuple(leaves), spec, tuple(t.is_floating_point() for t in tensors))
 
 
+def sources(name: str) -> tuple[str, ...]:
+    """The sources of the joint function that a case has, that of ``auto`` first."""
+    return ("aot",) if name in BY_PYTORCH else ("relax", "aot")
+
+
+def when_asked(kind: str, name: str, joint: str) -> bool:
+    """Whether a case is left to the slow tests."""
+    return kind in SEEN or (kind in MISSING and joint != sources(name)[0])
+
+
 @functools.cache
-def together(kind: str, joint: str, dtype: torch.dtype) -> dict[str, str | None]:
+def together(kind: str, joint: str, dtype: torch.dtype, slow: bool) -> dict[str, str | None]:
     """How the gradients of each case differ from eager's, all compiled as one module.
 
-    For ``relax`` those of :data:`BY_GRADIENT`; nothing where the module is refused.
+    Nothing where the module is refused.
     """
-    names = [n for n in TABLES[kind] if joint == "aot" or n in BY_GRADIENT]
+    names = [n for n in TABLES[kind] if joint in sources(n) and when_asked(kind, n, joint) == slow]
     cases = [case_of(kind, name, dtype) for name in names]
     try:
         run = run_group(call, cases, joint, admit=False)
@@ -194,18 +142,19 @@ def _by_case(values: Values) -> list[tuple[Any, Any]]:
     return list(zip(values.results, values.gradients, strict=True))
 
 
-def _runs() -> Iterator[tuple[str, str, str, torch.dtype]]:
+def _runs() -> Iterator[Any]:
     """Each case by both sources in float64; what may depend on the dtype in float32 too."""
     for kind, name in NAMES:
-        for joint in ("relax", "aot") if name in BY_GRADIENT else ("aot",):
-            yield kind, name, joint, torch.float64
+        for joint in sources(name):
+            marks = [pytest.mark.slow] if when_asked(kind, name, joint) else []
+            yield pytest.param(kind, name, joint, torch.float64, marks=marks)
             if kind in ("kinks", "ties"):
-                yield kind, name, joint, torch.float32
+                yield pytest.param(kind, name, joint, torch.float32)
 
 
 @pytest.mark.parametrize(("kind", "name", "joint", "dtype"), list(_runs()))
 def test_gradient_is_pytorchs(kind: str, name: str, joint: str, dtype: torch.dtype) -> None:
-    found = together(kind, joint, dtype)
+    found = together(kind, joint, dtype, when_asked(kind, name, joint))
     if name in found:
         assert found[name] is None, found[name]
         return
@@ -221,4 +170,4 @@ def test_the_source_is_known(kind: str, name: str) -> None:
     run = run_group(call, [case_of(kind, name, torch.float64)], "auto", admit=False)
     assert differences(run) == [None]
     (specialization,) = run.report.specializations
-    assert specialization.joint == ("relax" if name in BY_GRADIENT else "aot")
+    assert specialization.joint == sources(name)[0]

@@ -16,17 +16,11 @@ from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, MOVED, NUMBERS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
-from tvmbridge.kernels.aten_call import emit_aten_call
 
 aten = torch.ops.aten
 
 _QUOTIENTS = (aten.div.Tensor_mode, aten.div.Scalar_mode)
 _INDICES = (torch.int32, torch.int64)
-
-
-def emit_compiled(ctx: Importer, node: fx.Node) -> Any:
-    """The ATen call of ``node``, marked to become loops."""
-    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
 
 
 @converts(
@@ -43,12 +37,12 @@ def emit_compiled(ctx: Importer, node: fx.Node) -> Any:
     dtypes=COMPUTED | HALVES,
 )
 def _function(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.elu.default, dtypes=FLOATS | HALVES)
 def _elu(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(
@@ -58,7 +52,7 @@ def _elu(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     dtypes=frozenset({torch.int32, torch.int64}),
 )
 def _bitwise_by_number(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(
@@ -82,7 +76,7 @@ def _rounded_quotient(
             raise Declined("a remainder of many floats, for which PyTorch has vectors")
     if not dtype.is_floating_point and (isinstance(b, fx.Node) or not 0 < b < 2**31):
         raise Declined("integers divided by what may be zero")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(
@@ -95,7 +89,7 @@ def _power(ctx: Importer, node: fx.Node, *_: Any) -> Any:
         raise Declined("powers of integers")
     if prod(shape_of(node)) > FEW_CALLS:
         raise Declined("many powers, for which PyTorch has vectors")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.index.Tensor, dtypes=MOVED)
@@ -103,25 +97,25 @@ def _index(ctx: Importer, node: fx.Node, x: fx.Node, indices: Any) -> Any:
     for index in indices:
         if index is not None and index.meta["val"].dtype not in _INDICES:
             raise Declined("an index that is no integer")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.gather.default, aten.index_select.default, dtypes=MOVED)
 def _gather(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, index: fx.Node, **_: Any) -> Any:
     if index.meta["val"].dtype not in _INDICES or not shape_of(x) or not shape_of(index):
         raise Declined("0-d tensors, or indices of another dtype")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.diagonal.default, aten.slice_scatter.default, dtypes=MOVED)
 def _move(ctx: Importer, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
     if any(result_dtype(n) != result_dtype(x) for n in node.all_input_nodes):
         raise Declined("a source of another dtype")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.argmax.default, aten.argmin.default, dtypes=NUMBERS)
 def _argument(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     if not shape_of(x):
         raise Declined("an extremum of a 0-d tensor")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)

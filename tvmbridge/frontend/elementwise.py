@@ -14,7 +14,6 @@ from tvm import relax
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
-from tvmbridge.kernels.aten_call import emit_aten_call
 from tvmbridge.passes.relax.constants import uniform_value
 
 aten = torch.ops.aten
@@ -200,7 +199,7 @@ def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> rel
         return relax.op.divide(ctx.tensor(1, result_dtype(node)), value)
     if math.prod(node.meta["val"].shape) > FEW_CALLS:
         raise Declined("many powers without a short form, for which PyTorch has vectors")
-    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+    return ctx.compiled_call(node)
 
 
 @converts(aten._to_copy.default)

@@ -106,6 +106,10 @@ class Importer:
         self.aten_calls[name] = self.aten_calls.get(name, 0) + 1
         return emit_aten_call(self.builder, node, self.values)
 
+    def compiled_call(self, node: fx.Node) -> Any:
+        """The ATen call of ``node``, marked to become loops before the module is compiled."""
+        return emit_aten_call(self.builder, node, self.values, compiled=True)
+
     def _bind(self, expr: relax.Expr) -> relax.Expr:
         return expr if isinstance(expr, relax.Var) else self.emit(expr)
 

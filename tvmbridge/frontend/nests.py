@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.frontend.compiled import emit_compiled
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
@@ -41,7 +40,7 @@ def _cumsum(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, **_: Any) -> Any
         raise Declined("a float to integer conversion is undefined out of range")
     if torch.bool in (have, want) and want is torch.bool:
         raise Declined("a running sum in bool")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, dtypes=NUMBERS | HALVES)
@@ -55,7 +54,7 @@ def _scatter(
         result_dtype(source) != result_dtype(x) or not shape_of(source)
     ):
         raise Declined("a source of another dtype or without dimensions")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.index_put.default, dtypes=NUMBERS | HALVES)
@@ -73,7 +72,7 @@ def _index_put(
     if result_dtype(values) != result_dtype(x) or not shape_of(x):
         raise Declined("values of another dtype, or a 0-d tensor")
     _refuse_many(node, values, *given)
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten._cdist_forward.default, dtypes=FLOATS)
@@ -84,13 +83,13 @@ def _cdist(
     if p == 2 and mode != 2 and (mode == 1 or rows > _ROWS_BY_PRODUCT):
         raise Declined("distances that PyTorch takes from a matrix product")
     _refuse_costly(prod(shape_of(node)) * shape_of(x)[-1], p)
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten._pdist_forward.default, dtypes=FLOATS)
 def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
     _refuse_costly(prod(shape_of(node)) * shape_of(x)[-1], p)
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 def _refuse_costly(terms: int, p: float) -> None:
@@ -107,12 +106,12 @@ def _histc(
     if not (math.isfinite(low) and math.isfinite(high) and low <= high):
         raise Declined("a range that PyTorch refuses")
     _refuse_many(x)
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.col2im.default, dtypes=FLOATS | HALVES)
 def _col2im(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.sort.default, aten.sort.stable, dtypes=NUMBERS | HALVES)
@@ -121,7 +120,7 @@ def _sort(ctx: Importer, node: fx.Node, x: fx.Node, *_: Any, **kwargs: Any) -> A
         raise Declined("a 0-d tensor, or many elements, for which PyTorch has vectors")
     if not kwargs.get("stable") and _reads_places(node):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.topk.default, dtypes=NUMBERS | HALVES)
@@ -138,7 +137,7 @@ def _topk(
         raise Declined("a 0-d tensor, or many elements")
     if not in_order or _reads_places(node):
         raise Declined("the order of equal elements is that of PyTorch's kernel")
-    return emit_compiled(ctx, node)
+    return ctx.compiled_call(node)
 
 
 def _reads_places(node: fx.Node) -> bool:

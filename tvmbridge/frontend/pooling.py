@@ -18,7 +18,6 @@ from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, MOVED, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
-from tvmbridge.kernels.aten_call import emit_aten_call
 
 aten = torch.ops.aten
 
@@ -89,7 +88,7 @@ def _mean_of_windows(
     tiles = all(n % w == 0 for n, w in zip(inputs, windows, strict=True))
     if steps == windows and not any(edges) and tiles:
         return _mean_of_tiles(ctx, node, x, windows)
-    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+    return ctx.compiled_call(node)
 
 
 @converts(aten.max_pool2d_with_indices.default, dtypes=FLOATS | {torch.int64})
@@ -107,7 +106,7 @@ def _largest_of_windows(
         raise Declined("the indices are read")
     if ceil_mode or result_dtype(x) not in FLOATS:
         raise Declined("windows that reach over the edge")
-    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+    return ctx.compiled_call(node)
 
 
 @converts(
@@ -143,7 +142,7 @@ def _repeated(
     if not whole or (factors is not None and list(factors) != tiles):
         if result_dtype(x) not in FLOATS:
             raise Declined("factors that are not whole, in another dtype than the loops have")
-        return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+        return ctx.compiled_call(node)
     single = [*shape[:-2], shape[-2], 1, shape[-1], 1]
     wide = [*shape[:-2], shape[-2], tiles[0], shape[-1], tiles[1]]
     values = ctx.emit(relax.op.reshape(ctx.value(x), single))
@@ -152,4 +151,4 @@ def _repeated(
 
 @converts(aten.upsample_bilinear2d.vec, dtypes=FLOATS)
 def _interpolated(ctx: Importer, node: fx.Node, *_: Any) -> Any:
-    return emit_aten_call(ctx.builder, node, ctx.values, compiled=True)
+    return ctx.compiled_call(node)

@@ -16,8 +16,7 @@ from tvm import relax, te, tirx
 from tvm.ir import Call, Expr, GenericConst
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
-from tvmbridge.legalize.comparisons import element_of
-from tvmbridge.legalize.elementwise import BROADCAST, ELEMENTWISE
+from tvmbridge.legalize.broadcast import ELEMENTWISE, emit_broadcast
 from tvmbridge.legalize.functions import FLOATS, HALF
 from tvmbridge.legalize.lets import constant, dtype_of
 
@@ -57,21 +56,14 @@ def arithmetic(function: Binary, name: str, others: LegalizeFunc) -> LegalizeFun
         dtype = str(call.ty.dtype.dtype)
         if dtype not in FLOATS:
             return others(bb, call)
-        shape = [int(extent) for extent in call.ty.shape.values]
         numbers = [_number(arg, dtype) for arg in call.args]
-        tensors = [arg for arg, n in zip(call.args, numbers, strict=True) if n is None]
+        tensors = [arg if n is None else None for arg, n in zip(call.args, numbers, strict=True)]
 
-        def compute(*args: te.Tensor) -> te.Tensor:
-            def element(*i: Expr) -> Expr:
-                rest = iter(args)
-                a, b = (element_of(next(rest), i) if n is None else n for n in numbers)
-                return _exactly(function, a, b)
+        def element(sides: list[Expr | None]) -> Expr:
+            a, b = (e if n is None else n for n, e in zip(numbers, sides, strict=True))
+            return _exactly(function, a, b)
 
-            return te.compute(shape, element, name=f"T_{name}")
-
-        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
-        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
-        return bb.call_te(compute, *tensors, primfunc_name_hint=name, primfunc_attrs=attrs)
+        return emit_broadcast(bb, call, tensors, element, f"T_{name}", name)
 
     return legalize
 

@@ -10,22 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tvm import relax, te, tirx
+from tvm import relax, tirx
 from tvm.ir import Call, Expr, GenericConst
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
-from tvmbridge.legalize.elementwise import BROADCAST, ELEMENTWISE
+from tvmbridge.legalize.broadcast import emit_broadcast
 from tvmbridge.legalize.functions import FLOATS, HALF, is_nan
 from tvmbridge.legalize.lets import constant
 
 Compare = Callable[[Expr, Expr], Expr]
-
-
-def element_of(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
-    """The element of ``x`` that its broadcast has at ``indices``."""
-    last = indices[len(indices) - len(x.shape) :]
-    zero = constant(0, "int64")
-    return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])
 
 
 def _number(arg: Expr) -> int | float | None:
@@ -48,31 +41,24 @@ def comparison(compare: Compare, name: str, *, negated: bool = False) -> Legaliz
     """The legalisation of a comparison; with ``negated`` it is true for NaN, else false."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
-        shape = [int(extent) for extent in call.ty.shape.values]
         dtype = str(call.args[0].ty.dtype.dtype)
         wide = "float32" if dtype in HALF else dtype
         numbers = [_number(arg) for arg in call.args]
-        tensors = [arg for arg, n in zip(call.args, numbers, strict=True) if n is None]
+        tensors = [arg if n is None else None for arg, n in zip(call.args, numbers, strict=True)]
 
-        def compute(*args: te.Tensor) -> te.Tensor:
-            def element(*i: Expr) -> Expr:
-                rest = iter(args)
-                sides = [
-                    tirx.Cast(wide, element_of(next(rest), i)) if n is None else constant(n, wide)
-                    for n in numbers
-                ]
-                unsure = [
-                    side
-                    for side, n in zip(sides, numbers, strict=True)
-                    if dtype in FLOATS and (n is None or math.isnan(n))
-                ]
-                return _guarded(compare(*sides), negated, unsure)
+        def element(elements: list[Expr | None]) -> Expr:
+            sides = [
+                tirx.Cast(wide, e) if n is None else constant(n, wide)
+                for e, n in zip(elements, numbers, strict=True)
+            ]
+            unsure = [
+                side
+                for side, n in zip(sides, numbers, strict=True)
+                if dtype in FLOATS and (n is None or math.isnan(n))
+            ]
+            return _guarded(compare(*sides), negated, unsure)
 
-            return te.compute(shape, element, name=f"T_{name}")
-
-        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
-        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
-        return bb.call_te(compute, *tensors, primfunc_name_hint=f"tir_{name}", primfunc_attrs=attrs)
+        return emit_broadcast(bb, call, tensors, element, f"T_{name}", f"tir_{name}")
 
     return legalize
 

@@ -11,11 +11,9 @@ from tvm import relax, te, tirx
 from tvm.ir import Call, Expr, GenericConst
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
+from tvmbridge.legalize.broadcast import ELEMENTWISE, emit_broadcast
 from tvmbridge.legalize.functions import FLOATS, FUNCTIONS, HALF, ScalarFunction, is_nan
 from tvmbridge.legalize.lets import Lets, constant, dtype_of
-
-#: relax.op.transform pattern numbers: how FuseOps may combine a function with its neighbours.
-ELEMENTWISE, BROADCAST, INJECTIVE, REDUCTION, OPAQUE = 0, 1, 2, 3, 8
 
 
 def unary(function: ScalarFunction, name: str) -> LegalizeFunc:
@@ -86,30 +84,16 @@ def binary(function: Callable[[Expr, Expr], Expr], name: str) -> LegalizeFunc:
     """Return the legalisation of a broadcasting operator of two arguments of one dtype."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
-        shape = [int(extent) for extent in call.ty.shape.values]
         dtype = str(call.ty.dtype.dtype)
         scalars = [_as_scalar(arg, dtype) for arg in call.args]
-        tensors = [arg for arg, s in zip(call.args, scalars, strict=True) if s is None]
+        tensors = [arg if s is None else None for arg, s in zip(call.args, scalars, strict=True)]
 
-        def compute(*args: te.Tensor) -> te.Tensor:
-            def element(*i: Expr) -> Expr:
-                left = iter(args)
-                return function(*[_broadcast(next(left), i) if s is None else s for s in scalars])
+        def element(sides: list[Expr | None]) -> Expr:
+            return function(*[e if s is None else s for s, e in zip(scalars, sides, strict=True)])
 
-            return te.compute(shape, element, name=f"T_{name}")
-
-        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
-        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
-        return bb.call_te(compute, *tensors, primfunc_name_hint=f"tir_{name}", primfunc_attrs=attrs)
+        return emit_broadcast(bb, call, tensors, element, f"T_{name}", f"tir_{name}")
 
     return legalize
-
-
-def _broadcast(x: te.Tensor, indices: tuple[Expr, ...]) -> Expr:
-    """Return the element that ``x`` has at ``indices`` of a larger shape."""
-    last = indices[len(indices) - len(x.shape) :]
-    zero = constant(0, "int64")
-    return x(*[zero if int(n) == 1 else i for n, i in zip(x.shape, last, strict=True)])
 
 
 def clip(bb: relax.BlockBuilder, call: Call) -> Expr:

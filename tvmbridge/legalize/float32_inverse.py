@@ -109,19 +109,25 @@ def atanh(x: Expr) -> Expr:
     return lets.close(tirx.Select(is_nan(size), size, copy_sign(size, x)))
 
 
-def _asin_small(lets: Lets, a: Expr) -> Expr:
-    square = lets.bind(a * a, "square")
-    return lets.bind(a + a * (square * horner(square, _ASIN)), "small")
+def _asin_within_half(lets: Lets, x: Expr) -> tuple[Expr, Expr]:
+    """``(far, small)``: whether |x| > 1/2, and asin of |x|, or of sqrt((1 - |x|) / 2) if so.
+
+    By asin x = pi/2 - 2 asin(sqrt((1 - x) / 2)) the inverses follow from ``small``; NaN beyond 1.
+    """
+    a = lets.bind(absolute(x), "a")
+    far = a > _f32(0.5)
+    root = tirx.sqrt((_f32(1.0) - a) * _f32(0.5))
+    argument = lets.bind(tirx.Select(far, root, a), "argument")
+    square = lets.bind(argument * argument, "square")
+    small = argument + argument * (square * horner(square, _ASIN))
+    return far, lets.bind(small, "small")
 
 
 def asin(x: Expr) -> Expr:
     """asin x: above 1/2 as pi/2 - 2 asin(sqrt((1 - x) / 2)); NaN beyond 1."""
     lets = Lets()
     x = lets.bind(x, "x")
-    a = lets.bind(absolute(x), "a")
-    far = a > _f32(0.5)
-    root = tirx.sqrt((_f32(1.0) - a) * _f32(0.5))
-    small = _asin_small(lets, lets.bind(tirx.Select(far, root, a), "argument"))
+    far, small = _asin_within_half(lets, x)
     size = tirx.Select(far, _f32(math.pi / 2) - (small + small), small)
     size = lets.bind(size, "size")
     return lets.close(tirx.Select(is_nan(size), size, copy_sign(size, x)))
@@ -131,10 +137,7 @@ def acos(x: Expr) -> Expr:
     """acos x: near its ends as 2 asin(sqrt((1 - |x|) / 2)) or pi less that; NaN beyond 1."""
     lets = Lets()
     x = lets.bind(x, "x")
-    a = lets.bind(absolute(x), "a")
-    far = a > _f32(0.5)
-    root = tirx.sqrt((_f32(1.0) - a) * _f32(0.5))
-    small = _asin_small(lets, lets.bind(tirx.Select(far, root, a), "argument"))
+    far, small = _asin_within_half(lets, x)
     twice = lets.bind(small + small, "twice")
     end = tirx.Select(x < _f32(0.0), _f32(math.pi) - twice, twice)
     signed = tirx.Select(x < _f32(0.0), _f32(math.pi / 2) + small, _f32(math.pi / 2) - small)

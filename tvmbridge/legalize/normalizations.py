@@ -7,6 +7,7 @@ from __future__ import annotations
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
+from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.float32 import exp_nonpositive
 from tvmbridge.legalize.functions import FUNCTIONS
 from tvmbridge.legalize.lets import constant
@@ -120,13 +121,13 @@ def te_rms_norm(x: te.Tensor, weight: te.Tensor, axes: list[int], epsilon: float
 
 
 def _pattern(call: Call, axes: list[int]) -> dict[str, int]:
-    return {"op_pattern": pattern_of([int(n) for n in call.ty.shape.values], axes)}
+    return {"op_pattern": pattern_of(shape_of(call), axes)}
 
 
 def softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
     """Legalise relax.nn.softmax."""
     axis = int(call.attrs.axis)
-    attrs = _pattern(call, normalized_axes([axis], len(call.ty.shape.values)))
+    attrs = _pattern(call, normalized_axes([axis], len(shape_of(call))))
     return bb.call_te(
         te_softmax, call.args[0], axis, primfunc_name_hint="softmax", primfunc_attrs=attrs
     )
@@ -135,7 +136,7 @@ def softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
 def log_softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
     """Legalise relax.nn.log_softmax."""
     axis = int(call.attrs.axis)
-    attrs = _pattern(call, normalized_axes([axis], len(call.ty.shape.values)))
+    attrs = _pattern(call, normalized_axes([axis], len(shape_of(call))))
     return bb.call_te(
         te_log_softmax, call.args[0], axis, primfunc_name_hint="log_softmax", primfunc_attrs=attrs
     )
@@ -143,7 +144,7 @@ def log_softmax(bb: relax.BlockBuilder, call: Call) -> Expr:
 
 def layer_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
     """Legalise relax.nn.layer_norm."""
-    axes = normalized_axes(call.attrs.axes, len(call.ty.shape.values))
+    axes = normalized_axes(call.attrs.axes, len(shape_of(call)))
     epsilon = float(call.attrs.epsilon)
     return bb.call_te(
         lambda x, w, b: te_layer_norm(x, w, b, axes, epsilon),
@@ -155,7 +156,7 @@ def layer_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
 
 def rms_norm(bb: relax.BlockBuilder, call: Call) -> Expr:
     """Legalise relax.nn.rms_norm."""
-    axes = normalized_axes(call.attrs.axes, len(call.ty.shape.values))
+    axes = normalized_axes(call.attrs.axes, len(shape_of(call)))
     epsilon = float(call.attrs.epsilon)
     return bb.call_te(
         lambda x, w: te_rms_norm(x, w, axes, epsilon),

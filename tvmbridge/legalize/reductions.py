@@ -16,7 +16,8 @@ from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
-from tvmbridge.legalize.elementwise import BROADCAST, REDUCTION, larger, smaller
+from tvmbridge.legalize.broadcast import BROADCAST, REDUCTION, shape_of
+from tvmbridge.legalize.elementwise import larger, smaller
 from tvmbridge.legalize.functions import HALF
 from tvmbridge.legalize.lets import Lets, constant
 
@@ -147,7 +148,7 @@ def reduction(kind: str) -> LegalizeFunc:
     """Return the legalisation of a relax reduction with attributes ``axis`` and ``keepdims``."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
-        shape = [int(extent) for extent in call.args[0].ty.shape.values]
+        shape = shape_of(call.args[0])
         axes = normalized_axes(call.attrs.axis, len(shape))
         keep = bool(call.attrs.keepdims)
 

@@ -19,6 +19,7 @@ from tvmbridge.schedules.plan import plan, shared_buffers
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
 from tvmbridge.schedules.tiles import TileNest, emit_tiles
+from tvmbridge.schedules.truths import kept_as_bytes
 from tvmbridge.schedules.values import Memory, TooLargeError
 
 _SCHEDULED = "tirx.is_scheduled"
@@ -35,7 +36,10 @@ def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | No
     except TooLargeError:
         return None
     # Passes over Relax modules look into functions by their root block.
-    root = SBlock([], [], [], "root", sequence(statements))
+    body = sequence(statements)
+    if any(stage.dtype == "bool" for stage in kernel.stages):
+        body = kept_as_bytes(body)
+    root = SBlock([], [], [], "root", body)
     return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
 
 

@@ -195,6 +195,8 @@ def _mutations(captured: CapturedGraph) -> Iterator[Mutation]:
             yield Mutation("input", str(positions.get(output.target or "", output.target)))
     for place in captured.changed_arguments:
         yield Mutation("argument", str(place))
+    for path, name in sorted(captured.assigned):
+        yield Mutation("attribute", f"{path}.{name}".lstrip("."))
 
 
 def _shown(value: Any) -> str:

@@ -41,7 +41,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Mutation:
-    """What forward changes: ``kind`` is ``"buffer"``, ``"input"`` or ``"argument"``."""
+    """What forward changes: ``kind`` is buffer, input, argument or attribute."""
 
     kind: str
     target: str

@@ -6,7 +6,7 @@ import tvm_ffi
 from tvm import relax, te, tirx
 from tvm.ir import Expr, GenericConst, StringImm
 
-from tvmbridge.legalize.elementwise import OPAQUE
+from tvmbridge.legalize.broadcast import OPAQUE, shape_of
 from tvmbridge.legalize.lets import constant, dtype_of
 
 
@@ -26,8 +26,7 @@ def checked(
         values = indices.value.numpy()
         if values.min() >= 0 and values.max() < extent:
             return indices
-    shape = [int(n) for n in indices.ty.shape.values]
-    source = te.placeholder(shape, str(indices.ty.dtype.dtype), "indices")
+    source = te.placeholder(shape_of(indices), str(indices.ty.dtype.dtype), "indices")
     function = te.create_prim_func([source, _from_the_end(source, extent, negative)])
     function = _with_assertion(function, extent, error, -extent if negative else 0)
     name = bb.add_func(

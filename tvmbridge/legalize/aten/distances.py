@@ -15,12 +15,10 @@ from tvmbridge.legalize.aten.nests import (
     emit_nest,
     local,
     loops,
-    shape_of,
     store,
     when,
 )
-from tvmbridge.legalize.comparisons import element_of
-from tvmbridge.legalize.elementwise import REDUCTION
+from tvmbridge.legalize.broadcast import REDUCTION, element_of, shape_of
 from tvmbridge.legalize.functions import is_nan
 from tvmbridge.legalize.lets import Lets, constant
 from tvmbridge.legalize.reductions import reducer_for

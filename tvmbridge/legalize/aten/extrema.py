@@ -6,11 +6,13 @@ can be vectorized; a reduction of pairs is not.
 
 from __future__ import annotations
 
+from math import prod
+
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.elementwise import REDUCTION
+from tvmbridge.legalize.broadcast import REDUCTION, shape_of
 from tvmbridge.legalize.functions import FLOATS, is_nan
 from tvmbridge.legalize.lets import constant
 from tvmbridge.legalize.reductions import cast, reduce, reducer_for, static_shape
@@ -40,11 +42,9 @@ def _arg_extremum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> E
     kind = arguments.op.split(".")[1].removeprefix("arg")
     dim, keep = arguments["dim"], bool(arguments["keepdim"])
     x = arguments["self"]
-    rank = len(x.ty.shape.values)
+    rank = len(shape_of(x))
     if dim is None:
-        size = 1
-        for extent in x.ty.shape.values:
-            size *= int(extent)
+        size = prod(shape_of(x))
         x, rank, dim, keep = bb.emit(relax.op.reshape(x, (size,))), 1, 0, False
     axis = dim % rank
 
@@ -53,8 +53,7 @@ def _arg_extremum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> E
 
     attrs = {"op_pattern": REDUCTION}
     found = bb.call_te(compute, x, primfunc_name_hint=f"arg{kind}", primfunc_attrs=attrs)
-    shape = [int(n) for n in call.ty.shape.values]
-    return relax.op.reshape(bb.emit(found), shape) if arguments["dim"] is None else found
+    return relax.op.reshape(bb.emit(found), shape_of(call)) if arguments["dim"] is None else found
 
 
 EXTREMA: dict[str, Compile] = {

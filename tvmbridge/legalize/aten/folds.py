@@ -15,11 +15,11 @@ from tvmbridge.legalize.aten.nests import (
     emit_nest,
     index,
     loops,
-    shape_of,
     store,
     when,
 )
 from tvmbridge.legalize.aten.scatters import added
+from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.lets import constant
 
 

@@ -18,10 +18,10 @@ from tvmbridge.legalize.aten.nests import (
     index,
     local,
     loops,
-    shape_of,
     store,
     when,
 )
+from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.elementwise import larger, smaller
 from tvmbridge.legalize.functions import is_nan
 from tvmbridge.legalize.lets import constant

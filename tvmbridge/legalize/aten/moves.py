@@ -9,13 +9,8 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.bounds import checked
-from tvmbridge.legalize.comparisons import element_of
-from tvmbridge.legalize.elementwise import INJECTIVE
+from tvmbridge.legalize.broadcast import INJECTIVE, element_of, shape_of
 from tvmbridge.legalize.lets import constant
-
-
-def _shape(expr: Expr) -> list[int]:
-    return [int(extent) for extent in expr.ty.shape.values]
 
 
 def _moved(
@@ -26,7 +21,7 @@ def _moved(
     element: Callable[[Sequence[te.Tensor], tuple[Expr, ...]], Expr],
 ) -> Expr:
     """Loops over the result, whose element at indices is ``element(tensors, indices)``."""
-    shape = _shape(call)
+    shape = shape_of(call)
 
     def compute(*args: te.Tensor) -> te.Tensor:
         return te.compute(shape, lambda *i: element(args, i), name=f"T_{name}")
@@ -45,10 +40,10 @@ def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     They stand where the first of them stood, or in front if they are not next to each other.
     """
     x, listed = arguments["self"], arguments["indices"]
-    shape = _shape(x)
+    shape = shape_of(x)
     axes = [axis for axis, index in enumerate(listed) if index is not None]
     indices = [checked(bb, listed[a], shape[a], "IndexError", negative=True) for a in axes]
-    rank = len(_shape(call)) - (len(shape) - len(axes))
+    rank = len(shape_of(call)) - (len(shape) - len(axes))
     start = axes[0] if axes == list(range(axes[0], axes[-1] + 1)) else 0
 
     def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
@@ -63,7 +58,7 @@ def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _gather(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    x, shape = arguments["self"], _shape(arguments["self"])
+    x, shape = arguments["self"], shape_of(arguments["self"])
     dim = arguments["dim"] % len(shape)
     index = checked(bb, arguments["index"], shape[dim], "RuntimeError", negative=False)
 
@@ -74,7 +69,7 @@ def _gather(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _index_select(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    x, shape = arguments["self"], _shape(arguments["self"])
+    x, shape = arguments["self"], shape_of(arguments["self"])
     dim = arguments["dim"] % len(shape)
     index = checked(bb, arguments["index"], shape[dim], "IndexError", negative=False)
 
@@ -86,7 +81,7 @@ def _index_select(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> E
 
 def _diagonal(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     x, offset = arguments["self"], arguments["offset"]
-    rank = len(_shape(x))
+    rank = len(shape_of(x))
     first, second = (arguments[name] % rank for name in ("dim1", "dim2"))
 
     def element(tensors: Sequence[te.Tensor], i: tuple[Expr, ...]) -> Expr:
@@ -99,7 +94,7 @@ def _diagonal(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 def _slice_scatter(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     """``src`` where a slice of the result lies, elsewhere the input."""
-    shape = _shape(call)
+    shape = shape_of(call)
     dim = arguments["dim"] % len(shape)
     limits = slice(arguments["start"], arguments["end"], arguments["step"])
     first, last, step = limits.indices(shape[dim])

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.target import Target
 from tvm.tirx.script import builder as tir
 
-from tvmbridge.legalize.elementwise import OPAQUE
+from tvmbridge.legalize.broadcast import OPAQUE, shape_of
 from tvmbridge.schedules.machine import Machine
 
 Buffer: TypeAlias = Any
@@ -69,11 +69,6 @@ def emit_nest(
 def _parameter(name: str, shape: Sequence[int], dtype: str) -> Buffer:
     # A loop's index is of int64, and so is an extent: TVM simplifies no mixture.
     return tir.arg(name, tir.buffer([index(n) for n in shape], dtype, layout=None))
-
-
-def shape_of(tensor: Expr) -> list[int]:
-    """The static shape of a Relax tensor."""
-    return [int(extent) for extent in tensor.ty.shape.values]
 
 
 def dtype_of(tensor: Expr) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tvm import relax, te, tirx
+from tvm import relax, tirx
 from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.arithmetic import opaque
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.comparisons import element_of
-from tvmbridge.legalize.elementwise import BROADCAST, ELEMENTWISE
+from tvmbridge.legalize.broadcast import emit_broadcast
 from tvmbridge.legalize.float32 import copy_sign
 from tvmbridge.legalize.float32_inverse import atan2
 from tvmbridge.legalize.functions import FLOATS, FUNCTIONS, HALF
@@ -28,31 +27,22 @@ def pointwise(function: Scalar, *operands: str) -> Compile:
     """Loops that apply ``function`` to the operands, numbers or tensors, in the result's dtype."""
 
     def compile_call(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-        shape = [int(extent) for extent in call.ty.shape.values]
         result = str(call.ty.dtype.dtype)
         wide = _computed(result)
         values = [arguments[name] for name in operands]
-        tensors = [v for v in values if isinstance(v, Expr)]
+        tensors = [v if isinstance(v, Expr) else None for v in values]
 
-        def compute(*args: te.Tensor) -> te.Tensor:
-            def element(*i: Expr) -> Expr:
-                rest = iter(args)
-                sides = [
-                    tirx.Cast(result, element_of(next(rest), i))
-                    if isinstance(v, Expr)
-                    else constant(v, result)
-                    for v in values
-                ]
-                value = function(*[tirx.Cast(wide, side) for side in sides])
-                value = opaque(value) if wide in FLOATS else value
-                return tirx.Cast(result, value) if wide != result else value
+        def element(elements: list[Expr | None]) -> Expr:
+            sides = [
+                constant(v, result) if e is None else tirx.Cast(result, e)
+                for v, e in zip(values, elements, strict=True)
+            ]
+            value = function(*[tirx.Cast(wide, side) for side in sides])
+            value = opaque(value) if wide in FLOATS else value
+            return tirx.Cast(result, value) if wide != result else value
 
-            return te.compute(shape, element, name="T_" + arguments.op.split(".")[1])
-
-        same = all([int(n) for n in t.ty.shape.values] == shape for t in tensors)
-        hint = arguments.op.split(".")[1]
-        attrs = {"op_pattern": ELEMENTWISE if same else BROADCAST}
-        return bb.call_te(compute, *tensors, primfunc_name_hint=hint, primfunc_attrs=attrs)
+        name = arguments.op.split(".")[1]
+        return emit_broadcast(bb, call, tensors, element, f"T_{name}", name)
 
     return compile_call
 

@@ -15,9 +15,9 @@ from tvmbridge.legalize.aten.nests import (
     emit_nest,
     local,
     loops,
-    shape_of,
     store,
 )
+from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.lets import constant
 
 # As PyTorch does on a CPU.

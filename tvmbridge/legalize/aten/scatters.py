@@ -10,7 +10,8 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.bounds import checked
-from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, loops, shape_of, store
+from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, loops, store
+from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.functions import HALF
 from tvmbridge.legalize.lets import constant
 

@@ -15,10 +15,10 @@ from tvmbridge.legalize.aten.nests import (
     index,
     local,
     loops,
-    shape_of,
     store,
     when,
 )
+from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.functions import HALF, is_nan
 
 Before = Callable[[Expr, Expr], Expr]

@@ -11,7 +11,7 @@ from tvm import relax, te, tirx
 from tvm.ir import Call, Expr, GenericConst
 
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.elementwise import INJECTIVE
+from tvmbridge.legalize.broadcast import INJECTIVE, shape_of
 from tvmbridge.legalize.reductions import static_shape
 
 
@@ -56,8 +56,8 @@ def _linear(
 
 def _upsample(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     x = arguments["input"]
-    shape = [int(n) for n in call.ty.shape.values]
-    sizes = [int(n) for n in x.ty.shape.values][2:]
+    shape = shape_of(call)
+    sizes = shape_of(x)[2:]
     factors = arguments["scale_factors"] or [None, None]
     dtype = getattr(torch, str(x.ty.dtype.dtype))
     linear = "bilinear" in arguments.op

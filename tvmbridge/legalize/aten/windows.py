@@ -12,7 +12,7 @@ from tvm.ir import Call, Expr
 
 from tvmbridge.legalize.arithmetic import opaque
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
-from tvmbridge.legalize.elementwise import REDUCTION
+from tvmbridge.legalize.broadcast import REDUCTION, shape_of
 from tvmbridge.legalize.lets import constant
 from tvmbridge.legalize.reductions import Reducer, reducer_for, static_shape
 
@@ -76,7 +76,7 @@ def _reduced(x: te.Tensor, shape: Sequence[int], windows: _Windows, reducer: Red
 
 
 def _mean(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-    shape, dtype = [int(n) for n in call.ty.shape.values], str(call.ty.dtype.dtype)
+    shape, dtype = shape_of(call), str(call.ty.dtype.dtype)
     count = int(arguments.op.split("avg_pool")[1][0])
     windows = _Windows.of(arguments, count)
 
@@ -91,7 +91,7 @@ def _mean(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 def _largest(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     result = call.ty.fields[0]
-    shape, dtype = [int(n) for n in result.shape.values], str(result.dtype.dtype)
+    shape, dtype = list(map(int, result.shape.values)), str(result.dtype.dtype)
     windows = _Windows.of(arguments, 2)
 
     def compute(x: te.Tensor) -> te.Tensor:

@@ -1,0 +1,120 @@
+"""Cotangents that do not arrive go away, and all that only they flow through.
+
+Before, with ``b`` absent::
+
+    def backward(x, a, b):
+        lv = R.multiply(b, x)
+        lv1 = R.add(a, lv)
+
+After::
+
+    def backward(x, a):
+        zeros = R.zeros((4,))
+        lv1 = R.add(a, zeros)
+
+PyTorch does not visit what no gradient flows through. A zero cotangent in its place is not the
+same: zero times an infinite derivative is NaN. So what reads cotangents, and of these only absent
+ones, becomes zeros, whatever else it reads.
+
+Requires: one dataflow block of variable bindings, gradients linear in the cotangents, static
+shapes. Guarantees: no parameter is an absent cotangent. Runs before: ZeroZapp, which removes the
+additions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.utils import copy_with_new_vars
+
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+
+
+@dataclass(frozen=True)
+class DropCotangents(RelaxPass):
+    """Replace what reads absent cotangents alone by zeros, and remove their parameters.
+
+    Args:
+        cotangents: names of the parameters that are cotangents; of several parameters of one name
+            it is the last.
+        absent: names of those that do not arrive.
+    """
+
+    cotangents: tuple[str, ...]
+    absent: tuple[str, ...]
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        return map_functions(mod, lambda function: self._rewrite(function, report))
+
+    def _rewrite(self, function: relax.Function, report: PassReport) -> relax.Function:
+        named = {p.name: p for p in function.params}
+        absent = [named[name] for name in self.absent if name in named]
+        if not absent:
+            return function
+        fresh = {p: relax.DataflowVar(p.name, p.ty) for p in absent}
+        function = function.bind_params(fresh)
+        arriving = [named[name] for name in self.cotangents if name in named]
+        flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()))
+        bindings = [b for zeros in fresh.values() for b in _zeros(zeros)]
+        for block in function.body.blocks:
+            for binding in block.bindings:
+                if flow.visit(binding):
+                    report.rewrote()
+                    bindings += _zeros(binding.var)
+                    continue
+                if flow.reads_zeros(binding.value):
+                    report.decline(binding.var.name, "it reads a cotangent that arrives")
+                bindings.append(binding)
+        body = relax.SeqExpr([relax.DataflowBlock(bindings)], function.body.body)
+        after = relax.Function(
+            function.params, body, function.ret_ty, function.is_pure, function.attrs
+        )
+        return copy_with_new_vars(after)
+
+
+class _Flow:
+    """Which variables depend on a cotangent, and which of them on absent ones alone."""
+
+    def __init__(self, cotangents: set[relax.Var], absent: set[relax.Var]) -> None:
+        self.dependent = cotangents
+        self.zero = absent
+        self._fields: dict[relax.Var, list[relax.Expr]] = {}
+
+    def visit(self, binding: relax.Binding) -> bool:
+        """Whether the value bound, of which all that it reads was visited, is zero."""
+        var, value = binding.var, binding.value
+        reads = [v for v in relax.analysis.free_vars(value) if v in self.dependent]
+        if not reads:
+            return False
+        self.dependent.add(var)
+        if self._is_zero(value, reads):
+            self.zero.add(var)
+        elif isinstance(value, relax.Tuple):
+            self._fields[var] = list(value.fields)
+        return var in self.zero
+
+    def _is_zero(self, value: relax.Expr, reads: list[relax.Var]) -> bool:
+        if isinstance(value, relax.Tuple):
+            return all(field in self.zero for field in value.fields)
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._fields:
+            return self._fields[value.tuple_value][value.index] in self.zero
+        return all(v in self.zero for v in reads)
+
+    def reads_zeros(self, value: relax.Expr) -> bool:
+        """Whether ``value`` reads something that is zero."""
+        return any(v in self.zero for v in relax.analysis.free_vars(value))
+
+
+def _zeros(var: relax.Var) -> list[relax.Binding]:
+    """Bindings that make ``var``, a tensor or a tuple of tensors, zeros of its type."""
+    if not isinstance(var.ty, relax.TupleType):
+        shape = shape_of(var)
+        if shape is None:
+            raise ValueError(f"{var.name} is no tensor of static shape")
+        zeros = relax.op.zeros(shape, dtype_of(var))
+        return [relax.VarBinding(var, relax.BlockBuilder().normalize(zeros))]
+    fields = [relax.DataflowVar(f"{var.name}_{i}", t) for i, t in enumerate(var.ty.fields)]
+    whole = relax.BlockBuilder().normalize(relax.Tuple(fields))
+    return [*(b for f in fields for b in _zeros(f)), relax.VarBinding(var, whole)]

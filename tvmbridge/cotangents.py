@@ -1,0 +1,163 @@
+"""Backward where some cotangents did not arrive: what eager PyTorch does not visit adds nothing.
+
+The compiled backward takes a cotangent for every output. Zeros in place of one that did not arrive
+give eager's gradients as long as all derivatives on its paths are finite; where one is not, zero
+times infinity is NaN. Then, and where a backward of the user's own may be anything but linear, a
+backward without the absent cotangents is compiled and used from then on.
+"""
+
+from __future__ import annotations
+
+import cmath
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import tvm
+from tvm import relax
+
+from tvmbridge.build import Built
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.passes.base import flat_results, shape_of, shared_results
+from tvmbridge.passes.relax.constants import uniform_value
+from tvmbridge.passes.relax.drop_cotangents import DropCotangents
+from tvmbridge.passes.relax.zero_zapp import ZeroZapp
+from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+from tvmbridge.runtime import LoadedModule
+from tvmbridge.split import SplitModule, build_function
+from tvmbridge.turns import compiling
+
+logger = logging.getLogger(__name__)
+
+# Of more patterns of absent cotangents the one that was compiled first is forgotten.
+_MAX_PATTERNS = 16
+
+_ADD = tvm.ir.Op.get("relax.add")
+
+
+@dataclass(frozen=True)
+class PartialBackward:
+    """Backward for one pattern: ``gradients`` are the numbers of those that it computes.
+
+    ``copied`` are results that share memory with another tensor.
+    """
+
+    loaded: LoadedModule
+    gradients: tuple[int, ...]
+    copied: frozenset[int]
+
+    def __call__(self, values: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+        """``count`` gradients of what backward reads and the cotangents that arrived."""
+        results = self.loaded.call("backward", self.loaded.prepare("backward", values))
+        placed: list[torch.Tensor | None] = [None] * count
+        for i, number in enumerate(self.gradients):
+            placed[number] = results[i].clone() if i in self.copied else results[i]
+        return placed
+
+
+class PartialBackwards:
+    """The backwards without some of the cotangents, each compiled when it is needed.
+
+    Args:
+        parts: the split functions of the module.
+        build: :func:`tvmbridge.build.build` for the target and with the options of the module.
+    """
+
+    def __init__(self, parts: SplitModule, build: Callable[..., Built]) -> None:
+        self.compiled = 0
+        self._parts = parts
+        self._build = build
+        self._patterns: dict[frozenset[int], PartialBackward] = {}
+
+    def known(self, absent: frozenset[int]) -> PartialBackward | None:
+        """The backward without the cotangents of these numbers, if zeros must not stand for them.
+
+        Raises:
+            BridgeError: as :meth:`without`.
+        """
+        known = self._patterns.get(absent)
+        return self.without(absent) if known is None and not self._parts.linear else known
+
+    def without(self, absent: frozenset[int]) -> PartialBackward:
+        """The backward without the cotangents of these numbers, compiled now if it is the first.
+
+        Raises:
+            BridgeError: it cannot be compiled, or would not be exact; the message says why.
+        """
+        with compiling():
+            if absent not in self._patterns:
+                try:
+                    backward = self._compile(absent)
+                except BridgeError as error:
+                    unused = [self._parts.cotangent_of[number] for number in sorted(absent)]
+                    raise type(error)(
+                        f"backward without a gradient for the outputs {unused}: {error}. Use all "
+                        "outputs (add 0 * output.sum()), or call remove_tvm_dispatch(module)"
+                    ) from error
+                if len(self._patterns) >= _MAX_PATTERNS:
+                    del self._patterns[next(iter(self._patterns))]
+                self._patterns[absent] = backward
+                self.compiled += 1
+            return self._patterns[absent]
+
+    def _compile(self, absent: frozenset[int]) -> PartialBackward:
+        parts = self._parts
+        function = parts.mod["backward"]
+        count = len(parts.cotangent_of)
+        gradients = tuple(i for i, reads in enumerate(parts.gradient_reads) if reads - absent)
+        if not parts.linear:
+            _refuse_unscaled(function, parts, absent, gradients)
+        bindings = [b for block in function.body.blocks for b in block.bindings]
+        results = flat_results(function)
+        wanted = build_function(
+            "backward", function.params, bindings, [results[i] for i in gradients]
+        )
+        names = tuple(p.name for p in function.params[-count:])
+        dropped = DropCotangents(names, tuple(names[number] for number in sorted(absent)))
+        passes: list[AnyPass] = [dropped, ZeroZapp(names), *tidy_passes()]
+        mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
+        built = self._build(mod, records=[])
+        loaded = LoadedModule(built.machine, built.unaligned)
+        logger.info("compiled a backward without the cotangents %s", sorted(absent))
+        return PartialBackward(loaded, gradients, shared_results(mod, "backward"))
+
+
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether no element is infinite or NaN; False too where a sum is too large for the dtype."""
+    return all(cmath.isfinite(g.sum().item()) for g in gradients)
+
+
+def _refuse_unscaled(
+    function: relax.Function, parts: SplitModule, absent: frozenset[int], gradients: Sequence[int]
+) -> None:
+    """Raise where something is added to a gradient that no cotangent scales.
+
+    It may come from a path that eager PyTorch would not visit, and from one that it would.
+    """
+    scaled = set(function.params[-len(parts.cotangent_of) :])
+    doubtful: set[relax.Expr] = set()
+    bound: dict[relax.Var, relax.Expr] = {}
+
+    def is_unscaled(operand: relax.Expr) -> bool:
+        return operand not in scaled and uniform_value(operand, bound.get) != 0.0
+
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            bound[binding.var] = value = binding.value
+            operands = set(relax.analysis.free_vars(value))
+            if not operands & scaled:
+                continue
+            scaled.add(binding.var)
+            added = value.args if getattr(value, "op", None) == _ADD else ()
+            # Gradients that are accumulated have the same shape.
+            terms = [a for a in added if shape_of(a) == shape_of(value)]
+            if operands & doubtful or any(is_unscaled(t) for t in terms):
+                doubtful.add(binding.var)
+    results = flat_results(function)
+    for i in gradients:
+        if parts.gradient_reads[i] & absent and (results[i] in doubtful or is_unscaled(results[i])):
+            raise UnsupportedOperatorError(
+                "the backward of a custom autograd function adds what does not depend on the "
+                "gradient that arrives; whether to leave it out is not known"
+            )

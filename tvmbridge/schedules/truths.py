@@ -1,0 +1,46 @@
+"""Truth values in memory of a function's own: one byte each, 0 or 1.
+
+TVM gives memory that vectors are written to the dtype of a vector. Vectors of truth values become
+vectors of int8 then, but what reads them still takes them for truth values: the simplifier stops at
+such an expression, and a choice by it is ill-typed. So the bytes and the conversions are written
+out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad
+
+_BYTE = "int8"
+
+
+def kept_as_bytes(body: tirx.Stmt) -> tirx.Stmt:
+    """Return ``body`` with every buffer of truth values that it allocates made one of bytes."""
+    bytes_of: dict[Any, Any] = {}
+
+    def allocate(node: tirx.AllocBuffer, mutator: Any) -> tirx.Stmt:
+        buffer = node.buffer
+        if str(buffer.dtype) != "bool":
+            return mutator.default_mutate(node)
+        bytes_of[buffer] = tirx.decl_buffer(list(buffer.shape), _BYTE, buffer.name)
+        return tirx.AllocBuffer(bytes_of[buffer])
+
+    def load(node: TensorLoad, mutator: Any) -> Expr:
+        if node.source not in bytes_of:
+            return mutator.default_mutate(node)
+        indices = [mutator.mutate(index) for index in node.indices]
+        return tirx.BufferLoad(bytes_of[node.source], indices) != tirx.const(0, _BYTE)
+
+    def store(node: tirx.BufferStore, mutator: Any) -> tirx.Stmt:
+        if node.buffer not in bytes_of:
+            return mutator.default_mutate(node)
+        indices = [mutator.mutate(index) for index in node.indices]
+        value = tirx.Cast(_BYTE, mutator.mutate(node.value))
+        return tirx.BufferStore(bytes_of[node.buffer], value, indices)
+
+    return tvm_ffi.structural_mutate(
+        body, [(tirx.AllocBuffer, allocate), (TensorLoad, load), (tirx.BufferStore, store)]
+    )
