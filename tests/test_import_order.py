@@ -70,6 +70,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "head",
             "hoist",
             "joint",
+            "leaks",
             "mode",
             "noise",
             "observation",
