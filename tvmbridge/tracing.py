@@ -11,6 +11,7 @@ from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
+from tvmbridge.recurrent import LongShortTermMemoryTakenApart
 from tvmbridge.standins import as_captured, plain_checkpoints
 from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
@@ -24,6 +25,8 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         module: what is traced.
     """
     with (
+        # First, so that it is asked last: what it calls the others do not see.
+        LongShortTermMemoryTakenApart(),
         cumulative_averages_on_tensors(module),
         conversions_without_effect(),
         KernelPromotion(),

@@ -108,9 +108,7 @@ def _tuple_of(arg: relax.Expr, bound: dict[relax.Var, relax.Expr]) -> relax.Var 
     return arg if isinstance(arg.ty, relax.TupleType) else None
 
 
-def _with_fields_outside(
-    mod: tvm.IRModule, chosen: Callable[[relax.Expr], bool]
-) -> tvm.IRModule:
+def _with_fields_outside(mod: tvm.IRModule, chosen: Callable[[relax.Expr], bool]) -> tvm.IRModule:
     """``mod`` with fields of the chosen tuples bound to variables that leave the dataflow block.
 
     FuseOps takes such a variable into no group of those that read it.
