@@ -12,7 +12,6 @@ from torch import nn
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.errors import UnsupportedOperatorError
 
-
 _OPTIONS: list[dict[str, Any]] = [
     {},
     {"num_layers": 2, "bidirectional": True, "batch_first": True, "bias": False},
