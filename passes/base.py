@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import tvm
@@ -50,6 +50,14 @@ def map_functions(
             function = rewrite(function)
         functions[global_var] = function
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def free_prefix(prefix: str, names: Iterable[str]) -> str:
+    """``prefix``, behind underscores where one of ``names``, which the user chose, begins so."""
+    taken = tuple(names)
+    while any(name.startswith(prefix) for name in taken):
+        prefix = f"_{prefix}"
+    return prefix
 
 
 def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -171,6 +172,42 @@ def test_an_interrupt_within_tvm_is_not_taken_for_a_failure() -> None:
     torch.testing.assert_close(module(_x()), eager(module)(_x()))
     report = dispatch_report(module)
     assert (report.tvm_calls, report.fallbacks) == (1, {})
+
+
+def test_interrupted_calls_free_no_memory_that_the_code_still_uses() -> None:
+    """The signal arrives while kernels run, and its handler raises when one is called next."""
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    module = add_tvm_dispatch(_net().train(), _x())
+    expected = [p.grad for p in _gradients(eager(module))]
+    interrupted, armed = 0, False
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(200):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-6 * number)
+                for _ in range(10):
+                    module(_x()).square().sum().backward()
+                armed = False
+            except KeyboardInterrupt:
+                armed = False
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 100
+    torch.testing.assert_close([p.grad for p in _gradients(module)], expected)
+    assert not dispatch_report(module).fallbacks
+
+
+def _gradients(module: nn.Module) -> list[nn.Parameter]:
+    module.zero_grad()
+    module(_x()).square().sum().backward()
+    return list(module.parameters())
 
 
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         {
             "admission",
             "checks",
+            "custom_operator",
             "dependence",
             "errors",
             "fills",
@@ -46,6 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "aot",
             "arguments",
             "attributes",
+            "bases",
             "build",
             "cache",
             "capture",
@@ -59,6 +61,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "descriptors",
             "differentiate",
             "effects",
+            "draws",
             "facts",
             "foreign",
             "forwards",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +59,35 @@ def test_a_constant_without_values_is_refused() -> None:
         fake = torch.empty(3)
     with pytest.raises(UnsupportedOperatorError, match="its values are not known"):
         constant(fake)
+
+
+@torch.library.custom_op("tvmbridge_tests::scaled", mutates_args=())
+def _scaled(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return x * sum(lengths.tolist())
+
+
+def _scaled_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gradient * sum(ctx.lengths.tolist()), None
+
+
+def _keep_lengths(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.lengths = inputs[1]
+
+
+_scaled.register_fake(lambda x, lengths: torch.empty_like(x))
+_scaled.register_autograd(_scaled_backward, setup_context=_keep_lengths)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return _scaled(x * self.weight, lengths)
+
+
+def test_a_derivative_that_reads_values_is_refused() -> None:
+    sample = (torch.randn(3), torch.tensor([1, 2]))
+    with pytest.raises(UnsupportedOperatorError, match=r"derivative.* reads values of tensors"):
+        tvmbridge.add_tvm_dispatch(Scaled().train(), sample)

@@ -24,6 +24,8 @@ from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.facts import GradientFacts
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
 from tvmbridge.hoist import hoist_draws
+from tvmbridge.passes.base import free_prefix
+from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
 from tvmbridge.pipeline import recorded_passes, run_passes, zapp_passes
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import NoiseDescriptor, PassRecord, TensorSpec
@@ -59,10 +61,18 @@ def trace_joint(
     """
     traced = _record(rehearsal, facts)
     _check_strided_views(traced)
-    noise = hoist_draws(traced.graph, rehearsal.mode, rehearsal.captured.noise, facts.draws)
+    given_names = [d.name for d in rehearsal.inputs]
+    noise = hoist_draws(
+        traced.graph,
+        rehearsal.mode,
+        rehearsal.captured.noise,
+        facts.draws,
+        free_prefix("noise_", given_names),
+    )
     functional = _functionalize(traced, rehearsal)
-    cotangents = tuple(f"ct_{number}" for number in facts.cotangent_of)
-    names = [*(d.name for d in rehearsal.inputs), *cotangents, *(n.name for n in noise)]
+    prefix = free_prefix(COTANGENT_PREFIX, given_names)
+    cotangents = tuple(f"{prefix}{number}" for number in facts.cotangent_of)
+    names = [*given_names, *cotangents, *(n.name for n in noise)]
     placeholders = functional.graph.find_nodes(op="placeholder")
     inputs = [
         GraphInput(name, TensorSpec.of(node.meta["val"]), node)

@@ -16,10 +16,12 @@ from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.fuse_ops import FuseOps
+from tvmbridge.passes.relax.name_specs import NameSpecs
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS
 from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.types import PassRecord
@@ -183,8 +185,9 @@ def build(
         applied = apply_records(mod, library)
         mod = schedule_for_cpu(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
+        mod = run_passes(mod, [NameSpecs()], records)
         try:
-            mod = _with_some_loops(mod)
+            mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
                 executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch, watched_forward
+from tvmbridge.bases import WithBases
 from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.descriptors import (
@@ -35,7 +36,7 @@ from tvmbridge.refusal import (
 from tvmbridge.standins import without_autocast
 from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing import functions_replaced
-from tvmbridge.types import CapturedGraph
+from tvmbridge.types import CapturedGraph, HiddenBase
 
 
 def normalize_sample(
@@ -90,7 +91,8 @@ def capture_staged(
 ) -> CapturedGraph:
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
-    program, watch, tail = _export(module, args, kwargs, needs_grad)
+    bases = () if seen is None else seen.sharing.bases
+    program, watch, tail = _export(module, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -116,6 +118,7 @@ def capture_staged(
         checks=watch.checks,
         head=cut_head(program.graph, noise, constant_tensors),
         tail=tail,
+        bases=bases,
         foreign=seen.foreign,
     )
 
@@ -127,7 +130,11 @@ def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    bases: Sequence[HiddenBase],
 ) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     table = decomposition_table(differentiated=needs_grad or module.training)
     try:
@@ -143,7 +150,7 @@ def _export(
                 # Only now is forward what is to be traced.
                 watch = ArgumentWatch(module.forward)
                 tails = TailWatch(watch, differentiated=needs_grad)
-                with watched_forward(module, tails):
+                with watched_forward(module, WithBases(tails, bases)):
                     program = torch.export.export(module, args, dict(kwargs), strict=False)
             # Without it PyTorch drops draws that nothing reads.
             with torch._inductor.config.patch(fallback_random=True):

@@ -14,6 +14,7 @@ from tvmbridge.differentiate import JointModule
 from tvmbridge.kernels.parallel import Layers, faster, worthwhile
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
+from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.combine_gradient_matmul import CombineGradientMatmul
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights, concatenated_parameters
@@ -94,7 +95,8 @@ class Combining:
             if self._packing().group_refusal(self._targets(names)) is None
         )
         if groups:
-            mod = run_passes(mod, [LiftPackedWeights(groups, position)], self.records)
+            prefix = free_prefix("packed_", [p.name for p in mod[name].params])
+            mod = run_passes(mod, [LiftPackedWeights(groups, position, prefix)], self.records)
         return mod, tuple(self._targets(names) for names in groups)
 
     def _packing(self) -> Packing:

@@ -136,17 +136,20 @@ def with_aliases(
 ) -> tuple[OutputDescriptor, ...]:
     """The outputs, with what was observed of the memory that they share."""
     results = sum(o.kind is OutputKind.USER for o in outputs)
-    if results != len(seen.aliases):
+    expected = [*seen.sharing.aliases, *(None for _ in seen.sharing.bases)]
+    if results != len(expected):
         raise CaptureError(
-            f"run again, forward returns {len(seen.aliases)} values, captured as {results}"
+            f"run again, forward returns {len(expected)} values, captured as {results}"
         )
-    aliases = iter(seen.aliases)
+    aliases = iter(expected)
     described = []
     for output in outputs:
         if output.kind is OutputKind.USER:
             described.append(replace(output, alias=next(aliases)))
         else:
-            described.append(replace(output, rebinds=output.target in seen.rebound))
+            alias = seen.sharing.exchanged.get(output.target or "")
+            rebinds = output.target in seen.rebound
+            described.append(replace(output, rebinds=rebinds, alias=alias))
     return tuple(described)
 
 

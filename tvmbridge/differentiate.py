@@ -14,8 +14,8 @@ from tvm import relax
 from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
-from tvmbridge.passes.base import dtype_of, flat_results
-from tvmbridge.passes.relax.append_cotangents import AppendCotangents
+from tvmbridge.passes.base import dtype_of, flat_results, free_prefix
+from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX, AppendCotangents
 from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
 from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
 from tvmbridge.types import PassRecord
@@ -100,10 +100,11 @@ def differentiate(
         raise UnsupportedOperatorError(
             "no output depends on an input or parameter that requires a gradient"
         )
-    append = AppendCotangents(differentiable)
+    prefix = free_prefix(COTANGENT_PREFIX, [p.name for p in function.params])
+    append = AppendCotangents(differentiable, prefix)
     mod = run_passes(mod, [StopGradients(tuple(wanted)), append], records)
     joint = _flatten_adjoint(_gradient(mod, wanted, records), len(results))
-    cotangents = tuple(f"{append.prefix}{i}" for i in differentiable)
+    cotangents = tuple(f"{prefix}{i}" for i in differentiable)
     joint = run_passes(joint, zapp_passes(cotangents), records)
     return JointModule(
         mod=joint,

@@ -11,29 +11,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._functorch.utils
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tvmbridge.draws import captured_draw, eager_draw
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
-from tvmbridge.noise import (
-    OTHER_DRAWS,
-    READS_VALUES,
-    RRELU_NAME,
-    base_name,
-    memory_order,
-)
+from tvmbridge.noise import OTHER_DRAWS
 from tvmbridge.patches import patched_here
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.rehearsal import Rehearsal
-from tvmbridge.types import ComputedTensor, NoiseDescriptor, OutputKind, TensorSpec
+from tvmbridge.types import OutputKind
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(
@@ -123,7 +119,7 @@ def refuse_other_draws(rehearsal: Rehearsal) -> None:
 
 
 def _draws_alike(watch: _FlowWatch, rehearsal: Rehearsal) -> bool:
-    return watch.draws == [_captured_draw(n) for n in rehearsal.captured.noise]
+    return watch.draws == [captured_draw(n) for n in rehearsal.captured.noise]
 
 
 def _reached(
@@ -141,6 +137,11 @@ def _reached(
                 retain_graph=True,
                 allow_unused=True,
             )
+        except DataDependentOutputException as error:
+            raise UnsupportedOperatorError(
+                f"the derivative of an operator of forward reads values of tensors ({error}), "
+                "which are not known before a call"
+            ) from error
         except Exception as error:
             raise UnsupportedOperatorError(
                 f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
@@ -232,7 +233,7 @@ class _FlowWatch(TorchDispatchMode):
     def _drawing(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
         if is_random(func, args, kwargs):
-            self.draws.append(_draw(func, args, kwargs, result))
+            self.draws.append(eager_draw(func, args, kwargs, result))
         return result
 
     def _look_at_writes(self, func: Any, args: Sequence[Any]) -> None:
@@ -265,44 +266,6 @@ def _is_cut_off(tensor: torch.Tensor) -> bool:
     """
     base = tensor._base
     return base is not None and base.requires_grad and tensor.grad_fn is None
-
-
-def _draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
-    """A draw in words that are the same for its variants: operator, shape, order in memory."""
-    value = pytree.tree_leaves(result)[0]
-    order = memory_order(value)
-    if op is torch.ops.aten.native_dropout.default:
-        return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
-    if op in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p):
-        keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-        return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
-    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    return _in_words(op, TensorSpec.of(value), [TensorSpec.of(t) for t in operands])
-
-
-def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str:
-    words = f"{base_name(op)} {drawn.shape} {memory_order(drawn)} {drawn.dtype}"
-    if base_name(op) not in (*READS_VALUES, RRELU_NAME):
-        return words
-    return f"{words} of {[(t.shape, memory_order(t), t.dtype) for t in operands]}"
-
-
-def _nesting(order: tuple[int, ...]) -> list[int]:
-    """Dimensions from the outermost to the innermost: all that a mask's numbers depend on."""
-    return sorted(range(len(order)), key=lambda dim: -order[dim])
-
-
-def _captured_draw(noise: NoiseDescriptor) -> str:
-    filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
-    if noise.op is torch.ops.aten.bernoulli_.float:
-        return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"
-    operands = [
-        leaf.spec if isinstance(leaf, ComputedTensor) else leaf
-        for leaf in pytree.tree_leaves((noise.args, dict(noise.kwargs)))
-        if isinstance(leaf, ComputedTensor | TensorSpec)
-    ]
-    drawn = replace(noise.spec, stride=filled.stride)
-    return _in_words(noise.op, drawn, operands)
 
 
 def _floating(value: Any) -> list[torch.Tensor]:

@@ -38,6 +38,7 @@ def hoist_draws(
     mode: FakeTensorMode,
     captured: Sequence[NoiseDescriptor] = (),
     in_forward: int | None = None,
+    prefix: str = "noise_",
 ) -> tuple[NoiseDescriptor, ...]:
     """Replace every draw of ``graph`` by a placeholder behind the others.
 
@@ -47,6 +48,7 @@ def hoist_draws(
         captured: the draws of the captured graph. Where one of them reads values, they are what
             is drawn, so that those of ``graph`` must be the same.
         in_forward: how many draws forward makes; None: as many as ``graph`` has.
+        prefix: the draws are called by it and their number.
 
     Returns:
         The draws in program order; the new placeholders stand in the same order.
@@ -67,7 +69,7 @@ def hoist_draws(
     if by_head and len(draws) != len(captured):
         raise UnsupportedOperatorError(OTHER_DRAWS)
     for number, node in enumerate(draws):
-        name = f"noise_{number}"
+        name = f"{prefix}{number}"
         if by_head:
             descriptor = _as_captured(node, name, captured[number])
         else:
@@ -152,7 +154,7 @@ def _mask(name: str, like: torch.Tensor, keep: Any) -> NoiseDescriptor:
 
 def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+        return spec.empty()
 
 
 def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:

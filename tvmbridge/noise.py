@@ -291,6 +291,4 @@ def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
 
 
 def _materialize(value: Any) -> Any:
-    if not isinstance(value, TensorSpec):
-        return value
-    return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=value.device)
+    return value.empty() if isinstance(value, TensorSpec) else value

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from tvmbridge.aliasing import aliases_of
+from tvmbridge.aliasing import Sharing, aliases_of, refuse_exchanged
 from tvmbridge.arguments import ArgumentWatch
 from tvmbridge.attributes import (
     recorded_assignments,
@@ -45,7 +45,6 @@ from tvmbridge.standins import (
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
-from tvmbridge.types import OutputAlias
 from tvmbridge.views import ViewWatch
 
 logger = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Observation:
 
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
     ``assigned`` are those that it gives a constant value before it may read them, with that value;
-    ``writes`` names those that it changes. ``structure`` and ``aliases`` describe what it returns.
+    ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
@@ -68,7 +67,7 @@ class Observation:
     assigned: Mapping[tuple[str, str], Any]
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
-    aliases: tuple[OutputAlias | None, ...]
+    sharing: Sharing
     rebound: frozenset[str]
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
@@ -191,8 +190,8 @@ def observe(
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
-    given = [_fake(mode, leaf, needs_grad) for leaf in leaves]
-    held = {id(t): _fake(mode, t, needs_grad) for t in _all_tensors(module)}
+    given = [_fake(mode, leaf) for leaf in leaves]
+    held = {id(t): _fake(mode, t) for t in _all_tensors(module)}
     named = {id(t) for t in tensors_of(module).values()}
     beside = {id(held[id(t)]): t for t in _all_tensors(module) if id(t) not in named}
     others = ForeignModules()
@@ -220,10 +219,11 @@ def observe(
         assigned = values_assigned(module, set(assignments))
         writes = written(before, snapshot(module))
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        aliases = aliases_of(results, inputs, after, views)
+        sharing = aliases_of(results, inputs, after, views if needs_grad else None)
         if wrote(_all_tensors(module), versions, writable):
             impure.append("writes into a tensor that is neither an input nor a buffer")
-        rebound = frozenset(n for n, t in state.items() if after.get(n, t) is not t)
+        rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
+        refuse_exchanged(rebound, results, sharing)
     if needs_grad and foreign.differentiated:
         shapes = ", ".join(str(tuple(t.shape)) for t in foreign.differentiated.values())
         impure.append(
@@ -239,8 +239,8 @@ def observe(
         assigned,
         writes,
         returned,
-        aliases,
-        rebound,
+        sharing,
+        frozenset(rebound),
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
@@ -262,8 +262,9 @@ def _split(name: str) -> tuple[str, str]:
     return path, attribute
 
 
-def _fake(mode: FakeTensorMode, value: Any, needs_grad: bool) -> Any:
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     fake = mode.from_tensor(value.detach(), static_shapes=True)
-    return fake.requires_grad_() if needs_grad and value.requires_grad else fake
+    # Where no gradient is asked for, views of it say so too, and detached ones do not.
+    return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake

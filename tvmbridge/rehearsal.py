@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch
+from tvmbridge.bases import WithBases
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.standins import (
@@ -28,7 +29,7 @@ from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
 from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.views import shares_elements
+from tvmbridge.views import laid_out, shares_elements
 
 
 class Rehearsal:
@@ -109,7 +110,8 @@ class Rehearsal:
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
-            results = pytree.tree_leaves(_called(forward, args, kwargs))
+            with_bases = WithBases(forward, self.captured.bases)
+            results = pytree.tree_leaves(_called(with_bases, args, kwargs))
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
@@ -141,13 +143,8 @@ class Rehearsal:
 
 
 def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """A clone of the same strides, by which draws into it go; ``Tensor.clone`` fills gaps."""
-    if shares_elements(tensor):
-        return tensor.clone()
-    empty = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return empty.copy_(tensor)
+    """A clone of the same strides, by which draws into it go."""
+    return tensor.clone() if shares_elements(tensor) else laid_out(tensor, tensor.stride())
 
 
 def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

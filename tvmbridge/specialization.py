@@ -66,6 +66,8 @@ class Variant:
         self._aliases.sort(key=lambda numbered: numbered[1].kind is None)
         views = [alias for _, alias in self._aliases if alias.shape is not None]
         self._views = [alias for alias in views if alias.kind is not None]
+        rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
+        self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
         # Random numbers stand in the order of memory, which follows that of the inputs.
         held = [d for d in captured.inputs if d.kind in _OF_MODULE]
@@ -165,7 +167,7 @@ class Variant:
         values = [(o.kind, next(computed) if o.is_computed else o.value) for o in captured.outputs]
         returned = [value for kind, value in values if kind is OutputKind.USER]
         self._make_again(returned, leaves)
-        try_tail(captured.tail, returned)
+        try_tail(captured.tail, self._without_bases(returned))
 
     def _sample_state(self) -> list[torch.Tensor]:
         """The module's tensors; zeros where forward has yet to make one."""
@@ -223,14 +225,17 @@ class Variant:
             value = next(computed) if output.is_computed else output.value
             if output.kind is OutputKind.USER:
                 flat.append(value)
-            elif output.rebinds:
+            elif output.rebinds and output.alias is None:
                 self.state.rebind(output.target or "", value.detach())
-            else:
+            elif not output.rebinds:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
         self.state.assign()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
+        for name, alias in self._rebound_views:
+            self.state.rebind(name, made_again(alias, flat[int(alias.key)]))
+        flat = self._without_bases(flat)
         if captured.tail is not None:
             flat = captured.tail.resolve(flat)
         changed, checks = captured.changed_arguments, captured.checks
@@ -241,6 +246,9 @@ class Variant:
             base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
             assert base is not None
             flat[number] = made_again(alias, base)
+
+    def _without_bases(self, flat: Sequence[Any]) -> list[Any]:
+        return list(flat[: len(flat) - len(self.compiled.captured.bases)])
 
 
 class Checks(Protocol):

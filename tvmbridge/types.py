@@ -66,6 +66,10 @@ class TensorSpec:
             count *= extent
         return count * self.dtype.itemsize
 
+    def empty(self) -> torch.Tensor:
+        """A fresh tensor of this spec, with any values."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
@@ -165,12 +169,23 @@ class OutputAlias:
 
 
 @dataclass(frozen=True)
+class HiddenBase:
+    """A tensor that is not returned, but of which outputs are views: that of ``output``, a number.
+
+    ``order`` are its dimensions in the order of memory, from the outermost to the innermost.
+    """
+
+    output: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class OutputDescriptor:
     """One output of the captured graph.
 
     A user output that is not computed has ``spec`` None: it is the constant ``value`` (a number,
-    a string, None); or it is made again as ``alias`` says. ``rebinds``: a buffer that gets another
-    tensor, and is not written into.
+    a string, None). Any output may be made again as ``alias`` says. ``rebinds``: a buffer that gets
+    another tensor, and is not written into.
     """
 
     kind: OutputKind
@@ -200,7 +215,8 @@ class CapturedGraph:
     them reads values; None where none does. The last ``checks`` user outputs are checks that must
     have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
     and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
-    forward reads though nobody gives them to it; the graph has them as constants.
+    forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
+    further user outputs behind all others, from which views among the outputs are made again.
     """
 
     program: ExportedProgram
@@ -220,6 +236,7 @@ class CapturedGraph:
     checks: int = 0
     tail: Tail | None = None
     foreign: tuple[torch.Tensor, ...] = ()
+    bases: tuple[HiddenBase, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -69,6 +69,23 @@ def shares_elements(tensor: torch.Tensor) -> bool:
     return False
 
 
+def root(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd takes ``tensor`` for a view of; itself where it is none."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def in_order_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Its dimensions in the order in which it fills its memory; None where it does not fill it."""
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A copy with these strides; ``Tensor.clone`` fills gaps."""
+    made = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
 def viewed(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
     """The view of ``base`` that ``steps`` make."""
     for step in steps:

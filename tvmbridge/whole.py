@@ -12,30 +12,13 @@ another branch, which differs where a row has both zeros and NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-_NAMESPACE = "tvmbridge"
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """A function with the parameters of its operator and the shape of its result.
-
-    ``function`` and ``result`` are called with the arguments by name; ``result`` with fake tensors,
-    and returns an empty one. ``spellings`` are all the functions that it stands for.
-    """
-
-    name: str
-    parameters: str
-    function: Callable[..., torch.Tensor]
-    result: Callable[..., torch.Tensor]
-    spellings: tuple[Callable[..., Any], ...] = ()
+from tvmbridge.custom_operator import NAMESPACE, CustomOperator, register
 
 
 def _quantile(
@@ -101,86 +84,88 @@ _CTC = "int blank=0, str reduction='mean', bool zero_infinity=False"
 _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
 
 _FUNCTIONS = (
-    _Whole(
+    CustomOperator(
         "quantile",
         f"Tensor input, Tensor q, {_QUANTILE}",
         torch.quantile,
         _quantile,
         (torch.quantile, torch.Tensor.quantile),
     ),
-    _Whole("quantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.quantile, _quantile),
-    _Whole(
+    CustomOperator(
+        "quantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.quantile, _quantile
+    ),
+    CustomOperator(
         "nanquantile",
         f"Tensor input, Tensor q, {_QUANTILE}",
         torch.nanquantile,
         _quantile,
         (torch.nanquantile, torch.Tensor.nanquantile),
     ),
-    _Whole(
+    CustomOperator(
         "nanquantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.nanquantile, _quantile
     ),
-    _Whole(
+    CustomOperator(
         "cov",
         "Tensor input, int correction=1, Tensor? fweights=None, Tensor? aweights=None",
         torch.cov,
         _covariance,
         (torch.cov, torch.Tensor.cov),
     ),
-    _Whole(
+    CustomOperator(
         "corrcoef",
         "Tensor input",
         torch.corrcoef,
         _covariance,
         (torch.corrcoef, torch.Tensor.corrcoef),
     ),
-    _Whole(
+    CustomOperator(
         "combinations",
         "Tensor input, int r=2, bool with_replacement=False",
         torch.combinations,
         _combinations,
         (torch.combinations,),
     ),
-    _Whole(
+    CustomOperator(
         "ctc_loss",
         f"Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, {_CTC}",
         functional.ctc_loss,
         _ctc_loss,
         (functional.ctc_loss,),
     ),
-    _Whole(
+    CustomOperator(
         "ctc_loss.Tensor",
         f"Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, {_CTC}",
         functional.ctc_loss,
         _ctc_loss,
     ),
-    _Whole(
+    CustomOperator(
         "gaussian_nll_loss",
         f"Tensor input, Tensor target, Tensor var, {_NLL}",
         functional.gaussian_nll_loss,
         _gaussian_nll_loss,
         (functional.gaussian_nll_loss,),
     ),
-    _Whole(
+    CustomOperator(
         "gaussian_nll_loss.scalar",
         f"Tensor input, Tensor target, float var, {_NLL}",
         functional.gaussian_nll_loss,
         _gaussian_nll_loss,
     ),
-    _Whole(
+    CustomOperator(
         "prod",
         "Tensor input, int? dim=None, bool keepdim=False, ScalarType? dtype=None",
         _product,
         _product,
         (torch.prod, torch.Tensor.prod),
     ),
-    _Whole(
+    CustomOperator(
         "cumprod",
         "Tensor input, int dim, ScalarType? dtype=None",
         torch.cumprod,
         torch.cumprod,
         (torch.cumprod, torch.Tensor.cumprod),
     ),
-    _Whole(
+    CustomOperator(
         "put_by_mask",
         "Tensor input, Tensor mask, Tensor values, bool accumulate=False",
         _put_by_mask,
@@ -189,63 +174,9 @@ _FUNCTIONS = (
 )
 
 
-def _register(library: torch.library.Library, whole: _Whole) -> None:
-    """Define the operator of ``whole``, and the one that is its backward."""
-    name, _, overload = whole.name.partition(".")
-    backward = f"{name}_backward" + (f".{overload}" if overload else "")
-    library.define(f"{whole.name}({whole.parameters}) -> Tensor")
-    library.define(f"{backward}(Tensor gradient, int wanted, {whole.parameters}) -> Tensor")
-    schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
-    names = [argument.name for argument in schema.arguments]
-    differentiate = getattr(getattr(torch.ops.tvmbridge, f"{name}_backward"), overload or "default")
-
-    def run(*args: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return whole.function(**dict(zip(names, args, strict=False)))
-
-    # One gradient a call: the FuseOps of TVM 0.27 mixes up the fields of several tuples.
-    def run_backward(gradient: torch.Tensor, wanted: int, *args: Any) -> torch.Tensor:
-        leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        operand = leaves[wanted].requires_grad_()
-        with torch.enable_grad():
-            result = whole.function(**dict(zip(names, leaves, strict=False)))
-        (found,) = torch.autograd.grad(result, operand, gradient)
-        return found
-
-    def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
-        ctx.save_for_backward(*(inputs[i] for i in ctx.places))
-        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
-
-    def backward_of(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        args = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            args[place] = tensor
-        return tuple(
-            differentiate(gradient, place, *args) if needed else None
-            for place, needed in enumerate(ctx.needs_input_grad)
-        )
-
-    library.impl(whole.name, run, "CompositeExplicitAutograd")
-    library.impl(backward, run_backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"{_NAMESPACE}::{whole.name}",
-        lambda *args: whole.result(**dict(zip(names, args, strict=False))),
-        lib=library,
-    )
-    torch.library.register_fake(
-        f"{_NAMESPACE}::{backward}",
-        lambda gradient, wanted, *args: args[wanted].new_empty(args[wanted].shape),
-        lib=library,
-    )
-    torch.library.register_autograd(
-        f"{_NAMESPACE}::{whole.name}", backward_of, setup_context=set_up, lib=library
-    )
-
-
-_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 for _whole in _FUNCTIONS:
-    _register(_LIBRARY, _whole)
+    register(_LIBRARY, _whole)
 
 _OPERATORS: dict[Any, Any] = {
     spelling: getattr(torch.ops.tvmbridge, whole.name)

@@ -33,6 +33,8 @@ from tvmbridge.passes.base import (
     shape_of,
 )
 
+COTANGENT_PREFIX = "ct_"
+
 
 @dataclass(frozen=True)
 class AppendCotangents(RelaxPass):
@@ -44,7 +46,7 @@ class AppendCotangents(RelaxPass):
     """
 
     outputs: tuple[int, ...]
-    prefix: str = "ct_"
+    prefix: str = COTANGENT_PREFIX
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda f: self._append(f, report))

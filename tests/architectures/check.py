@@ -57,7 +57,8 @@ def check(name: str, mode: str, dtype: str) -> Outcome:
         model = _model(architecture, mode, dtype)
         found = step(architecture, model, _dispatch)
     except BridgeError as error:
-        known = bool(architecture.refused) and architecture.refused in str(error)
+        reason = architecture.outcomes().get("refused")
+        known = reason is not None and reason in str(error)
         outcome.result = "refused" if known else "error"
         outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return outcome

@@ -38,9 +38,18 @@ def _decoder(name: str, **settings: Any) -> Architecture:
     )
 
 
-def _experts(name: str, **settings: Any) -> Architecture:
+def _experts(
+    name: str, refused: str = "", refused_before: str = "", **settings: Any
+) -> Architecture:
     return Architecture(
-        "experts", f"{name}ForCausalLM", f"{name}Config", {**_EXPERTS, **settings}, labelled, True
+        "experts",
+        f"{name}ForCausalLM",
+        f"{name}Config",
+        {**_EXPERTS, **settings},
+        labelled,
+        cached=True,
+        refused=refused,
+        refused_before=refused_before,
     )
 
 
@@ -133,7 +142,10 @@ TABLE = {
     ),
     "mixtral": _experts(
         "Mixtral",
-        # The library's own choice, a custom operator; the others take batched products.
+        # The library's own choice, a custom operator; the others take batched products. Its
+        # derivative looped over experts before it was an operator, too.
+        refused="reads values of tensors",
+        refused_before="5.23",
         experts_implementation="grouped_mm",
         num_local_experts=4,
         num_experts_per_tok=2,

@@ -96,8 +96,6 @@ TABLE = {
             "decoder_layerdrop": 0.0,
         },
         _series,
-        # The distributions of its outputs check their parameters.
-        refused="data-dependent",
     ),
     "patchtst": Architecture(
         "other",

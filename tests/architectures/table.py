@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 VOCABULARY = 99
@@ -26,6 +28,8 @@ class Architecture:
         inputs: makes the keyword arguments of forward; seeded before it is called.
         cached: forward is also called with a cache of earlier keys and values.
         refused: a part of the reason why it is refused; empty where it must run.
+        refused_before: the release of transformers from which on it must run nevertheless; with
+            older ones it may be refused, in some modes.
     """
 
     family: str
@@ -35,6 +39,14 @@ class Architecture:
     inputs: Callable[[], Inputs]
     cached: bool = False
     refused: str = ""
+    refused_before: str = ""
+
+    def outcomes(self) -> dict[str, str]:
+        """What may come of it: *whole* or *refused*, with a part of the reason."""
+        if not self.refused_before:
+            return {"refused": self.refused} if self.refused else {"whole": ""}
+        older = Version(version("transformers")) < Version(self.refused_before)
+        return {"whole": "", **({"refused": self.refused} if older else {})}
 
     def build(self) -> nn.Module:
         """The model in eval mode, with weights drawn from a fixed seed."""

@@ -43,8 +43,7 @@ def test_every_architecture(name: str, mode: str) -> None:
         return
     found: list[Outcome] = []
     run_entries([Entry(name, mode, "float32")], found.append, timeout=900.0)
-    wanted = "refused" if architectures()[name].refused else "whole"
-    assert found[0].result == wanted, found[0].reason
+    assert found[0].result in architectures()[name].outcomes(), found[0].reason
 
 
 def test_comparison_notices() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from tests.conformance.case import Case
 from tests.conformance.check import Check
+from tests.conformance.compare import compare, is_as_near
 from tests.conformance.coverage import operators
 from tests.conformance.evaluate import Calls, eager, evaluate, inputs_of
 from tests.conformance.samples import cases_of
@@ -36,3 +37,15 @@ def test_a_wrong_gradient_is_no_rounding() -> None:
     check = Check(op, joint="auto")
     assert check._is_rounding(case, theirs, theirs)
     assert not check._is_rounding(case, (*theirs[:2], wrong, theirs[3]), theirs)
+
+
+def test_each_tensor_is_judged_by_itself() -> None:
+    """Rounding in one tensor does not put another to a test that agreement has spared it."""
+    exact = [torch.tensor([1e3, 1.0], dtype=torch.float64), torch.ones(2, dtype=torch.float64)]
+    theirs = [exact[0].float() + torch.tensor([0.0, 1e-4]), exact[1].float()]
+    # The first is nearer than eager's; the second agrees, although eager's is exact.
+    ours = [exact[0].float(), exact[1].float() * (1 + 1e-6)]
+    assert compare(ours, theirs, values=True)
+    assert is_as_near(ours, theirs, exact)
+    assert not is_as_near([ours[0], ours[1] * 1.001], theirs, exact)
+    assert not is_as_near([ours[0] + 1.0, ours[1]], theirs, exact)

@@ -17,6 +17,7 @@ from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, HALVES, Declined, converts
+from tvmbridge.frontend.running_statistics import moved, moved_as_bfloat16
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.dtypes import to_relax_dtype
 
@@ -192,12 +193,20 @@ def _batch_norm_in_training(
     if count < 2:
         raise Declined("the unbiased variance of one value")
     y, batch_mean, biased = _batch_norm(ctx, x, weight, bias, eps, None)
+    value = x.meta["val"]
+    if value.dtype is torch.bfloat16 and value.device.type == "cpu":
+        return (
+            _narrow(ctx, y, x),
+            None,
+            None,
+            *moved_as_bfloat16(ctx, (mean, variance), (batch_mean, biased), count, momentum),
+        )
     unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), _wide(x))))
-    moved = [
-        _narrow(ctx, _moved(ctx, ctx.tensor(old, _wide(x)), new, momentum, _wide(x)), x)
+    statistics = [
+        _narrow(ctx, moved(ctx, ctx.tensor(old, _wide(x)), new, momentum, _wide(x)), x)
         for old, new in ((mean, batch_mean), (variance, unbiased))
     ]
-    return _narrow(ctx, y, x), None, None, *moved
+    return _narrow(ctx, y, x), None, None, *statistics
 
 
 @converts(aten._batch_norm_with_update_functional.default, dtypes=_DTYPES)
@@ -271,12 +280,3 @@ def _instance_norm(
         scale=weight is not None,
     )
     return _narrow(ctx, ctx.emit(normed), x)
-
-
-def _moved(
-    ctx: Importer, old: relax.Expr, new: relax.Expr, momentum: float, dtype: torch.dtype
-) -> relax.Expr:
-    """momentum new + (1 - momentum) old."""
-    taken = ctx.emit(relax.op.multiply(new, ctx.tensor(momentum, dtype)))
-    kept = ctx.emit(relax.op.multiply(old, ctx.tensor(1.0 - momentum, dtype)))
-    return ctx.emit(relax.op.add(taken, kept))

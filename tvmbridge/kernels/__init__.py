@@ -9,10 +9,16 @@ import tvm_ffi
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
 
+# Each is called with a spec, or its key, and tensors.
+KERNELS = {
+    ATEN_CALL: run_aten_call,
+    MATMUL: run_matmul,
+    ONEDNN_MATMUL: run_onednn_matmul,
+}
+
 
 @functools.cache
 def register_kernels() -> None:
     """Make the kernels known to TVM; done once, before the first build."""
-    tvm_ffi.register_global_func(ATEN_CALL, run_aten_call)
-    tvm_ffi.register_global_func(MATMUL, run_matmul)
-    tvm_ffi.register_global_func(ONEDNN_MATMUL, run_onednn_matmul)
+    for name, kernel in KERNELS.items():
+        tvm_ffi.register_global_func(name, kernel)

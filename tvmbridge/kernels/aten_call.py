@@ -24,6 +24,7 @@ from tvm import relax
 
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.kernels.dtypes import to_relax_dtype
+from tvmbridge.kernels.keys import spec_named
 
 ATEN_CALL = "tvmbridge.aten"
 
@@ -196,8 +197,8 @@ def compiled_call(call: relax.Call) -> dict[str, Any] | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _program(spec: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    content = json.loads(spec)
+def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
+    content = json.loads(spec_named(key))
     op = resolve_overload(content["op"])
     args = [_decode(a) for a in content["args"]]
     kwargs = {k: _decode(v) for k, v in content["kwargs"].items()}
@@ -226,7 +227,7 @@ def _own(result: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> torch
     return result
 
 
-def run_aten_call(spec: str, *tensors: Any) -> Any:
+def run_aten_call(key: str, *tensors: Any) -> Any:
     """Run one ATen call; registered with TVM under :data:`ATEN_CALL`."""
     with torch.no_grad():
-        return _program(spec)(tuple(from_dlpack(t) for t in tensors))
+        return _program(key)(tuple(from_dlpack(t) for t in tensors))

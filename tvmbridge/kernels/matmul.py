@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from tvmbridge.kernels.keys import spec_named
+
 MATMUL = "tvmbridge.matmul"
 ONEDNN_MATMUL = "tvmbridge.onednn_matmul"
 
@@ -31,9 +33,9 @@ def matmul_spec(views: tuple[View, View], result: tuple[int, ...]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def program(spec: str) -> Callable[..., None]:
-    """The product of ``spec`` as a function of its tensors, the result last."""
-    content = json.loads(spec)
+def program(key: str) -> Callable[..., None]:
+    """The product of a spec, or of its key, as a function of its tensors, the result last."""
+    content = json.loads(spec_named(key))
     left, right = (_viewer(v) for v in content["views"])
     shape = content["result"]
     if len(shape) == 3:
@@ -54,9 +56,9 @@ def program(spec: str) -> Callable[..., None]:
 
 
 @functools.lru_cache(maxsize=4096)
-def onednn_program(spec: str) -> Callable[..., torch.Tensor]:
-    """The product of ``spec`` by oneDNN, as a function of its operands."""
-    left, right = (_viewer(v) for v in json.loads(spec)["views"])
+def onednn_program(key: str) -> Callable[..., torch.Tensor]:
+    """The product of a spec, or of its key, by oneDNN, as a function of its operands."""
+    left, right = (_viewer(v) for v in json.loads(spec_named(key))["views"])
     kernel = torch.ops.mkldnn._linear_pointwise
 
     def run(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -73,13 +75,13 @@ def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.as_strided(size, stride)
 
 
-def run_matmul(spec: str, *tensors: Any) -> None:
+def run_matmul(key: str, *tensors: Any) -> None:
     """Run one product; registered with TVM under :data:`MATMUL`. The last tensor is the result."""
     with torch.no_grad():
-        program(spec)(*[from_dlpack(t) for t in tensors])
+        program(key)(*[from_dlpack(t) for t in tensors])
 
 
-def run_onednn_matmul(spec: str, *tensors: Any) -> torch.Tensor:
+def run_onednn_matmul(key: str, *tensors: Any) -> torch.Tensor:
     """Run one product by oneDNN; registered with TVM under :data:`ONEDNN_MATMUL`."""
     with torch.no_grad():
-        return onednn_program(spec)(*[from_dlpack(t) for t in tensors])
+        return onednn_program(key)(*[from_dlpack(t) for t in tensors])

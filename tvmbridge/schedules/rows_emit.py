@@ -173,17 +173,19 @@ class RowEmitter:
         lanes = self._lanes(members, columns)
         statements: list[tirx.Stmt] = []
         accumulators = []
+        # One after another too, elements go to several sums: a single long one would round worse.
+        places = lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns))
         for member in members:
             if member.stage.reduction is None:
                 continue
-            buffer, statement = allocate([lanes], member.stage.dtype, f"{member.stage.name}_lanes")
-            accumulators.append(_Accumulator(member, buffer, lanes))
+            buffer, statement = allocate([places], member.stage.dtype, f"{member.stage.name}_lanes")
+            accumulators.append(_Accumulator(member, buffer, places))
             init = member.stage.reduction.init
 
             def clear(lane: Expr, buffer: Buffer = buffer, init: Expr = init) -> list[tirx.Stmt]:
                 return [store(buffer, init, lane)]
 
-            statements += [statement, vector_loop(lanes, clear)]
+            statements += [statement, vector_loop(places, clear)]
 
         def step(base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
             if isinstance(base, tirx.Var):
@@ -194,7 +196,7 @@ class RowEmitter:
         for accumulator in accumulators:
             reduction = accumulator.member.stage.reduction
             assert reduction is not None
-            statements += combine_lanes(accumulator.buffer, lanes, reduction)
+            statements += combine_lanes(accumulator.buffer, accumulator.lanes, reduction)
             total = load(accumulator.buffer, integer(0))
             statements += self._set_scalar(accumulator.member, total, row)
         return statements
@@ -227,12 +229,13 @@ class RowEmitter:
                     evaluator.remember(buffer, self.indexer.flat(buffer, indices), value)
                     continue
                 target = next(a for a in accumulators if a.member is member)
-                old = evaluator.name(load(target.buffer, lane), "old")
+                place = lane if lanes > 1 else column % integer(target.lanes)
+                old = evaluator.name(load(target.buffer, place), "old")
                 value = evaluator.name(value, "element")
                 new = member.stage.reduction.combine(old, value)
                 if fresh is not None:
                     new = tirx.Select(column >= fresh, new, old)
-                evaluator.statements.append(store(target.buffer, new, lane))
+                evaluator.statements.append(store(target.buffer, new, place))
 
         return element_loop(lanes, self.evaluator.fork, body)
 

@@ -20,6 +20,7 @@ from tvm.target import Target
 from tvmbridge.build import COMPILER_CONFIG
 from tvmbridge.records.library import apply_trace
 from tvmbridge.schedules import schedule_function
+from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.threads import share_torch_threads
 from tvmbridge.tuning.samples import buffer_types, disagreement, sample_inputs
 
@@ -110,7 +111,8 @@ def _prepared() -> _Bench:
 def _compile(function: tirx.PrimFunc, target: Target) -> Callable[..., None]:
     main = function.with_attr("global_symbol", "main")
     with tvm.transform.PassContext(config=COMPILER_CONFIG):
-        return tvm.tirx.build(tvm.IRModule({"main": main}), target=target)["main"]
+        mod = with_exact_indices(tvm.IRModule({"main": main}))
+        return tvm.tirx.build(mod, target=target)["main"]
 
 
 def _written(function: tirx.PrimFunc) -> list[int]:

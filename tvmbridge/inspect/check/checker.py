@@ -71,7 +71,9 @@ class Checker:
             self.unchecked["a part of forward runs eagerly after the compiled code"] += 1
             return variant.run(leaves, tensors, arguments)
         try:
-            twin = Twin(module, arguments, variant.compiled.captured.device)
+            captured = variant.compiled.captured
+            bases = captured.bases if variant.compiled.split is not None else ()
+            twin = Twin(module, arguments, captured.device, bases)
         except Exception as error:
             reason = f"the module cannot be copied: {first_paragraph(error)}"
             if not self.unchecked[reason]:
@@ -200,7 +202,7 @@ class _Check:
 
     def _output_names(self) -> list[str | None]:
         """The names of the computed results, in order; None for state, and for checks."""
-        names = iter(self._twin.outcome.leaves)
+        names = iter(self._twin.outcome.differentiable)
         found: list[str | None] = []
         for output in self._variant.compiled.captured.outputs:
             name = next(names, None) if output.kind is OutputKind.USER else None
@@ -210,7 +212,7 @@ class _Check:
 
     def _all_cotangents(self, arrived: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A cotangent for every output: zeros where none came."""
-        leaves = self._twin.outcome.leaves.items()
+        leaves = self._twin.outcome.differentiable.items()
         tensors = {name: leaf for name, leaf in leaves if isinstance(leaf, torch.Tensor)}
         return {n: arrived.get(n, torch.zeros_like(t.detach())) for n, t in tensors.items()}
 

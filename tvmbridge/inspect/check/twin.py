@@ -15,9 +15,10 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import Arguments, ArgumentWatch
 from tvmbridge.dispatcher import Dispatcher
-from tvmbridge.inspect.compare.eager import output_names, state_name
+from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.types import HiddenBase
 
 Generators = list[tuple[torch.Generator, torch.Tensor]]
 
@@ -50,19 +51,32 @@ class Outcome:
 
     ``returned`` is what forward returned; ``leaves`` are its leaves, and those of the arguments
     that it changed, by name; ``structure`` is that of both. ``state`` are the tensors of the
-    module and the arguments after the call.
+    module and the arguments after the call, ``bases`` the hidden bases of the outputs.
     """
 
     returned: Any
     leaves: Mapping[str, Any]
     structure: Any
     state: Mapping[str, Any]
+    bases: Mapping[str, torch.Tensor]
+
+    @property
+    def differentiable(self) -> Mapping[str, Any]:
+        """What gradients may arrive for: the leaves, and hidden bases, by name."""
+        return {**self.leaves, **self.bases}
 
 
 def observed_call(
-    forward: Callable[..., Any], module: nn.Module, arguments: Arguments, inputs: Sequence[Any]
+    forward: Callable[..., Any],
+    module: nn.Module,
+    arguments: Arguments,
+    inputs: Sequence[Any],
+    bases: Sequence[HiddenBase] = (),
 ) -> Outcome:
-    """Call ``forward`` on ``arguments``, whose leaves are ``inputs``, and see what it does."""
+    """Call ``forward`` on ``arguments``, whose leaves are ``inputs``, and see what it does.
+
+    The hidden ``bases`` of its outputs are kept too.
+    """
     returned: list[Any] = []
 
     def keeping(*args: Any, **kwargs: Any) -> Any:
@@ -72,13 +86,15 @@ def observed_call(
     args, kwargs = arguments
     watched = ArgumentWatch(keeping, checks=False)(*args, **kwargs)
     leaves, structure = pytree.tree_flatten(watched)
+    results = dict(zip(output_names(watched), leaves, strict=True))
     tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     state = {**tensors, **tensors_of(module)}
     return Outcome(
         returned[0],
-        dict(zip(output_names(watched), leaves, strict=True)),
+        results,
         structure,
         {state_name(name): value for name, value in state.items()},
+        named_bases(results, bases),
     )
 
 
@@ -92,12 +108,19 @@ class Twin:
         module: the dispatched module.
         arguments: those of the call.
         device: the one that the module computes on.
+        bases: hidden bases that gradients may arrive for.
 
     Raises:
         Exception: the module cannot be copied, or its copy would not stand for itself.
     """
 
-    def __init__(self, module: nn.Module, arguments: Arguments, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: Arguments,
+        device: torch.device,
+        bases: Sequence[HiddenBase],
+    ) -> None:
         args, kwargs = arguments
         closure = _closure_over(module)
         if closure is not None:
@@ -110,7 +133,11 @@ class Twin:
         with restarted(self.states), without_autocast():
             try:
                 self.outcome = observed_call(
-                    self._module.forward, self._module, (own_args, own_kwargs), self._inputs
+                    self._module.forward,
+                    self._module,
+                    (own_args, own_kwargs),
+                    self._inputs,
+                    bases,
                 )
             except Exception as error:
                 self.error = error
@@ -120,7 +147,7 @@ class Twin:
         self, cotangents: Mapping[str, torch.Tensor], wanted: Sequence[str]
     ) -> list[torch.Tensor | None]:
         """Gradients of ``wanted`` for the cotangents of outputs; None where none flows."""
-        outputs = {n: o for n, o in self.outcome.leaves.items() if n in cotangents}
+        outputs = {n: o for n, o in self.outcome.differentiable.items() if n in cotangents}
         flowing = [name for name, output in outputs.items() if output.requires_grad]
         leaves = [self._leaf(name) for name in wanted]
         if not flowing:

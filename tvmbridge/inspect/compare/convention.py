@@ -11,10 +11,11 @@ from tvmbridge.aliasing import made_again
 from tvmbridge.compiled import LoweredModule
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.eager import state_name
-from tvmbridge.inspect.compare.inputs import base_name, title, with_strides
+from tvmbridge.inspect.compare.inputs import base_name, title
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import TraceBuilder
 from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputDescriptor, OutputKind
+from tvmbridge.views import laid_out
 
 
 def draws_of(sample: Sample, lowered: LoweredModule) -> dict[str, torch.Tensor]:
@@ -120,15 +121,16 @@ class CallingConvention:
         What is written during the call is seen in them.
         """
         users = [name for name, output in self.outputs() if output.kind is OutputKind.USER]
-        aliased = [(n, o.alias) for n, o in self.outputs() if o.alias is not None]
-        # Views of outputs come after what they are views of.
+        outputs = sorted(self.outputs(), key=lambda pair: pair[1].kind is not OutputKind.USER)
+        aliased = [(n, o.alias) for n, o in outputs if o.alias is not None]
+        # Views of outputs come after what they are views of, exchanged buffers after these.
         for name, alias in sorted(aliased, key=lambda pair: pair[1].kind is None):
             base = users[int(alias.key)] if alias.kind is None else state_name(base_name(alias))
             number = builder.results.get(base)
             if number is None:
                 number = builder.given(base, self._base(alias))
             if alias.shape is not None:
-                whole = with_strides(builder.steps[number].value, alias.base_stride)
+                whole = laid_out(builder.steps[number].value, alias.base_stride)
                 number = builder.computed(name, "view", "", (number,), made_again(alias, whole))
             builder.results[name] = number
 

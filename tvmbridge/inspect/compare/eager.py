@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,13 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.aliasing import aliases_of
 from tvmbridge.arguments import ArgumentWatch
+from tvmbridge.bases import bases_of
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.types import HiddenBase
 
 # Runs with moved roundings; the largest of the departures is the scale of rounding.
 _RUNS = 3
@@ -91,10 +93,11 @@ def _run(
         before = {name: t.detach().clone() for name, t in (tensors | state).items()}
         with recorder, torch.set_grad_enabled(backward):
             returned = run_forward(sample, args, kwargs)
+            results, views = _results(sample, returned, leaves)
         if sample.draws is None:
             sample.draws = recorder.draws
-        sample.output_names = output_names(returned)
-        outputs = _named_tensors(sample.output_names, returned)
+        sample.output_names = list(results)
+        outputs = {n: r for n, r in results.items() if isinstance(r, torch.Tensor)}
         for name, value in outputs.items():
             recorder.result(name, value)
         after = dict(sample.module.named_buffers())
@@ -105,7 +108,6 @@ def _run(
                 unwritten.add(title)
         if backward:
             wanted = tensors | dict(sample.module.named_parameters())
-            views = _views(sample, returned, leaves)
             computed = {name: o for name, o in outputs.items() if name not in views}
             _gradients(sample, recorder, computed, wanted)
         return recorder.trace.build()
@@ -124,22 +126,27 @@ def state_name(name: str) -> str:
     return f"{name} after the call"
 
 
-def _named_tensors(names: list[str], returned: Any) -> dict[str, torch.Tensor]:
-    named = zip(names, pytree.tree_leaves(returned), strict=True)
-    return {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
+def named_bases(outputs: Mapping[str, Any], bases: Sequence[HiddenBase]) -> dict[str, torch.Tensor]:
+    """The hidden bases of ``outputs``, by name."""
+    names = list(outputs)
+    found = bases_of(list(outputs.values()), bases)
+    return {f"base of {names[b.output]}": t for b, t in zip(bases, found, strict=True)}
 
 
-def _views(sample: Sample, returned: Any, inputs: list[Any]) -> set[str]:
-    """The outputs that are views of others, of inputs or of state.
+def _results(sample: Sample, returned: Any, inputs: list[Any]) -> tuple[dict[str, Any], set[str]]:
+    """The outputs and their hidden bases, by name, and which of them are views.
 
-    Compiled code does not compute them, so their cotangents arrive elsewhere.
+    Compiled code does not compute views of others, of inputs or of state, so that their cotangents
+    arrive elsewhere.
     """
+    outputs = dict(zip(output_names(returned), pytree.tree_leaves(returned), strict=True))
     given = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     try:
-        aliases = aliases_of(pytree.tree_leaves(returned), given, tensors_of(sample.module))
+        sharing = aliases_of(list(outputs.values()), given, tensors_of(sample.module))
     except UnsupportedOperatorError:
-        return set()  # it will not be compiled
-    return {n for n, a in zip(sample.output_names, aliases, strict=True) if a is not None}
+        return outputs, set()  # it will not be compiled
+    views = {n for n, alias in zip(outputs, sharing.aliases, strict=True) if alias is not None}
+    return outputs | named_bases(outputs, sharing.bases), views
 
 
 def _gradients(

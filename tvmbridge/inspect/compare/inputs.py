@@ -1,8 +1,6 @@
-"""Inputs of a comparison: what they are called, and how views of them are laid out."""
+"""Inputs of a comparison: what they are called."""
 
 from __future__ import annotations
-
-import torch
 
 from tvmbridge.types import InputDescriptor, InputKind, OutputAlias
 
@@ -17,9 +15,3 @@ def title(descriptor: InputDescriptor) -> str:
 def base_name(alias: OutputAlias) -> str:
     """The same for the base of an output that shares memory with an input."""
     return f"input {alias.key}" if alias.kind is InputKind.USER else str(alias.key)
-
-
-def with_strides(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """The same values, laid out as the base of a view was when the view was captured."""
-    made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return made.copy_(value)

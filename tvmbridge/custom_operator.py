@@ -1,0 +1,100 @@
+"""Operators of our own, each one a call of a Python function, with PyTorch's own gradient of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NAMESPACE = "tvmbridge"
+
+
+@dataclass(frozen=True)
+class CustomOperator:
+    """A function with the parameters of its operator and the shape of its result.
+
+    ``function`` and ``result`` are called with the arguments by name; ``result`` with fake tensors,
+    and returns an empty one. ``spellings`` are all the functions that it stands for.
+    """
+
+    name: str
+    parameters: str
+    function: Callable[..., torch.Tensor]
+    result: Callable[..., torch.Tensor]
+    spellings: tuple[Callable[..., Any], ...] = ()
+
+
+def register(library: torch.library.Library, operator: CustomOperator) -> None:
+    """Define ``operator`` in ``library``, and the one that is its backward."""
+    name, _, overload = operator.name.partition(".")
+    library.define(f"{operator.name}({operator.parameters}) -> Tensor")
+    schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
+    names = [argument.name for argument in schema.arguments]
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return operator.function(**dict(zip(names, args, strict=False)))
+
+    library.impl(operator.name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{NAMESPACE}::{operator.name}",
+        lambda *args: operator.result(**dict(zip(names, args, strict=False))),
+        lib=library,
+    )
+    _register_autograd(library, operator, _register_backward(library, operator, names))
+
+
+def _register_backward(
+    library: torch.library.Library, operator: CustomOperator, names: Sequence[str]
+) -> Callable[..., torch.Tensor]:
+    """Define the operator of one of the gradients; ``names`` are the arguments of ``operator``."""
+    name, _, overload = operator.name.partition(".")
+    backward = f"{name}_backward" + (f".{overload}" if overload else "")
+    library.define(f"{backward}(Tensor gradient, int wanted, {operator.parameters}) -> Tensor")
+
+    # One gradient a call: the FuseOps of TVM 0.27 mixes up the fields of several tuples.
+    def run_backward(gradient: torch.Tensor, wanted: int, *args: Any) -> torch.Tensor:
+        leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        operand = leaves[wanted].requires_grad_()
+        with torch.enable_grad():
+            result = operator.function(**dict(zip(names, leaves, strict=False)))
+        (found,) = torch.autograd.grad(result, operand, gradient)
+        return found
+
+    library.impl(backward, run_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{NAMESPACE}::{backward}",
+        lambda gradient, wanted, *args: args[wanted].new_empty(args[wanted].shape),
+        lib=library,
+    )
+    packet = getattr(torch.ops.tvmbridge, f"{name}_backward")
+    differentiate: Callable[..., torch.Tensor] = getattr(packet, overload or "default")
+    return differentiate
+
+
+def _register_autograd(
+    library: torch.library.Library,
+    operator: CustomOperator,
+    differentiate: Callable[..., torch.Tensor],
+) -> None:
+    """Have autograd differentiate ``operator`` by ``differentiate(gradient, place, *args)``."""
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.places))
+        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
+
+    def backward_of(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        args = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[place] = tensor
+        return tuple(
+            differentiate(gradient, place, *args) if needed else None
+            for place, needed in enumerate(ctx.needs_input_grad)
+        )
+
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{operator.name}", backward_of, setup_context=set_up, lib=library
+    )

@@ -1,0 +1,55 @@
+"""Random draws in words, the same for eager PyTorch's and for those of the captured graph.
+
+Draws that are called alike fill the same elements with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tvmbridge.noise import READS_VALUES, RRELU_NAME, base_name, memory_order
+from tvmbridge.types import ComputedTensor, NoiseDescriptor, TensorSpec
+
+
+def eager_draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
+    """A draw in words that are the same for its variants: operator, shape, order in memory."""
+    value = pytree.tree_leaves(result)[0]
+    order = memory_order(value)
+    if op is torch.ops.aten.native_dropout.default:
+        return f"mask {tuple(value.shape)} {_nesting(order)} {1.0 - args[1]}"
+    if op in (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p):
+        keep = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        return f"mask {tuple(value.shape)} {_nesting(order)} {keep}"
+    operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return _in_words(op, TensorSpec.of(value), [TensorSpec.of(t) for t in operands])
+
+
+def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str:
+    words = f"{base_name(op)} {drawn.shape} {memory_order(drawn)} {drawn.dtype}"
+    if base_name(op) not in (*READS_VALUES, RRELU_NAME):
+        return words
+    return f"{words} of {[(t.shape, memory_order(t), t.dtype) for t in operands]}"
+
+
+def _nesting(order: tuple[int, ...]) -> list[int]:
+    """Dimensions from the outermost to the innermost: all that a mask's numbers depend on."""
+    return sorted(range(len(order)), key=lambda dim: -order[dim])
+
+
+def captured_draw(noise: NoiseDescriptor) -> str:
+    """A draw of the captured graph in the words of :func:`eager_draw`."""
+    filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
+    if noise.op is torch.ops.aten.bernoulli_.float:
+        return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"
+    operands = [
+        leaf.spec if isinstance(leaf, ComputedTensor) else leaf
+        for leaf in pytree.tree_leaves((noise.args, dict(noise.kwargs)))
+        if isinstance(leaf, ComputedTensor | TensorSpec)
+    ]
+    drawn = replace(noise.spec, stride=filled.stride)
+    return _in_words(noise.op, drawn, operands)

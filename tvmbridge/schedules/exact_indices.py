@@ -1,0 +1,64 @@
+"""Indices with quotients and remainders, kept from a rewriting of TVM's that is wrong.
+
+``FlattenBuffer`` looks for affine maps of the loops in each index, and takes
+``(i + 1) % 20 // 10 * 10 + i % 10`` for ``(i + 1) % 20``: the parts of two different numbers become
+one. It leaves indices as they are where the range of one loop depends on another, so a function
+with such indices gets an empty nest of that kind in front, which a later pass removes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import IRModule, TensorLoad
+from tvm.s_tir import SBlock, SBlockRealize
+
+from tvmbridge.schedules.indexing import index_var, integer
+
+
+def with_exact_indices(mod: IRModule) -> IRModule:
+    """``mod`` with functions whose indices TVM's lowering does not take for others."""
+    functions = dict(mod.functions_items())
+    for name, function in functions.items():
+        if isinstance(function, tirx.PrimFunc) and _divides(function.body):
+            functions[name] = function.with_body(_guarded(function.body))
+    return IRModule(functions, attrs=mod.attrs)
+
+
+def _divides(body: tirx.Stmt) -> bool:
+    """Whether some index has a quotient or a remainder in it."""
+    found: list[Any] = []
+
+    def look(access: Any) -> None:
+        for index in access.indices:
+            tvm_ffi.structural_walk(index, ((tirx.FloorDiv, tirx.FloorMod), found.append))
+
+    tvm_ffi.structural_walk(body, ((TensorLoad, tirx.BufferStore), look))
+    return bool(found)
+
+
+def _guarded(body: tirx.Stmt) -> tirx.Stmt:
+    if not isinstance(body, SBlockRealize):
+        return tirx.SeqStmt([_empty_nest(), body])
+    block = body.block
+    block = SBlock(
+        block.iter_vars,
+        block.reads,
+        block.writes,
+        block.name_hint,
+        tirx.SeqStmt([_empty_nest(), block.body]),
+        block.init,
+        block.alloc_buffers,
+        block.match_buffers,
+        block.annotations,
+    )
+    return SBlockRealize(body.iter_values, body.predicate, block)
+
+
+def _empty_nest() -> tirx.Stmt:
+    outer, inner = index_var("outer"), index_var("inner")
+    serial = tirx.ForKind.SERIAL
+    nothing = tirx.For(inner, integer(0), outer, serial, tirx.Evaluate(integer(0)))
+    return tirx.For(outer, integer(0), integer(2), serial, nothing)
