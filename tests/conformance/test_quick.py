@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.__main__ import main
+from tests.planted.plant import VARIABLE
 
 
 def run(size: str, folder: Path) -> int:
@@ -26,3 +27,25 @@ def test_each_operator_agrees_with_eager(
 def test_quick_set_agrees_with_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nor in the other dtypes, nor its gradient by either source."""
     assert run("whole", tmp_path) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("mistake", "operator", "mode"),
+    [
+        ("gelu by tanh", "nn.functional.gelu", "forward"),
+        pytest.param("scale of erf's gradient", "erf", "relax", marks=pytest.mark.slow),
+    ],
+)
+def test_an_admitted_claim_that_is_wrong_fails(
+    mistake: str,
+    operator: str,
+    mode: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The workers serve by the claims of the table: one that a mistake makes wrong is no pass."""
+    monkeypatch.setenv(VARIABLE, mistake)
+    only = ["--ops", operator, "--modes", mode, "--samples", "1"]
+    assert main([*only, "--out", str(tmp_path / "table.jsonl")]) == 1
+    assert f"{operator}/float32/{mode}: wrong" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
+import tests.planted.plugin  # noqa: F401  (plants a mistake, if one is asked for)
 from tests.conformance.case import Case
 from tests.conformance.check import Check, GroupFailed, Outcome
 from tests.conformance.coverage import UNDEFINED_VALUES, operators

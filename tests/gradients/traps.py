@@ -25,6 +25,10 @@ KINKS: Cases = {
     "standard deviation of equals": (lambda x: x.std(1), (torch.ones(3, 4).double(),)),
     "norm of zeros": (lambda x: (x.norm(), x.norm(dim=1)), (torch.zeros(3, 4).double(),)),
     "power": (lambda x: (x**2, x**3, x.abs() ** 0.5, x**0), (special(),)),
+    "numbers that a simplifier folds": (
+        lambda x: (x * 0, 0 / x, x - x, (x + 1e8) - 1e8, (x + 1) - (x + 1), x * 3 / 3),
+        (special(),),
+    ),
     "where with NaN not chosen": (lambda x: torch.where(x > 0, x.log(), x), (special(),)),
 }
 

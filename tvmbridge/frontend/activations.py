@@ -85,8 +85,6 @@ def _clamp_by_tensors(
 
 @converts(aten.leaky_relu.default, dtypes=FLOATS)
 def _leaky_relu(ctx: Importer, node: fx.Node, x: fx.Node, slope: int | float = 0.01) -> relax.Expr:
-    if slope == 0:
-        raise Declined("the simplifier takes a product with 0 for 0, NaN and infinity too")
     value, dtype = ctx.value(x), result_dtype(node)
     positive = ctx.emit(relax.op.greater(value, ctx.tensor(0, dtype)))
     scaled = ctx.emit(relax.op.multiply(value, ctx.tensor(slope, dtype)))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import tvm_ffi
 from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
-from tvmbridge.passes.relax.constants import uniform_value
 
 aten = torch.ops.aten
 
@@ -80,51 +78,12 @@ def _silu(ctx: Importer, node: fx.Node, x: fx.Node) -> relax.Expr:
     return relax.op.nn.silu(ctx.value(x))
 
 
-_SHIFTS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.permute.default,
-        aten.clone.default,
-        aten.alias.default,
-        aten.expand.default,
-        aten.slice.Tensor,
-        aten.select.int,
-    }
-)
-
-
-def _sources(operand: Operand) -> Iterator[fx.Node]:
-    """A node, and those that it is a view of."""
-    while isinstance(operand, fx.Node):
-        yield operand
-        below: Any = operand.args[0] if operand.target in _VIEWS else 0
-        operand = below
-
-
-def _shifts(node: fx.Node, operand: Operand | None) -> bool:
-    """Whether ``node`` adds a number to floating-point values, or takes one away."""
-    if node.target not in _SHIFTS or not result_dtype(node).is_floating_point:
-        return False
-    other = node.args[1] if operand is None else operand
-    return not isinstance(other, fx.Node)
-
-
 @converts(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, dtypes=NUMBERS)
 def _add_sub(
     ctx: Importer, node: fx.Node, a: Operand, b: Operand, alpha: int | float = 1
 ) -> relax.Expr:
     dtype = result_dtype(node)
-    if _shifts(node, b) and any(_shifts(source, None) for source in _sources(a)):
-        raise Declined("the simplifier would add up the two numbers, and round differently")
     subtracts = node.target in (aten.sub.Tensor, aten.sub.Scalar)
-    if subtracts and dtype.is_floating_point and _same(ctx, a, b):
-        raise Declined("the simplifier takes x - x for 0, of infinities too")
     right = ctx.tensor(b, dtype)
     if alpha != 1:
         right = ctx.emit(relax.op.multiply(right, ctx.tensor(alpha, dtype)))
@@ -142,38 +101,17 @@ def _rsub(
     return relax.op.subtract(ctx.tensor(b, dtype), ctx.tensor(a, dtype))
 
 
-def _is_zero(ctx: Importer, operand: Operand) -> bool:
-    """Whether ``operand`` is known to be 0 everywhere."""
-    if not isinstance(operand, fx.Node):
-        return operand == 0
-    return uniform_value(ctx.value(operand), ctx.builder.lookup_binding) == 0
-
-
-def _same(ctx: Importer, a: Operand, b: Operand) -> bool:
-    """Whether both are one value, or will be one after equal expressions are merged."""
-    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
-        return False
-    left, right = (ctx.builder.lookup_binding(ctx.value(x)) for x in (a, b))
-    if ctx.value(a).same_as(ctx.value(b)):
-        return True
-    return left is not None and right is not None and tvm_ffi.structural_equal(left, right)
-
-
 @converts(aten.mul.Tensor, aten.mul.Scalar)
 def _mul(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
     dtype = result_dtype(node)
     if dtype is torch.bool:
         return relax.op.logical_and(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
-    if dtype.is_floating_point and (_is_zero(ctx, a) or _is_zero(ctx, b)):
-        raise Declined("the simplifier takes a product with 0 for 0, NaN and infinity too")
     return relax.op.multiply(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
 @converts(aten.div.Tensor, aten.div.Scalar)
 def _div(ctx: Importer, node: fx.Node, a: Operand, b: Operand) -> relax.Expr:
     dtype = result_dtype(node)
-    if _is_zero(ctx, a):
-        raise Declined("the simplifier takes a quotient of 0 for 0, that by 0 or NaN too")
     return relax.op.divide(ctx.tensor(a, dtype), ctx.tensor(b, dtype))
 
 
