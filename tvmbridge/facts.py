@@ -272,8 +272,7 @@ def _is_cut_off(tensor: torch.Tensor) -> bool:
         return False
     try:
         return tensor.grad_fn is None
-    except RuntimeError:
-        # Its base was written since: autograd refuses to make its history anew.
+    except RuntimeError:  # Its base was written since: autograd makes no history for it.
         return True
 
 
