@@ -61,9 +61,11 @@ class ReadsAWrittenView(nn.Module):
         y = x * 2
         row = y[0]
         y.mul_(3)
+        z = x * 5
         with torch.no_grad():
             scale = row + 1
-        return y.sum(0) + scale * row
+            z[-1] *= 0.5
+        return y.sum(0) + scale * row + torch.sin(z).sum(0)
 
 
 def test_a_view_of_what_was_written_may_be_read_without_autograd() -> None:

@@ -220,7 +220,7 @@ class _FlowWatch(TorchDispatchMode):
         with enable_reentrant_dispatch():
             self.look_at(operands, str(func))
             self._look_at_writes(func, args)
-            active = any(t.requires_grad for t in operands)
+            active = any(_is_cut_off(t) or t.requires_grad for t in operands)
         result = self._drawing(func, args, kwargs)
         results = _floating(result)
         if not active or not results:
@@ -244,7 +244,7 @@ class _FlowWatch(TorchDispatchMode):
             return
         arguments = zip(func._schema.arguments, args, strict=False)
         written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
-        if any(t.requires_grad or _is_cut_off(t) for t in _floating(written)):
+        if any(_is_cut_off(t) or t.requires_grad for t in _floating(written)):
             reason = f"forward writes by {func}, under no_grad, what a gradient flows to"
             self.reasons[reason] = None
 
@@ -255,6 +255,7 @@ class _FlowWatch(TorchDispatchMode):
                 # Autograd makes such views anew, so that they are not found by their identity.
                 reason = f"forward stops the gradient at a view, made under no_grad, for {reader}"
                 self.reasons[reason] = None
+                continue
             made = self._made_by.get(id(tensor))
             if made is not None and not tensor.requires_grad and tensor.is_floating_point():
                 reason = f"forward stops the gradient at {made[1]}, whose result goes to {reader}"
@@ -267,7 +268,12 @@ def _is_cut_off(tensor: torch.Tensor) -> bool:
     Such a view says that it requires one too, but autograd takes it for a leaf.
     """
     base = tensor._base
-    return base is not None and base.requires_grad and tensor.grad_fn is None
+    if base is None or not base.requires_grad:
+        return False
+    try:
+        return tensor.grad_fn is None
+    except RuntimeError:  # Its base was written since: autograd makes no history for it.
+        return True
 
 
 def _floating(value: Any) -> list[torch.Tensor]:
