@@ -127,3 +127,24 @@ def test_the_order_of_further_keywords_is_seen() -> None:
         1,
         {"the structure of the arguments differs": 1},
     )
+
+
+class AsksLayout(nn.Module):
+    """What it computes depends on how its argument lies in memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        window = torch.as_strided(x, (2, 3), (1, 2))
+        return window * x.stride(0) if x.is_contiguous() else window
+
+
+def test_forward_that_asks_for_strides_is_served_for_those_of_the_sample() -> None:
+    module = AsksLayout().eval()
+    x = torch.arange(6.0)
+    tvmbridge.add_tvm_dispatch(module, x.reshape(2, 3))
+    for given in (x.reshape(2, 3), x.reshape(3, 2).t()):
+        assert torch.equal(module(given), module.forward.original(given))  # type: ignore[union-attr]
+    report = tvmbridge.dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (
+        1,
+        {"an input is laid out otherwise, and forward asks for that": 1},
+    )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.frontend.helpers import assert_like_eager
 from tests.joint_cases import Case
 from tests.joint_steps import assert_same, build, dispatched, step
 from tvmbridge.decompositions import _copy, _view
@@ -61,3 +62,13 @@ def test_a_view_is_a_view_where_strides_allow_one() -> None:
     x = torch.arange(12.0).view(3, 4)
     assert _view(x, [4, 3]) is NotImplemented
     assert torch.equal(_view(x.T, [12]), x.T.reshape(12))
+
+
+def test_rows_of_a_strided_or_expanded_tensor_are_filled() -> None:
+    def fills(x: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+        expanded = x[:1].expand(3, 4)
+        filled = [t.index_fill(1, index, 2.0) for t in (x, x.t(), expanded)]
+        return [*filled, expanded.index_fill(0, index, value), x[0, :1].index_fill(0, index[0], 5)]
+
+    index, value = torch.tensor([0, 2]), torch.tensor(3.0)
+    assert_like_eager(fills, torch.randn(3, 4), index, value)

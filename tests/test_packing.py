@@ -298,7 +298,7 @@ def test_memory_is_given_back(module: nn.Module) -> None:
 def test_both_modes_read_one_pack() -> None:
     module = dispatched(training=True)
     reference = make(training=True)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (module, reference)]
     for _ in range(3):
         for each, optimizer in zip((module, reference), optimizers, strict=True):
             each.zero_grad()

@@ -20,6 +20,8 @@ def test_losses_keep_the_dtype_of_the_input() -> None:
     def losses(x: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
         return [
             functional.huber_loss(x, target),
+            functional.binary_cross_entropy_with_logits(x, target),
+            functional.binary_cross_entropy_with_logits(target, x, reduction="none"),
             functional.huber_loss(x, target, reduction="none", delta=0.5),
             functional.soft_margin_loss(x, target, reduction="sum"),
             x.select_scatter(target[0], 0, 1),

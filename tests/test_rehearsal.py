@@ -54,6 +54,30 @@ def test_what_a_function_keeps_is_not_made_of_fake_tensors(joint: str) -> None:
     torch.testing.assert_close(ours, module(x))
 
 
+class ReadsAWrittenView(nn.Module):
+    """Reads, without autograd, a view whose base was written after it was taken."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        row = y[0]
+        y.mul_(3)
+        with torch.no_grad():
+            scale = row + 1
+        return y.sum(0) + scale * row
+
+
+def test_a_view_of_what_was_written_may_be_read_without_autograd() -> None:
+    """Autograd makes such a view's history anew, and must be at hand for it."""
+    plain, module = ReadsAWrittenView().train(), ReadsAWrittenView().train()
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    tvmbridge.add_tvm_dispatch(module, x)
+    ours, theirs = module(x), plain(x)
+    torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad(out.square().sum(), x) for out in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+    assert tvmbridge.dispatch_report(module).tvm_calls == 1
+
+
 def test_a_constant_without_values_is_refused() -> None:
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(3)

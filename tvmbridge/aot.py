@@ -115,6 +115,10 @@ def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
     count = len(rehearsal.inputs)
     position = {d.name: i for i, d in enumerate(rehearsal.inputs)}
     wanted = [position[name] for name in facts.wanted]
+    if not wanted:
+        raise UnsupportedOperatorError(
+            "the outputs require a gradient, but none of it reaches an input or a parameter"
+        )
 
     def joint(*values: torch.Tensor) -> list[torch.Tensor]:
         leaves = rehearsal.leaves_of(values[:count])

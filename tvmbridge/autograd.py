@@ -13,6 +13,7 @@ from tvmbridge.compiled import CompiledModule
 from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
 from tvmbridge.packing import Packing
+from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputKind, OutputKind, TensorSpec
 
 _NO_DOUBLE_BACKWARD = (
@@ -55,12 +56,16 @@ class TrainingCall:
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
         ]
+        self.readers = readers_of(compiled.captured, parts.cotangent_of)
         computed = [o for o in compiled.captured.outputs if o.is_computed]
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
 
     def __call__(self, primals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order)."""
         results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, *primals)  # type: ignore[no-untyped-call]
+        node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
+        if node is not None:
+            node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
         return results
 
     def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,6 +107,7 @@ class _CompiledFunction(torch.autograd.Function):
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
+        ctx.watched = None
         # Not saved for backward: it reads none of them, and they may be written into meanwhile.
         ctx.sources = [p for p in primals if p.requires_grad]
         guards = [primals[i] for i in call.guarded]
@@ -114,6 +120,8 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: TrainingCall = ctx.call
         _refuse_batched(cotangents)
+        if ctx.watched is not None:
+            ctx.watched.refuse_hooks(cotangents)
         with torch.no_grad():
             saved = ctx.saved_tensors
             saved = saved[: len(saved) - len(call.guarded)]

@@ -120,6 +120,7 @@ def capture_staged(
         tail=tail,
         bases=bases,
         foreign=seen.foreign,
+        asks_layout=seen.asks_layout,
     )
 
 

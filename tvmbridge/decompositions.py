@@ -122,7 +122,22 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     else:
         table[sdpa] = _attention_with_dropout
     table[aten.rrelu.default] = _rrelu
+    for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
+        if op in table:
+            table[op] = _of_dense_rows(table[op])
     return table
+
+
+def _of_dense_rows(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """The parts of a dense operand: of another they write into a tensor with its strides."""
+
+    def decompose(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.stride() == torch.empty(x.shape, device="meta").stride():
+            return parts(x, *args, **kwargs)
+        result = parts(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+        return _copy(torch.empty_like(x), result)
+
+    return decompose
 
 
 def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:

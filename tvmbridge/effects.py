@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
 from tvmbridge.patches import patched_here
@@ -52,6 +53,27 @@ def written(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> 
 def _unchanged(then: Any, now: Any) -> bool:
     # What containers hold follows them in the list.
     return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
+
+
+class LayoutWatch(TorchFunctionMode):
+    """Notes whether forward asks how tensors lie in memory, which may decide what it computes."""
+
+    _QUESTIONS = frozenset(
+        {
+            torch.Tensor.is_contiguous,
+            torch.Tensor.stride,
+            torch.Tensor.as_strided,
+            torch.as_strided,
+        }
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.asked |= func in self._QUESTIONS
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch._functorch.utils
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -216,9 +216,11 @@ class _FlowWatch(TorchDispatchMode):
         if func.namespace == "prim" or func._schema.name in _CREATES:
             return self._drawing(func, args, kwargs)
         operands = _floating((args, kwargs))
-        self.look_at(operands, str(func))
-        self._look_at_writes(func, args)
-        active = any(t.requires_grad for t in operands)
+        # A view whose base was written is made anew when its flags are read: with autograd.
+        with enable_reentrant_dispatch():
+            self.look_at(operands, str(func))
+            self._look_at_writes(func, args)
+            active = any(t.requires_grad for t in operands)
         result = self._drawing(func, args, kwargs)
         results = _floating(result)
         if not active or not results:

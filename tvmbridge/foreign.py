@@ -6,7 +6,7 @@ inputs of the graph, and nobody would notice that it was changed. The same is tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tvmbridge.errors import CaptureError
 from tvmbridge.patches import patched_here
 
 aten = torch.ops.aten
@@ -41,6 +42,15 @@ class ForeignTensors(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self._note(self._stand_ins.get(id(value)), value)
         return func(*args, **(kwargs or {}))
+
+    def without_gradient(self) -> list[str]:
+        """What forward does that would cost a gradient."""
+        shapes = ", ".join(str(tuple(t.shape)) for t in self.differentiated.values())
+        complaint = (
+            f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
+            "argument nor a parameter of the module"
+        )
+        return [complaint] if self.differentiated else []
 
     def _note(self, stood_for: torch.Tensor | None, value: torch.Tensor) -> None:
         foreign = stood_for if stood_for is not None or isinstance(value, FakeTensor) else value
@@ -88,6 +98,17 @@ class ForeignModules:
 
         with patched_here(nn.Module, "__init__", made):
             yield
+
+
+def refuse_foreign(module: nn.Module, run: Sequence[nn.Module]) -> None:
+    """Raise CaptureError if forward of ``module`` has ``run`` modules that are not its own."""
+    if run:
+        kinds = ", ".join(sorted({f"a {type(m).__name__}" for m in run}))
+        raise CaptureError(
+            f"forward of {type(module).__name__} runs {kinds} that is none of its submodules, so "
+            "that changes of its parameters and flags would not be seen; make it an attribute of "
+            "the module"
+        )
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -28,9 +28,10 @@ from tvmbridge.attributes import (
 )
 from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
-from tvmbridge.effects import all_held, impurities, snapshot, written, wrote
+from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
-from tvmbridge.foreign import ForeignModules, ForeignTensors
+from tvmbridge.foreign import ForeignModules, ForeignTensors, refuse_foreign
+from tvmbridge.leaks import Made, saved_without_circles
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
     copied_values,
@@ -60,7 +61,8 @@ class Observation:
     ``rebound`` are the buffers that it exchanges for others rather than writing into them.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
-    are not its own.
+    are not its own. ``kept``: a tensor that it made outlived the call.
+    ``asks_layout``: it looks at strides or offsets.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -72,6 +74,8 @@ class Observation:
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
+    kept: bool = False
+    asks_layout: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,7 @@ def staged(
     actor = _actor(module) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
-        if (seen.writes or seen.assigned) and apart and not seen.impure:
+        if (seen.writes or seen.assigned or seen.kept) and apart and not seen.impure:
             actor = _actor(module)
             run_apart(actor, args, kwargs)
             again = observe(actor, args, kwargs, needs_grad)
@@ -131,18 +135,17 @@ def staged(
         return Stage(_actor(module) if apart else module, None, error)
     if apart:
         _refuse_to_part(module, seen)
-    if seen.foreign_modules:
-        kinds = ", ".join(sorted({f"a {type(m).__name__}" for m in seen.foreign_modules}))
-        raise CaptureError(
-            f"forward of {type(module).__name__} runs {kinds} that is none of its submodules, so "
-            "that changes of its parameters and flags would not be seen; make it an attribute of "
-            "the module"
-        )
+    refuse_foreign(module, seen.foreign_modules)
     found = [f"writes {name}" for name in seen.writes] + list(seen.impure)
     if found:
         raise CaptureError(
             f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
             "not do at each call"
+        )
+    if seen.kept:
+        raise CaptureError(
+            f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
+            "module, in a cache or a global, which compiled code would not do"
         )
     if not apart:
         seen = replace(seen, values=copied_values(seen.values), assigned={})
@@ -187,8 +190,24 @@ def observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    made = Made()
+    try:
+        with saved_without_circles():
+            seen = _observe(module, args, kwargs, needs_grad, made)
+    finally:
+        kept = made.forget()
+    return replace(seen, kept=kept)
+
+
+def _observe(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    made: Made,
+) -> Observation:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
     given = [_fake(mode, leaf) for leaf in leaves]
     held = {id(t): _fake(mode, t) for t in _all_tensors(module)}
@@ -211,7 +230,13 @@ def observe(
         others.forget()
         fake_args, fake_kwargs = unflatten(given, structure)
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
-        with ForeignTensors(beside) as foreign, ViewWatch() as views, others.noticing_new_ones():
+        with (
+            made,
+            ForeignTensors(beside) as foreign,
+            ViewWatch() as views,
+            LayoutWatch() as layouts,
+            others.noticing_new_ones(),
+        ):
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
@@ -224,12 +249,8 @@ def observe(
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
-    if needs_grad and foreign.differentiated:
-        shapes = ", ".join(str(tuple(t.shape)) for t in foreign.differentiated.values())
-        impure.append(
-            f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
-            "argument nor a parameter of the module"
-        )
+    if needs_grad:
+        impure += foreign.without_gradient()
     values = values_read(module, read)
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in all_held(value, 4)):
@@ -244,6 +265,7 @@ def observe(
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
+        asks_layout=layouts.asked,
     )
 
 

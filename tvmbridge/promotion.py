@@ -41,8 +41,22 @@ def _normal(mean: torch.Tensor, std: torch.Tensor, **named: Any) -> torch.Tensor
     return torch.normal(mean, std.to(mean.dtype), **named)
 
 
+def _cross_entropy(
+    input: torch.Tensor, target: torch.Tensor, *rest: Any, **named: Any
+) -> torch.Tensor:
+    """In PyTorch 2.11 the kernel writes into a tensor of the target's dtype."""
+    loss = nn.functional.binary_cross_entropy_with_logits
+    op = torch.ops.aten.binary_cross_entropy_with_logits.default
+    wide = torch.promote_types(input.dtype, target.dtype)
+    (dtype,) = kernel_dtypes(op, (input, target), {}) or [None]
+    if dtype in (None, wide):
+        return loss(input, target, *rest, **named)
+    return loss(input.to(wide), target.to(wide), *rest, **named).to(dtype)
+
+
 # Their fake kernels promote where the kernels keep the dtype of the first operand.
 _KEPT_DTYPE: dict[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.binary_cross_entropy_with_logits: _cross_entropy,
     nn.functional.huber_loss: _huber_loss,
     nn.functional.soft_margin_loss: _soft_margin_loss,
     torch.normal: _normal,

@@ -9,6 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decompositions
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.patches import patched_here
 
 aten = torch.ops.aten
 
@@ -79,3 +83,32 @@ def _with_dropout(whole: Decomposition) -> Decomposition:
         return x, *(torch.cat(layers) for layers in zip(*finals, strict=True))
 
     return decompose
+
+
+class LongShortTermMemoryTakenApart(TorchFunctionMode):
+    """Within it an LSTM whose gradient is wanted runs as its single steps.
+
+    Else it may run as one operator of oneDNN, whose forward keeps a workspace for its backward only
+    under autograd, of a size that its fake kernel does not tell: compiled code runs without.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.lstm and not kwargs and _is_one_tensor_with_gradient(args):
+            with patched_here(
+                decompositions,
+                "select_one_layer_lstm_function",
+                lambda *_: decompositions.one_layer_lstm,
+            ):
+                return _TAKE_APART(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_one_tensor_with_gradient(args: Sequence[Any]) -> bool:
+    """Whether an LSTM is called with a tensor, not a packed sequence, and a gradient is wanted."""
+    if isinstance(args[1], torch.Tensor) or not torch.is_grad_enabled():
+        return False
+    tensors = [args[0], *args[1], *args[2]]
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+_TAKE_APART = _with_dropout(decompositions.lstm_impl)

@@ -73,6 +73,7 @@ class Variant:
         held = [d for d in captured.inputs if d.kind in _OF_MODULE]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
+        self._strides = [(d.position or 0, d.spec.stride) for d in users if captured.asks_layout]
         # Eager sorts equal elements otherwise where they lie in one place.
         sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
@@ -103,6 +104,9 @@ class Variant:
         for position, order in self._orders:
             if memory_order(leaves[position]) != order:
                 return "an input is laid out otherwise, so that random numbers would differ"
+        for position, stride in self._strides:
+            if leaves[position].stride() != stride:
+                return "an input is laid out otherwise, and forward asks for that"
         for position, repeated in self._repeats:
             if _repeated(leaves[position].stride()) != repeated:
                 return "an input is expanded otherwise, so that equal elements would be sorted so"

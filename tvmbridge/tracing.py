@@ -9,8 +9,10 @@ from torch import nn
 
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
+from tvmbridge.empties import FunctionsOfNothing
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
+from tvmbridge.recurrent import LongShortTermMemoryTakenApart
 from tvmbridge.standins import as_captured, plain_checkpoints
 from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
@@ -24,11 +26,14 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         module: what is traced.
     """
     with (
+        # First, so that it is asked last: what it calls the others do not see.
+        LongShortTermMemoryTakenApart(),
         cumulative_averages_on_tensors(module),
         conversions_without_effect(),
         KernelPromotion(),
         FunctionsKeptWhole(),
         FillsByMask(),
+        FunctionsOfNothing(),
         UniformComparisons(),
     ):
         yield

@@ -217,6 +217,7 @@ class CapturedGraph:
     and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
     forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
     further user outputs behind all others, from which views among the outputs are made again.
+    Where forward ``asks_layout``, the graph is right for inputs laid out like the sample's.
     """
 
     program: ExportedProgram
@@ -237,6 +238,7 @@ class CapturedGraph:
     tail: Tail | None = None
     foreign: tuple[torch.Tensor, ...] = ()
     bases: tuple[HiddenBase, ...] = ()
+    asks_layout: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -39,9 +39,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from tvmbridge.legalize.broadcast import OPAQUE
 from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
-
-_OPAQUE = 8
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ def _is_opaque(value: relax.Expr, mod: tvm.IRModule) -> bool:
     """Whether FuseOps fuses nothing with ``value``."""
     if isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.call_tir":
         attrs = mod[value.args[0]].attrs
-        return int(attrs.get("op_pattern", _OPAQUE)) == _OPAQUE
+        return int(attrs.get("op_pattern", OPAQUE)) == OPAQUE
     return True
 
 

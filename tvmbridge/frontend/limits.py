@@ -111,6 +111,10 @@ def _refuse_kernels_with_faults(node: fx.Node) -> None:
     name = node.target._schema.name  # type: ignore[union-attr]
     if name == "aten::_pdist_backward" and not all(o.numel() for o in operands[1:2]):
         raise UnsupportedOperatorError(f"{node.target} of no elements crashes in PyTorch")
+    if name == "aten::mkldnn_rnn_layer_backward":
+        raise UnsupportedOperatorError(
+            f"{node.target} reads a workspace that its forward makes under autograd alone"
+        )
 
 
 def _is_dense(operand: Any) -> bool:

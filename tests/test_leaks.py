@@ -1,0 +1,92 @@
+"""Caches outside of the module: filled by the first call as in eager PyTorch, never by a trace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_dispatch import eager
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+
+TABLES: dict[Any, Any] = {}
+KEPT: list[torch.Tensor] = []
+TABLE: torch.Tensor | None = None
+
+
+@functools.lru_cache(maxsize=4)
+def table(size: int) -> tuple[torch.Tensor, ...]:
+    return torch.arange(float(size)), torch.ones(size)
+
+
+class Cached(nn.Module):
+    """Multiplies by a table that is made once."""
+
+    made: torch.Tensor | None = None
+
+    def __init__(self, find: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.find = find
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.find(self)
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019, UP033
+    def of_method(self) -> torch.Tensor:
+        return torch.arange(6.0)
+
+
+def _of_dict(_: Any) -> torch.Tensor:
+    if 6 not in TABLES:
+        TABLES[6] = {"table": torch.arange(6.0)}
+    return TABLES[6]["table"]  # type: ignore[no-any-return]
+
+
+def _of_global(_: Any) -> torch.Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = torch.arange(6.0)
+    return TABLE
+
+
+def _of_class(_: Any) -> torch.Tensor:
+    if Cached.made is None:
+        Cached.made = torch.arange(6.0)
+    return Cached.made
+
+
+CACHES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "function": lambda m: table(6)[0],
+    "method": lambda m: m.of_method(),
+    "dict": _of_dict,
+    "global": _of_global,
+    "class": _of_class,
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_is_filled_with_what_a_call_would_fill_it_with(kind: str) -> None:
+    module = Cached(CACHES[kind]).train()
+    x = torch.randn(2, 6)
+    add_tvm_dispatch(module, x)
+    # Eager PyTorch reads the cache too.
+    expected = eager(module)(x)
+    assert type(expected) is torch.Tensor
+    torch.testing.assert_close(module(x), expected)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_what_is_kept_of_each_call_is_refused_and_left_as_it_was() -> None:
+    def keeps(module: Any) -> torch.Tensor:
+        KEPT.append(module.weight * 2)
+        return KEPT[-1]
+
+    KEPT[:] = [torch.ones(1)]
+    with pytest.raises(CaptureError, match="keeps a tensor of each call outside of the module"):
+        add_tvm_dispatch(Cached(keeps).train(), torch.randn(2, 6))
+    assert all(type(t) in (torch.Tensor, nn.Parameter) for t in KEPT)

@@ -1,0 +1,83 @@
+"""Outputs that others are computed from: hooks on them that would miss a gradient are refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.test_dispatch import eager
+from tvmbridge import BridgeError, add_tvm_dispatch
+
+
+class Features(nn.Module):
+    """Returns features, what is computed from them, and two outputs that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = torch.tanh(self.body(x))
+        logits = self.head(features)
+        picked = torch.ones_like(x)[features.argmax(-1)] * x  # reads it without a gradient
+        return features, logits, picked, features.argmax(-1)
+
+
+def _x() -> torch.Tensor:
+    return torch.linspace(-1, 2, 24, dtype=torch.float64).reshape(4, 6).requires_grad_()
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return add_tvm_dispatch(Features().double().train(), _x())
+
+
+def _gradients(module: nn.Module, hooked: int, *read: int) -> list[Any]:
+    """Gradients of the parameters and of the hooked output."""
+    outputs = module(_x())
+    outputs[hooked].retain_grad()
+    module.zero_grad()
+    sum(outputs[n].square().sum() for n in read).backward()  # type: ignore[union-attr]
+    return [outputs[hooked].grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize(("hooked", "read"), [(0, (0,)), (1, (0, 1)), (2, (0, 2)), (0, (2,))])
+def test_gradients_of_outputs_that_no_read_one_is_computed_from(
+    module: nn.Module, hooked: int, read: tuple[int, ...]
+) -> None:
+    ours, theirs = (_gradients(m, hooked, *read) for m in (module, eager(module)))
+    assert [g is None for g in ours] == [g is None for g in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one is None or torch.allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("read", [(1,), (0, 1)])
+def test_a_gradient_that_would_be_missed_is_refused(
+    module: nn.Module, read: tuple[int, ...]
+) -> None:
+    with pytest.raises(BridgeError, match=r"output 0 .* has a hook or retain_grad"):
+        _gradients(module, 0, *read)
+
+
+def test_a_hook_is_refused_until_it_is_removed(module: nn.Module) -> None:
+    features, logits, *_ = module(_x())
+    seen: list[Any] = []
+    handle = features.register_hook(seen.append)
+    with pytest.raises(BridgeError, match="Dispatch the submodules"):
+        logits.sum().backward(retain_graph=True)
+    handle.remove()
+    logits.sum().backward()
+    assert seen == [None]
+
+
+def test_submodules_that_are_dispatched_hand_it_over(module: nn.Module) -> None:
+    parts = copy.deepcopy(eager(module))
+    add_tvm_dispatch(parts.body, _x())
+    add_tvm_dispatch(parts.head, _x())
+    ours, theirs = (_gradients(m, 0, 0, 1) for m in (parts, eager(module)))
+    torch.testing.assert_close(ours, theirs)
