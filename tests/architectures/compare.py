@@ -12,14 +12,16 @@ import torch
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
     """An error may be ``relative`` times the largest value of its tensor, and ``common`` times the
-    largest of all tensors beside it: a gradient that is zero by cancellation is all rounding."""
+    largest of all tensors beside it: a gradient that is zero by cancellation is all rounding.
+    ``absolute`` is what it may be besides."""
 
     relative: float
     common: float
+    absolute: float = 0.0
 
     def of(self, reference: torch.Tensor, largest: float) -> float:
         """The largest error that may be."""
-        return self.relative * magnitude(reference) + self.common * largest
+        return self.relative * magnitude(reference) + self.common * largest + self.absolute
 
 
 # What a result of each dtype may differ by; float64 shows what float32's rounding could hide.
