@@ -290,3 +290,14 @@ def test_a_view_of_an_input_that_is_made_under_no_grad_is_refused() -> None:
     with torch.no_grad():
         module = add_tvm_dispatch(Applied(forward).eval(), x)
         assert module(x)[0].data_ptr() == x.data_ptr()
+
+
+def test_empty_outputs_share_nothing() -> None:
+    module = add_tvm_dispatch(nn.ChannelShuffle(2).train(), torch.ones(0, 4, 3, 3).requires_grad_())
+    given = torch.ones(0, 4, 3, 3).requires_grad_()
+    result = module(given)
+    assert result.shape == given.shape
+    assert result.requires_grad
+    result.sum().backward()
+    assert given.grad is not None
+    assert not dispatch_report(module).fallbacks

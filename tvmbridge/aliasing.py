@@ -165,6 +165,8 @@ def _base_among(
             alias = _view(kind, key, output, tensor)
             if views is not None:
                 if _has_other_history(output, tensor):
+                    if not output.numel():  # there is nothing to share
+                        return None
                     raise UnsupportedOperatorError(_OTHER_HISTORY)
                 if output.requires_grad and shares_elements(tensor):
                     return replace(alias, steps=views.steps(output, tensor))
