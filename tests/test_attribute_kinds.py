@@ -171,3 +171,52 @@ def test_iterators_are_refused_by_name(values: Any) -> None:
 
     with pytest.raises(CaptureError, match="reads the iterator values"):
         add_tvm_dispatch(Iterates().eval(), torch.ones(3))
+
+
+class Scaled(nn.Module):
+    """Reads what stands in its class, and what a class between could hide."""
+
+    scale = 2.0
+    shifts = [1.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shifts[0]
+
+
+class Between(Scaled):
+    """Has nothing of its own."""
+
+
+def _rescale(_: nn.Module) -> None:
+    Scaled.scale = 3.0
+
+
+def _shift(_: nn.Module) -> None:
+    Scaled.shifts[0] = 4.0
+
+
+def _hide_in_class(_: nn.Module) -> None:
+    Between.scale = 5.0
+
+
+def _hide_in_instance(module: nn.Module) -> None:
+    module.scale = 6.0  # type: ignore[assignment]
+
+
+def test_changed_attributes_of_classes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Scaled, "scale", 2.0)
+    monkeypatch.setattr(Scaled, "shifts", [1.0])
+    monkeypatch.setattr(Between, "scale", 2.0)
+    monkeypatch.delattr(Between, "scale")
+    x = torch.linspace(-1, 1, 5)
+    original = add_tvm_dispatch(Between().eval(), x)
+    for module in (original, copy.deepcopy(original)):
+        torch.testing.assert_close(module(x), x * 2 + 1)
+        assert not dispatch_report(module).fallbacks
+    changes = {_rescale: 3 * x + 1, _shift: 3 * x + 4, _hide_in_class: 5 * x + 4}
+    for change, expected in {**changes, _hide_in_instance: 6 * x + 4}.items():
+        module = copy.deepcopy(original)
+        change(module)
+        torch.testing.assert_close(module(x), expected)
+        (reason,) = dispatch_report(module).fallbacks
+        assert reason in ("the attribute scale changed", "the attribute shifts changed")

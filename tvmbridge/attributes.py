@@ -138,9 +138,11 @@ def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[st
 class _Watched:
     """One attribute: where it is, what it was, and quick signs that it is the same still."""
 
-    def __init__(self, owner: nn.Module, name: str, label: str, expected: Any) -> None:
+    def __init__(
+        self, owner: nn.Module | type[nn.Module], name: str, label: str, expected: Any
+    ) -> None:
         self.owner = owner
-        self.attributes = owner.__dict__
+        self.attributes: Mapping[str, Any] = owner.__dict__
         self.name = name
         self.label = label
         self.expected = expected
@@ -166,6 +168,22 @@ class _Watched:
             self.held.append(value)
         for item in held:
             self._hold(item, depth - 1)
+
+
+def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
+    """The attribute of a class that is read where its instance has none, if it is data.
+
+    Classes that could come to hide it are watched too; those of PyTorch have no data of users.
+    """
+    classes = cls.__mro__
+    place = next((i for i, c in enumerate(classes) if name in c.__dict__), None)
+    if place is None or classes[place].__module__.startswith("torch."):
+        return []
+    value = classes[place].__dict__[name]
+    if not is_constant(value) and not isinstance(value, CONTAINERS):
+        return []
+    hidden = [_Watched(c, name, label, MISSING) for c in classes[:place]]
+    return [*hidden, _Watched(classes[place], name, label, copy.deepcopy(value))]
 
 
 class _Holder:
@@ -220,19 +238,27 @@ class AttributeGuard:
             expected: values by (submodule's name, attribute's name), as :func:`values_read` has
                 them; objects among them must be copies, which no change reaches.
         """
-        return cls(
-            [
-                _Watched(module.get_submodule(path), name, f"{path}.{name}".lstrip("."), value)
-                for (path, name), value in expected.items()
-            ]
-        )
+        watched: dict[tuple[int, str], _Watched] = {}
+        for (path, name), value in expected.items():
+            owner, label = module.get_submodule(path), f"{path}.{name}".lstrip(".")
+            found = [_Watched(owner, name, label, value)]
+            if value is MISSING:
+                found += _of_class(type(owner), name, label)
+            for each in found:
+                watched.setdefault((id(each.owner), name), each)
+        return cls(list(watched.values()))
 
     def rebound(self, memo: Mapping[int, Any]) -> AttributeGuard:
         """The same expectations of a deep copy of the module, found through the copy's memo."""
         # Tensors that the expected values hold have been copied with the module.
         return AttributeGuard(
             [
-                _Watched(memo[id(w.owner)], w.name, w.label, copy.deepcopy(w.expected, dict(memo)))
+                _Watched(
+                    memo.get(id(w.owner), w.owner),  # a class is its own copy
+                    w.name,
+                    w.label,
+                    copy.deepcopy(w.expected, dict(memo)),
+                )
                 for w in self._watched
             ]
         )
