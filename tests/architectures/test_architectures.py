@@ -28,6 +28,7 @@ def test_quick(name: str, mode: str, dtype: str) -> None:
     assert outcome.result == "whole", outcome.reason
 
 
+@pytest.mark.slow
 def test_what_is_refused_says_why() -> None:
     outcome = check("switch", "eval", "float32")
     assert outcome.result == "refused"
