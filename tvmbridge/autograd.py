@@ -100,10 +100,7 @@ class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: TrainingCall, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         compiled, parts = call.compiled, call.parts
-        loaded = compiled.loaded
-        results = loaded.call("forward", loaded.prepare("forward", primals))
-        for i in compiled.copied_outputs:
-            results[i] = results[i].clone()
+        results = compiled.loaded.run("forward", primals, compiled.copied_outputs)
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
@@ -175,11 +172,7 @@ def _zeros(spec: TensorSpec | None) -> torch.Tensor:
 
 
 def _run_whole(compiled: CompiledModule, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    loaded = compiled.loaded
-    gradients = loaded.call("backward", loaded.prepare("backward", values))
-    for i in compiled.copied_gradients:
-        gradients[i] = gradients[i].clone()
-    return gradients
+    return compiled.loaded.run("backward", values, compiled.copied_gradients)
 
 
 def _refuse_second_derivative(

@@ -49,10 +49,10 @@ class PartialBackward:
 
     def __call__(self, values: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """``count`` gradients of what backward reads and the cotangents that arrived."""
-        results = self.loaded.call("backward", self.loaded.prepare("backward", values))
+        results = self.loaded.run("backward", values, self.copied)
         placed: list[torch.Tensor | None] = [None] * count
-        for i, number in enumerate(self.gradients):
-            placed[number] = results[i].clone() if i in self.copied else results[i]
+        for number, result in zip(self.gradients, results, strict=True):
+            placed[number] = result
         return placed
 
 

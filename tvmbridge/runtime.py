@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -43,6 +43,15 @@ class LoadedModule:
             t if anywhere and t.is_contiguous() and not t.is_neg() else prepare(t)
             for t, anywhere in zip(tensors, loose, strict=True)
         ]
+
+    def run(
+        self, name: str, tensors: Sequence[torch.Tensor], copied: Collection[int] = ()
+    ) -> list[torch.Tensor]:
+        """Call ``name`` on tensors as they come; the results numbered ``copied`` are clones."""
+        results = self.call(name, self.prepare(name, tensors))
+        for i in copied:
+            results[i] = results[i].clone()
+        return results
 
     def call(self, name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Call ``name`` on prepared tensors; the results own their memory or share it with

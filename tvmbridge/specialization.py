@@ -208,11 +208,7 @@ class Variant:
         return results
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        loaded = self.compiled.loaded
-        results = loaded.call("forward", loaded.prepare("forward", primals))
-        for i in self.compiled.copied_outputs:
-            results[i] = results[i].clone()
-        return results
+        return self.compiled.loaded.run("forward", primals, self.compiled.copied_outputs)
 
     def assemble(
         self,

@@ -51,7 +51,7 @@ class CompiledCode:
         primals = [p.clone() for p in route.primals()]
         if compiled.split is None:
             loaded = compiled.loaded
-            outputs = loaded.call("forward", loaded.prepare("forward", primals))
+            outputs = loaded.run("forward", primals)
             gradients: Sequence[Any] = ()
         else:
             outputs, gradients = self._train(TrainingCall(compiled), primals)
@@ -152,7 +152,7 @@ def _compiled_values(
         [],
     )
     loaded = LoadedModule(built.machine, built.unaligned)
-    values = loaded.call("forward", loaded.prepare("forward", run.arguments))
+    values = loaded.run("forward", run.arguments)
     return [
         (var, run.step(var), value.clone()) for var, value in zip(variables, values, strict=True)
     ]
