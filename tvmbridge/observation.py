@@ -31,6 +31,7 @@ from tvmbridge.dependence import DependenceError
 from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.foreign import ForeignModules, ForeignTensors, refuse_foreign
+from tvmbridge.layouts import dense_strides
 from tvmbridge.leaks import Made, saved_without_circles
 from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
 from tvmbridge.standins import (
@@ -62,7 +63,8 @@ class Observation:
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
-    ``asks_layout``: it looks at strides or offsets.
+    ``asks_layout``: it looks at strides or offsets. ``strides`` are those of what it returns; see
+    :func:`tvmbridge.layouts.dense_strides`.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -76,6 +78,7 @@ class Observation:
     foreign_modules: tuple[nn.Module, ...] = ()
     kept: bool = False
     asks_layout: bool = False
+    strides: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -249,6 +252,7 @@ def _observe(
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
+        strides = tuple(map(dense_strides, results))
     if needs_grad:
         impure += foreign.without_gradient()
     values = values_read(module, read)
@@ -266,6 +270,7 @@ def _observe(
         tuple(foreign.found.values()),
         tuple(others.stateful()),
         asks_layout=layouts.asked,
+        strides=strides,
     )
 
 

@@ -208,7 +208,7 @@ class Variant:
         return results
 
     def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self.compiled.loaded.run("forward", primals, self.compiled.copied_outputs)
+        return self.compiled.forward(primals)
 
     def assemble(
         self,
