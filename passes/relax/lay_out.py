@@ -85,7 +85,8 @@ class LayOut(RelaxPass):
                         value = builder.emit(relax.op.reshape(value, shape_of(var)))
                     builder.emit_normalized(relax.VarBinding(inside[var], value))
                 for binding in body.body.blocks[0].bindings:
-                    builder.emit_normalized(binding)
+                    if not isinstance(binding.value, relax.Tuple) or binding.var != body.body.body:
+                        builder.emit_normalized(binding)
                 results = flat_results(body)
                 for result in self.results:
                     value = relax.op.permute_dims(results[result.number], list(result.order))
