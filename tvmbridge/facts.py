@@ -25,6 +25,7 @@ from tvmbridge.draws import captured_draw, eager_draw
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
+from tvmbridge.layouts import Layout, layout_of
 from tvmbridge.noise import OTHER_DRAWS
 from tvmbridge.patches import patched_here
 from tvmbridge.refusal import first_paragraph
@@ -62,6 +63,7 @@ class GradientFacts:
     ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
+    ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
     ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
     whose backward may be anything.
     """
@@ -70,6 +72,7 @@ class GradientFacts:
     cotangent_of: tuple[int, ...]
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
+    layouts: Mapping[int, Layout]
     draws: int
     custom: bool = False
 
@@ -92,14 +95,17 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
         if not differentiable:
             raise NothingToDifferentiateError("no computed output requires a gradient")
-        reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
+        layouts: dict[int, Layout | None] = {}
+        reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable], layouts)
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
+    flowing = [i for i, reads in reached.items() if reads]
     return GradientFacts(
         lost=tuple(watch.reasons),
         cotangent_of=tuple(differentiable),
-        wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
-        gradient_reads=tuple(reads for reads in reached.values() if reads),
+        wanted=tuple(rehearsal.inputs[i].name for i in flowing),
+        gradient_reads=tuple(reached[i] for i in flowing),
+        layouts={n: v for n, i in enumerate(flowing) if (v := layouts[i]) is not None},
         draws=len(watch.draws),
         custom=watch.custom,
     )
@@ -123,9 +129,15 @@ def _draws_alike(watch: _FlowWatch, rehearsal: Rehearsal) -> bool:
 
 
 def _reached(
-    rehearsal: Rehearsal, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    rehearsal: Rehearsal,
+    leaves: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    layouts: dict[int, Layout | None],
 ) -> dict[int, frozenset[int]]:
-    """For each wanted primal the numbers of the ``outputs`` that give it a gradient."""
+    """For each wanted primal the numbers of the ``outputs`` that give it a gradient.
+
+    The ``layouts`` of those gradients are put there, the first where there are several.
+    """
     wanted = rehearsal.wanted
     reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
     for number, output in enumerate(outputs):
@@ -149,6 +161,7 @@ def _reached(
         for position, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
                 reached[position] |= {number}
+                layouts.setdefault(position, layout_of(gradient))
     return reached
 
 

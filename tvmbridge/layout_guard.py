@@ -63,9 +63,7 @@ class LayoutGuard:
         self._sample += [held[i].spec.stride for i in self._wide]
         self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | str] = {}
 
-    def mismatch(
-        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
-    ) -> str | None:
+    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve tensors that lie as these do; None when it can."""
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:

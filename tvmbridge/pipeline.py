@@ -84,7 +84,9 @@ def zapp_passes(cotangents: tuple[str, ...]) -> list[AnyPass]:
     ]
 
 
-def layout_passes(function: str, results: Sequence[Permuted], parameters: Sequence[Permuted]) -> list[AnyPass]:
+def layout_passes(
+    function: str, results: Sequence[Permuted], parameters: Sequence[Permuted]
+) -> list[AnyPass]:
     """Results leave, and parameters arrive, with their dimensions in the order of memory."""
     if not results and not parameters:
         return []

@@ -1,6 +1,6 @@
 """LayOut: results are returned, and parameters taken, with their dimensions in another order."""
 
-# ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
 
 from __future__ import annotations
 
