@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tvmbridge.attributes import MISSING
 from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
+from tvmbridge.contents import MISSING
 from tvmbridge.dispatcher import undisturbed
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
@@ -155,6 +155,9 @@ def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     for (path, name), value in sorted(captured.values.items(), key=lambda item: item[0]):
         if value is not MISSING and not callable(value):
             frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
+    for value in captured.outside:
+        if not value.itself:
+            frozen[value.label] = _shown(value.expected)
     return {
         "noise": tuple(_draws(captured)),
         "mutations": tuple(_mutations(captured)),
