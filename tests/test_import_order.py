@@ -54,6 +54,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "capture",
             "coloring",
             "combining",
+            "composites",
             "contents",
             "cotangents",
             "conversions",
