@@ -56,6 +56,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "checkpoints",
             "coloring",
             "combining",
+            "composites",
             "contents",
             "cotangents",
             "conversions",

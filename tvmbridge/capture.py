@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.bases import WithBases
+from tvmbridge.composites import composites_prepared_for
 from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.descriptors import (
@@ -155,7 +156,10 @@ def _export(
                 with watched_forward(module, WithBases(tails, bases)):
                     program = torch.export.export(module, args, dict(kwargs), strict=False)
             # Without it PyTorch drops draws that nothing reads.
-            with torch._inductor.config.patch(fallback_random=True):
+            with (
+                torch._inductor.config.patch(fallback_random=True),
+                composites_prepared_for(program),
+            ):
                 program = program.run_decompositions(table)
             tidy_draws(program)
             return program, watch, tails.tail

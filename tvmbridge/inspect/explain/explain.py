@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
+from tvmbridge.composites import composites_prepared_for
 from tvmbridge.contents import MISSING
 from tvmbridge.dispatcher import undisturbed
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
@@ -130,7 +131,8 @@ class _Explanation:
                     # torch.export copies its own tree specs in a way that torch deprecates.
                     warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)
                     program = torch.export.export(sample.module, args, kwargs, strict=False)
-                    graph = program.run_decompositions().graph
+                    with composites_prepared_for(program):
+                        graph = program.run_decompositions().graph
         except Exception:
             return  # the reason is known already
         self.known["refused"] = tuple(_refused_operators(graph))
