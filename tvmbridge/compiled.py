@@ -23,7 +23,6 @@ from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
 from tvmbridge.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
 from tvmbridge.layouts import Strides, output_layouts
-from tvmbridge.observation import staged
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.base import shared_results
@@ -34,8 +33,8 @@ from tvmbridge.records.pending import note_missing
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
+from tvmbridge.staging import staged
 from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
-from tvmbridge.views import laid_out
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,9 @@ class CompiledModule:
     def forward(
         self, primals: Sequence[torch.Tensor], strides: Strides = None
     ) -> list[torch.Tensor]:
-        """The outputs, laid out as those of the sample or with these strides, and the residuals."""
+        """The outputs, with the sample's strides or with these, and the residuals."""
         results = self.loaded.run("forward", primals, self.copied_outputs)
-        put_on(self.layouts.outputs, results)
-        for number, stride in (strides or {}).items():
-            results[number] = laid_out(results[number], stride)
+        put_on(self.layouts.outputs, results, strides)
         return results
 
     def backward(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:

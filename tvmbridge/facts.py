@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch._functorch.utils
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +24,10 @@ from tvmbridge.draws import captured_draw, eager_draw
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
-from tvmbridge.layouts import Layout, layout_of
+from tvmbridge.layouts import Layout
 from tvmbridge.noise import OTHER_DRAWS
 from tvmbridge.patches import patched_here
-from tvmbridge.refusal import first_paragraph
+from tvmbridge.reached import reached_by_gradients
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import OutputKind
 
@@ -96,7 +95,9 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         if not differentiable:
             raise NothingToDifferentiateError("no computed output requires a gradient")
         layouts: dict[int, Layout | None] = {}
-        reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable], layouts)
+        reached = reached_by_gradients(
+            rehearsal, leaves, [outputs[i] for i in differentiable], layouts
+        )
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
     flowing = [i for i, reads in reached.items() if reads]
@@ -126,43 +127,6 @@ def refuse_other_draws(rehearsal: Rehearsal) -> None:
 
 def _draws_alike(watch: _FlowWatch, rehearsal: Rehearsal) -> bool:
     return watch.draws == [captured_draw(n) for n in rehearsal.captured.noise]
-
-
-def _reached(
-    rehearsal: Rehearsal,
-    leaves: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    layouts: dict[int, Layout | None],
-) -> dict[int, frozenset[int]]:
-    """For each wanted primal the numbers of the ``outputs`` that give it a gradient.
-
-    The ``layouts`` of those gradients are put there, the first where there are several.
-    """
-    wanted = rehearsal.wanted
-    reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
-    for number, output in enumerate(outputs):
-        try:
-            gradients = torch.autograd.grad(
-                output,
-                [leaves[position] for position in wanted],
-                torch.ones_like(output),
-                retain_graph=True,
-                allow_unused=True,
-            )
-        except DataDependentOutputException as error:
-            raise UnsupportedOperatorError(
-                f"the derivative of an operator of forward reads values of tensors ({error}), "
-                "which are not known before a call"
-            ) from error
-        except Exception as error:
-            raise UnsupportedOperatorError(
-                f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
-            ) from error
-        for position, gradient in zip(wanted, gradients, strict=True):
-            if gradient is not None:
-                reached[position] |= {number}
-                layouts.setdefault(position, layout_of(gradient))
-    return reached
 
 
 def _refuse(rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: _AutogradWatch) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import tvm
 
-from tvmbridge.layouts import Layout
+from tvmbridge.layouts import Layout, Strides
 from tvmbridge.passes.base import storage_roots
 from tvmbridge.passes.relax.lay_out import Permuted
 from tvmbridge.pipeline import layout_passes, run_passes
 from tvmbridge.split import SplitModule
 from tvmbridge.types import PassRecord
+from tvmbridge.views import laid_out
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,14 @@ class Layouts:
     gradients: Mapping[int, Layout]
 
 
-def put_on(layouts: Mapping[int, Layout], results: Sequence[torch.Tensor]) -> None:
-    """Give results, by number, their layouts."""
+def put_on(
+    layouts: Mapping[int, Layout], results: list[torch.Tensor], strides: Strides = None
+) -> None:
+    """Give results, by number, their layouts; copies with other strides stand for some of them."""
     for number, layout in layouts.items():
         layout.put_on(results[number])
+    for number, stride in (strides or {}).items():
+        results[number] = laid_out(results[number], stride)
 
 
 def lay_out_functions(

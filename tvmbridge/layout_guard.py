@@ -16,8 +16,10 @@ import torch
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.layouts import Strides
 from tvmbridge.noise import memory_order
-from tvmbridge.observation import Observation, staged
+from tvmbridge.observation import Observation
+from tvmbridge.reads import Question
 from tvmbridge.refusal import first_paragraph
+from tvmbridge.staging import staged
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
 from tvmbridge.structure import unflatten
@@ -53,7 +55,7 @@ class LayoutGuard:
         noise = bool(captured.noise)
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
-        self._asks = captured.asks_layout
+        self._asks = Question.LAYOUT in captured.asks
         # Eager sorts equal elements otherwise where they lie in one place.
         sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]

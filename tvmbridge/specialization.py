@@ -18,6 +18,7 @@ from tvmbridge.layout_guard import LayoutGuard
 from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise
 from tvmbridge.packing import Packing
+from tvmbridge.plain import other_answer
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
@@ -65,6 +66,7 @@ class Variant:
         rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
         self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
+        self._asks = captured.asks
         self._layouts = LayoutGuard(state, compiled)
         self._packing = packing
         self._packs = [
@@ -85,6 +87,8 @@ class Variant:
             base = self._base(alias, leaves)
             if base is None or base.stride() != alias.base_stride:
                 return "a tensor of which a view is returned has other strides"
+        if reason is None and self._asks:
+            reason = other_answer(self._asks, leaves, tensors)
         return reason or self._layouts.mismatch(leaves, tensors)
 
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
