@@ -7,6 +7,7 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,8 +32,13 @@ from tvmbridge.dependence import DependenceError
 from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.foreign import ForeignModules, ForeignTensors, refuse_foreign
-from tvmbridge.leaks import Made, saved_without_circles
-from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
+from tvmbridge.leaks import Made, collections_put_off, release_frames, saved_without_circles
+from tvmbridge.refusal import (
+    raise_if_forward_refuses,
+    refuse_at_sight,
+    refuse_own_call,
+    user_line,
+)
 from tvmbridge.standins import (
     copied_values,
     run_apart,
@@ -124,7 +130,7 @@ def staged(
             run_apart(actor, args, kwargs)
             again = observe(actor, args, kwargs, needs_grad)
             # What it wrote must be in place at a call, although it may never read it.
-            in_place = values_read(actor, {_split(name) for name in seen.writes})
+            in_place = values_read(actor, {n.rpartition(".")[::2] for n in seen.writes})
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
         raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
@@ -132,6 +138,7 @@ def staged(
         raise
     except Exception as error:
         logger.debug("forward cannot be observed", exc_info=True)
+        raise_if_forward_refuses(module, args, kwargs)
         return Stage(_actor(module) if apart else module, None, error)
     if apart:
         _refuse_to_part(module, seen)
@@ -190,13 +197,16 @@ def observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
-    made = Made()
-    try:
-        with saved_without_circles():
-            seen = _observe(module, args, kwargs, needs_grad, made)
-    finally:
-        kept = made.forget()
-    return replace(seen, kept=kept)
+    made, outside = Made(), sys.exc_info()[1]
+    with collections_put_off():
+        try:
+            with saved_without_circles():
+                seen = _observe(module, args, kwargs, needs_grad, made)
+        except BaseException as error:
+            release_frames(error, outside)
+            made.forget()
+            raise
+        return replace(seen, kept=made.forget())
 
 
 def _observe(
@@ -277,11 +287,6 @@ def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
             if name not in ("_parameters", "_buffers"):
                 found += [t for t in contents(value) if isinstance(t, torch.Tensor)]
     return found
-
-
-def _split(name: str) -> tuple[str, str]:
-    path, _, attribute = name.rpartition(".")
-    return path, attribute
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
