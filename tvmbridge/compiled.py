@@ -21,7 +21,6 @@ from tvmbridge.cotangents import PartialBackwards
 from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
-from tvmbridge.observation import staged
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.base import shared_results
@@ -32,6 +31,7 @@ from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
+from tvmbridge.staging import staged
 from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
-from tvmbridge.observation import NotApartError, Observation
+from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.observation import Observation
 from tvmbridge.standins import tensors_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputDescriptor, OutputKind, TensorSpec
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tvmbridge.compiled import CompiledModule, compile_module
-from tvmbridge.errors import BridgeError, BuildError
+from tvmbridge.errors import BridgeError, BuildError, NotApartError
 from tvmbridge.forwards import (
     calling_module,
     forward_of_class,
@@ -26,7 +26,6 @@ from tvmbridge.forwards import (
     with_own_forward,
 )
 from tvmbridge.mode import Mode
-from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.plain import unusual_in

@@ -17,6 +17,8 @@ from tvmbridge.compiled import CompiledModule
 from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise, memory_order
 from tvmbridge.packing import Packing
+from tvmbridge.plain import other_answer
+from tvmbridge.reads import Question
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
@@ -73,7 +75,9 @@ class Variant:
         held = [d for d in captured.inputs if d.kind in _OF_MODULE]
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
-        self._strides = [(d.position or 0, d.spec.stride) for d in users if captured.asks_layout]
+        self._asks = captured.asks
+        laid_out = users if Question.LAYOUT in captured.asks else ()
+        self._strides = [(d.position or 0, d.spec.stride) for d in laid_out]
         # Eager sorts equal elements otherwise where they lie in one place.
         sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
@@ -107,6 +111,10 @@ class Variant:
         for position, stride in self._strides:
             if leaves[position].stride() != stride:
                 return "an input is laid out otherwise, and forward asks for that"
+        if self._asks:
+            reason = other_answer(self._asks, leaves, tensors)
+            if reason is not None:
+                return reason
         for position, repeated in self._repeats:
             if _repeated(leaves[position].stride()) != repeated:
                 return "an input is expanded otherwise, so that equal elements would be sorted so"
