@@ -6,6 +6,7 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from tvmbridge.contents import contents
 from tvmbridge.effects import QuestionWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.foreign import ForeignModules, ForeignTensors
 from tvmbridge.layouts import dense_strides
-from tvmbridge.leaks import Made, saved_without_circles
+from tvmbridge.leaks import Made, collections_put_off, release_frames, saved_without_circles
 from tvmbridge.outside import OutsideReads
 from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.standins import (
@@ -55,8 +56,8 @@ class Observation:
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
-    them that it changes, and ``asks`` is what it asks of tensors. ``strides`` are
-    those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
+    them that it changes, and ``asks`` is what it asks of tensors.
+    ``strides`` are those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -79,13 +80,16 @@ def observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
-    made = Made()
-    try:
-        with saved_without_circles():
-            seen = _observe(module, args, kwargs, needs_grad, made)
-    finally:
-        kept = made.forget()
-    return replace(seen, kept=kept)
+    made, outside = Made(), sys.exc_info()[1]
+    with collections_put_off():
+        try:
+            with saved_without_circles():
+                seen = _observe(module, args, kwargs, needs_grad, made)
+        except BaseException as error:
+            release_frames(error, outside)
+            made.forget()
+            raise
+        return replace(seen, kept=made.forget())
 
 
 def _observe(

@@ -19,7 +19,13 @@ from tvmbridge.errors import BridgeError, CaptureError, NotApartError
 from tvmbridge.foreign import refuse_foreign
 from tvmbridge.observation import Observation, observe
 from tvmbridge.outside import restore_generators
-from tvmbridge.refusal import refuse_at_sight, refuse_own_call, refuse_what_is_asked, user_line
+from tvmbridge.refusal import (
+    raise_if_forward_refuses,
+    refuse_at_sight,
+    refuse_own_call,
+    refuse_what_is_asked,
+    user_line,
+)
 from tvmbridge.standins import (
     copied_values,
     run_apart,
@@ -84,6 +90,7 @@ def staged(
         raise
     except Exception as error:
         logger.debug("forward cannot be observed", exc_info=True)
+        raise_if_forward_refuses(module, args, kwargs)
         return Stage(_actor(module) if apart else module, None, error)
     if apart:
         _refuse_to_part(module, seen)
