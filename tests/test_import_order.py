@@ -67,6 +67,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "effects",
             "executed",
             "draws",
+            "durations",
             "facts",
             "foreign",
             "forwards",

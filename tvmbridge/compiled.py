@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.combining import Combining, Packs
 from tvmbridge.cotangents import PartialBackwards
+from tvmbridge.durations import Stages
 from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
@@ -106,21 +106,6 @@ class CompiledModule:
         return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
 
 
-class Stages:
-    """Wall-clock seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = time.perf_counter() - start
-
-
 @dataclass(frozen=True)
 class LoweredModule:
     """A module as graphs, before it is built: what compilation and comparison have in common.
@@ -140,6 +125,12 @@ class LoweredModule:
     num_outputs: int
     origin: str
     packs: Packs = ()
+
+    @property
+    def layouts(self) -> Layouts:
+        """Those of the results that eager PyTorch does not return contiguous."""
+        gradients = {} if self.derivation is None else self.derivation.layouts
+        return Layouts(output_layouts(self.captured), gradients)
 
 
 def lower_module(
@@ -264,8 +255,7 @@ def build_lowered(
     """
     stages = stages or Stages()
     derivation, imported = lowered.derivation, lowered.imported
-    gradients = {} if derivation is None else derivation.layouts
-    layouts = Layouts(output_layouts(lowered.captured), gradients)
+    layouts = lowered.layouts
     mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
     with stages.measure("build"):
         use_records = options.tuning_records
@@ -296,5 +286,7 @@ def build_lowered(
         coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
-        partial_backwards=None if parts is None else PartialBackwards(parts, building, gradients),
+        partial_backwards=(
+            None if parts is None else PartialBackwards(parts, building, layouts.gradients)
+        ),
     )
