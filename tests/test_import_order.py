@@ -80,7 +80,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "plain",
             "promotion",
             "recurrent",
-            "recurrent_gradients",
+            "recurrent_steps",
             "recurrent_layers",
             "recurrent_onednn",
             "refusal",
