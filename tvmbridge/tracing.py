@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from tvmbridge.checkpoints import plain_checkpoints
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.empties import FunctionsOfNothing
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.recurrent import RecurrentLayersKeptWhole
-from tvmbridge.standins import as_captured, plain_checkpoints
+from tvmbridge.standins import as_captured
 from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
 
