@@ -92,7 +92,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "promotion",
             "reached",
             "recurrent",
-            "recurrent_gradients",
+            "recurrent_steps",
             "recurrent_layers",
             "recurrent_onednn",
             "refusal",
