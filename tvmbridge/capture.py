@@ -24,16 +24,16 @@ from tvmbridge.descriptors import (
     find_aliases,
     with_aliases,
 )
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
-from tvmbridge.observation import NotApartError, Stage, staged
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
     user_line,
 )
+from tvmbridge.staging import Stage, staged
 from tvmbridge.standins import without_autocast
 from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing import functions_replaced
@@ -121,7 +121,8 @@ def capture_staged(
         tail=tail,
         bases=bases,
         foreign=seen.foreign,
-        asks_layout=seen.asks_layout,
+        outside=seen.outside,
+        asks=seen.asks,
     )
 
 

@@ -14,7 +14,9 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
+from tvmbridge.executed import is_called_by_library
 from tvmbridge.patches import patched_here
+from tvmbridge.reads import Question
 
 
 def wrote(tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]) -> bool:
@@ -55,10 +57,13 @@ def _unchanged(then: Any, now: Any) -> bool:
     return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
 
 
-class LayoutWatch(TorchFunctionMode):
-    """Notes whether forward asks how tensors lie in memory, which may decide what it computes."""
+class QuestionWatch(TorchFunctionMode):
+    """Notes what forward asks of tensors that may decide what it computes.
 
-    _QUESTIONS = frozenset(
+    ``complaints`` are questions to autograd, whose answers compiled code cannot know.
+    """
+
+    _LAYOUT = frozenset(
         {
             torch.Tensor.is_contiguous,
             torch.Tensor.stride,
@@ -66,13 +71,21 @@ class LayoutWatch(TorchFunctionMode):
             torch.as_strided,
         }
     )
+    _OF_AUTOGRAD = frozenset({"_base", "_version", "grad", "grad_fn", "is_leaf", "retains_grad"})
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self.asks: set[Question] = set()
+        self.complaints: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked |= func in self._QUESTIONS
+        if func in self._LAYOUT:
+            self.asks.add(Question.LAYOUT)
+        if func is torch.Tensor.storage_offset and not is_called_by_library(1):
+            self.asks.add(Question.OFFSET)
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in self._OF_AUTOGRAD and not is_called_by_library(1):
+            self.complaints[f"reads {name} of a tensor"] = None
         return func(*args, **(kwargs or {}))
 
 
