@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
-from tests.test_dispatch import eager, make_block, sample
+from tests.dispatch_helpers import eager, make_block, sample
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
