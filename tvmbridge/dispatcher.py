@@ -74,6 +74,11 @@ class Dispatcher(StandsForForward):
         return self.own or forward_of_class(self.module)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__func__" and sys._getframe(1).f_globals["__name__"].startswith("torch.jit"):
+            raise BridgeError(
+                f"torch.jit.script cannot read the forward of a dispatched {self._name()}: call "
+                "remove_tvm_dispatch on it first, or script it before it is dispatched"
+            )
         # What looks at functions (their code, defaults, globals) sees the module's own forward.
         if name.startswith("__") and "module" in self.__dict__:
             return getattr(self.original, name)
