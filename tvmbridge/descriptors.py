@@ -139,18 +139,23 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
 def with_aliases(
     outputs: tuple[OutputDescriptor, ...], seen: Observation
 ) -> tuple[OutputDescriptor, ...]:
-    """The outputs, with what was observed of the memory that they share."""
+    """The outputs, with what was observed of their strides and of the memory that they share."""
     results = sum(o.kind is OutputKind.USER for o in outputs)
     expected = [*seen.sharing.aliases, *(None for _ in seen.sharing.bases)]
     if results != len(expected):
         raise CaptureError(
             f"run again, forward returns {len(expected)} values, captured as {results}"
         )
-    aliases = iter(expected)
+    strides = [*seen.strides, *(None for _ in seen.sharing.bases)]
+    observed = iter(zip(expected, strides, strict=True))
     described = []
     for output in outputs:
         if output.kind is OutputKind.USER:
-            described.append(replace(output, alias=next(aliases)))
+            alias, stride = next(observed)
+            spec = output.spec
+            if spec is not None and stride is not None:
+                spec = replace(spec, stride=stride)
+            described.append(replace(output, alias=alias, spec=spec))
         else:
             alias = seen.sharing.exchanged.get(output.target or "")
             rebinds = output.target in seen.rebound

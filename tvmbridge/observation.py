@@ -29,6 +29,7 @@ from tvmbridge.attributes import (
 from tvmbridge.contents import contents
 from tvmbridge.effects import QuestionWatch, all_held, impurities, snapshot, written, wrote
 from tvmbridge.foreign import ForeignModules, ForeignTensors
+from tvmbridge.layouts import dense_strides
 from tvmbridge.leaks import Made, collections_put_off, release_frames, saved_without_circles
 from tvmbridge.outside import OutsideReads
 from tvmbridge.reads import OutsideValue, Question
@@ -56,6 +57,7 @@ class Observation:
     are not its own. ``kept``: a tensor that it made outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
+    ``strides`` are those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -71,6 +73,7 @@ class Observation:
     outside: tuple[OutsideValue, ...] = ()
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
 
 
 def observe(
@@ -143,6 +146,7 @@ def _observe(
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
+        strides = tuple(map(dense_strides, results))
     impure += [*questions.complaints, *outside.complaints]
     if needs_grad:
         impure += foreign.without_gradient()
@@ -163,6 +167,7 @@ def _observe(
         outside=outside.values(module),
         changes=outside.changed(),
         asks=frozenset(questions.asks | outside.asks),
+        strides=strides,
     )
 
 

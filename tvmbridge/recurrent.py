@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from tvmbridge.patches import patched_here
 from tvmbridge.recurrent_layers import gru_layer, lstm_layer, rnn_relu_layer, rnn_tanh_layer
-from tvmbridge.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_bytes
+from tvmbridge.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_size
 
 aten = torch.ops.aten
 
@@ -140,7 +140,7 @@ def _lstm_layer(
 ) -> tuple[torch.Tensor, ...]:
     """One layer in one direction by the kernel that PyTorch trains it by."""
     if len(weights) == 4 and trains_by_onednn(x, hidden, cell):
-        size = workspace_bytes(x, hidden, weights[2])
+        size = workspace_size(x, hidden, weights[2])
         results: tuple[torch.Tensor, ...] = onednn_lstm_layer(x, hidden, cell, *weights, size)
         return results[:3]
     projection = weights[4] if len(weights) == 5 else None

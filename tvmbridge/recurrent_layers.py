@@ -32,7 +32,7 @@ def define(name: str, parameters: str, results: int, run: Function, foretold: Fu
     return getattr(torch.ops.tvmbridge, name).default
 
 
-def differentiate(name: str, formula: Function, results: int) -> None:
+def differentiate(name: str, formula: Function, results: int, without_gradient: int | None = None) -> None:
     """Have autograd differentiate the operator ``name``.
 
     Args:
@@ -40,10 +40,13 @@ def differentiate(name: str, formula: Function, results: int) -> None:
         formula: called with the gradients that arrive (None: none does), the operator's arguments
             and the first of its results; it returns a gradient for each argument.
         results: how many of the results the formula reads.
+        without_gradient: the number of the result that has none.
     """
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
+        if without_gradient is not None:
+            ctx.mark_non_differentiable(output[without_gradient])
         tensors = [None if isinstance(i, int) else i for i in inputs]
         ctx.save_for_backward(*tensors, *output[:results])
 

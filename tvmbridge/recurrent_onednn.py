@@ -2,7 +2,8 @@
 
 Its backward reads a workspace that its forward fills, but under autograd only, and of a size that
 no fake kernel foretells. The kernel itself is asked for the size, once for each shape, and it is
-an argument of the operator.
+an argument of the operator. The workspace is handed on in the dtype of the layer, for where dtypes
+are mixed the frontend would ask the kernel what it makes of zeros.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def trains_by_onednn(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tens
 
 
 @lru_cache(maxsize=256)
-def _workspace_bytes(
+def _workspace_size(
     steps: int, batch: int, features: int, size: int, biases: bool, dtype: torch.dtype
 ) -> int:
     with _disable_current_modes(), torch.no_grad():
@@ -47,13 +48,13 @@ def _workspace_bytes(
         return _forward(input, state, state, *weights, bias, bias)[3].numel()
 
 
-def workspace_bytes(
+def workspace_size(
     input: torch.Tensor, hidden: torch.Tensor, input_bias: torch.Tensor | None
 ) -> int:
-    """The bytes that one layer's forward keeps for its backward."""
+    """How many elements one layer's forward keeps for its backward."""
     steps, batch, features = input.shape
     has_biases = input_bias is not None
-    return _workspace_bytes(steps, batch, features, hidden.shape[-1], has_biases, input.dtype)
+    return _workspace_size(steps, batch, features, hidden.shape[-1], has_biases, input.dtype)
 
 
 def _arguments(
@@ -68,7 +69,8 @@ def _arguments(
     none = input.new_zeros(len(input_weight))
     biases = [none if b is None else b for b in (input_bias, hidden_bias)]
     states = [hidden.unsqueeze(0), cell.unsqueeze(0)]
-    return [input, input_weight, hidden_weight, *biases, *states]
+    arguments = [input, input_weight, hidden_weight, *biases, *states]
+    return [argument.contiguous() for argument in arguments]
 
 
 def _forward(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -79,7 +81,7 @@ def _forward(*given: Any) -> tuple[torch.Tensor, ...]:
         output, hidden, cell, workspace = aten.mkldnn_rnn_layer(
             *_arguments(*given), False, [], _LSTM, size, 1, has_biases, False, False, True
         )
-    return output, hidden.squeeze(0), cell.squeeze(0), workspace
+    return output, hidden.squeeze(0), cell.squeeze(0), workspace.view(output.dtype)
 
 
 def _run(*given: Any) -> tuple[torch.Tensor, ...]:
@@ -87,20 +89,20 @@ def _run(*given: Any) -> tuple[torch.Tensor, ...]:
     results = _forward(*tensors)
     if results[3].numel() != foretold:
         raise RuntimeError(
-            f"oneDNN's workspace of an LSTM has {results[3].numel()} bytes where {foretold} were "
-            "compiled for: oneDNN is set up otherwise than then; dispatch the module again"
+            f"oneDNN's workspace of an LSTM has {results[3].numel()} elements where {foretold} "
+            "were compiled for: oneDNN is set up otherwise than then; dispatch the module again"
         )
     return results
 
 
 def _foretold(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *rest: Any) -> Any:
     output = input.new_empty([*input.shape[:2], hidden.shape[-1]])
-    workspace = input.new_empty(rest[-1], dtype=torch.uint8)
+    workspace = input.new_empty(rest[-1])
     return output, *empty_like(hidden, cell), workspace
 
 
 onednn_lstm_layer = define(
-    "onednn_lstm_layer", f"{_STATES}, {WEIGHTS}, int workspace_bytes", 4, _run, _foretold
+    "onednn_lstm_layer", f"{_STATES}, {WEIGHTS}, int workspace_size", 4, _run, _foretold
 )
 
 
@@ -112,7 +114,7 @@ def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     gradients = [of_output, *(None if g is None else g.unsqueeze(0) for g in of_states)]
     flags = (False, _LSTM, hidden.shape[-1], 1, has_biases, True, False, [], False)
     to_input, *to_weights, to_bias, _, to_hidden, to_cell = aten.mkldnn_rnn_layer_backward(
-        *_arguments(*given), *results, *gradients, *flags, workspace
+        *_arguments(*given), *results, *gradients, *flags, workspace.view(torch.uint8)
     )
     states = (to_hidden.squeeze(0), to_cell.squeeze(0))
     return to_input, *states, *to_weights, to_bias
@@ -139,4 +141,4 @@ def _gradients(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return *found, bias, bias.clone(), None
 
 
-differentiate("onednn_lstm_layer", _gradients, 4)
+differentiate("onednn_lstm_layer", _gradients, 4, without_gradient=3)

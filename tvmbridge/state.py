@@ -144,6 +144,11 @@ class ModuleState:
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
+    @property
+    def module(self) -> nn.Module:
+        """The dispatched module."""
+        return self._modules[0]
+
     def tensors(self) -> list[torch.Tensor | None]:
         """The tensors of now, in the order of :attr:`names`; None where missing."""
         return [owner.get(name) for owner, name in self._slots]

@@ -15,7 +15,6 @@ from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
 from tvmbridge.composites import composites_prepared_for
 from tvmbridge.contents import MISSING
-from tvmbridge.dispatcher import undisturbed
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.inspect.compare.sample import Sample
@@ -26,6 +25,7 @@ from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.refusal import first_paragraph, user_line
 from tvmbridge.standins import anything_requires_grad
+from tvmbridge.surroundings import undisturbed
 from tvmbridge.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 
 
