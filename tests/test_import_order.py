@@ -31,6 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "libraries",
             "options",
             "reads",
+            "rephrased",
             "structure",
             "tail",
             "turns",

@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
+from tvmbridge.dependence import DependenceError
 from tvmbridge.executed import is_called_by_library
 from tvmbridge.patches import patched_here
 from tvmbridge.reads import Question
@@ -104,6 +105,15 @@ def impurities() -> Iterator[list[str]]:
 
         return note
 
+    def refusing(what: str) -> Callable[..., Any]:
+        def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            raise DependenceError(
+                f"uses {what}, which compiled code would not call again: leave this module to "
+                "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
+            )
+
+        return refuse
+
     def enter(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
         if not isinstance(hooks, save_on_cpu):
             found.append("installs hooks on the tensors that autograd saves")
@@ -117,6 +127,8 @@ def impurities() -> Iterator[list[str]]:
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
             patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
             patched_here(saved_tensors_hooks, "__enter__", enter),
+            patched_here(torch.autograd, "grad", refusing("torch.autograd.grad")),
+            patched_here(torch.autograd, "backward", refusing("Tensor.backward")),
             patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found

@@ -45,6 +45,9 @@ class Variant:
         self.checked = 0
         self.checked_gradients = 0
         self._counting = threading.Lock()
+        # Forward has yet to fill a cache: with tensors, which are then others than were traced.
+        self.fills_first = False
+        self._declined = 0
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
@@ -73,6 +76,13 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+
+    def is_to_be_renewed(self) -> bool:
+        """Whether the first call, which forward served itself, has not made the code fit."""
+        if not self.fills_first or self.calls:
+            return False
+        self._declined += 1
+        return self._declined == 2 and self.state.value_changed() is not None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""

@@ -14,6 +14,7 @@ from tvmbridge.empties import FunctionsOfNothing
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.recurrent import RecurrentLayersKeptWhole
+from tvmbridge.rephrased import FunctionsRephrased
 from tvmbridge.standins import as_captured
 from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
@@ -35,6 +36,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         FunctionsKeptWhole(),
         FillsByMask(),
         FunctionsOfNothing(),
+        FunctionsRephrased(),
         UniformComparisons(),
     ):
         yield
