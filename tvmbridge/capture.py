@@ -121,6 +121,7 @@ def capture_staged(
         bases=bases,
         foreign=seen.foreign,
         asks_layout=seen.asks_layout,
+        infers=seen.infers,
     )
 
 

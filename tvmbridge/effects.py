@@ -77,6 +77,18 @@ class LayoutWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class GradModeWatch(TorchFunctionMode):
+    """Notes whether forward turns gradients on: also for callers that have turned them off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned_on = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.turned_on |= func is torch._C._set_grad_enabled and bool(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def impurities() -> Iterator[list[str]]:
     """Collects what forward does with autograd's hooks, and with random numbers but to draw them.
@@ -97,9 +109,15 @@ def impurities() -> Iterator[list[str]]:
             found.append("installs hooks on the tensors that autograd saves")
         return genuine(hooks)
 
+    def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
+        if not mode.mode:
+            found.append("leaves inference mode")
+        return genuine(mode)
+
     generators = Generators()
     try:
         with (
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),

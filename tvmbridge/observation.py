@@ -28,7 +28,15 @@ from tvmbridge.attributes import (
 )
 from tvmbridge.contents import contents, same_value
 from tvmbridge.dependence import DependenceError
-from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
+from tvmbridge.effects import (
+    GradModeWatch,
+    LayoutWatch,
+    all_held,
+    impurities,
+    snapshot,
+    written,
+    wrote,
+)
 from tvmbridge.errors import BridgeError, CaptureError
 from tvmbridge.foreign import ForeignModules, ForeignTensors, refuse_foreign
 from tvmbridge.leaks import Made, saved_without_circles
@@ -62,7 +70,8 @@ class Observation:
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
-    ``asks_layout``: it looks at strides or offsets.
+    ``asks_layout``: it looks at strides or offsets. ``infers``: it returns tensors that it makes in
+    inference mode.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -76,6 +85,7 @@ class Observation:
     foreign_modules: tuple[nn.Module, ...] = ()
     kept: bool = False
     asks_layout: bool = False
+    infers: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,9 +245,12 @@ def _observe(
             ForeignTensors(beside) as foreign,
             ViewWatch() as views,
             LayoutWatch() as layouts,
+            GradModeWatch() as gradients,
             others.noticing_new_ones(),
         ):
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
+        if gradients.turned_on and not needs_grad:
+            impure.append("turns gradients on, which may be off at a call,")
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
         read, after = set(reads), tensors_of(module)
@@ -266,6 +279,7 @@ def _observe(
         tuple(foreign.found.values()),
         tuple(others.stateful()),
         asks_layout=layouts.asked,
+        infers=any(isinstance(t, torch.Tensor) and t.is_inference() for t in results),
     )
 
 

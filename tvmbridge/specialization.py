@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,6 +87,8 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
+        if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
+            return "forward returns tensors that it makes in inference mode"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
@@ -203,10 +205,8 @@ class Variant:
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
-        if self._training is not None:
-            results: Sequence[torch.Tensor] = self._training(primals)
-        else:
-            results = self._run_inference(primals)
+        run: Callable[..., Sequence[torch.Tensor]] = self._training or self._run_inference
+        results = run(primals)
         with self._counting:
             self.calls += 1
         return results

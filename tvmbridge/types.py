@@ -218,6 +218,7 @@ class CapturedGraph:
     forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
     further user outputs behind all others, from which views among the outputs are made again.
     Where forward ``asks_layout``, the graph is right for inputs laid out like the sample's.
+    Where it ``infers``, results are tensors made in inference mode, whatever the caller's mode is.
     """
 
     program: ExportedProgram
@@ -239,6 +240,7 @@ class CapturedGraph:
     foreign: tuple[torch.Tensor, ...] = ()
     bases: tuple[HiddenBase, ...] = ()
     asks_layout: bool = False
+    infers: bool = False
 
     @property
     def device(self) -> torch.device:
