@@ -64,6 +64,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "effects",
             "draws",
             "facts",
+            "fast_paths",
             "foreign",
             "forwards",
             "frontend",

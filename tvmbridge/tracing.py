@@ -10,6 +10,7 @@ from torch import nn
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.empties import FunctionsOfNothing
+from tvmbridge.fast_paths import fast_paths_taken_apart
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.recurrent import LongShortTermMemoryTakenApart
@@ -35,6 +36,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         FillsByMask(),
         FunctionsOfNothing(),
         UniformComparisons(),
+        fast_paths_taken_apart(module),
     ):
         yield
 
