@@ -70,6 +70,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "draws",
             "durations",
             "facts",
+            "fast_paths",
             "foreign",
             "forwards",
             "frontend",

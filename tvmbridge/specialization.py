@@ -24,6 +24,7 @@ from tvmbridge.plain import other_answer
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
+from tvmbridge.surroundings import in_checkpoint
 from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
@@ -78,6 +79,7 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self._records_writes = self._training is not None and len(returned) < len(outputs)
 
     def is_to_be_renewed(self) -> bool:
         """Whether the first call, which forward served itself, has not made the code fit."""
@@ -90,6 +92,8 @@ class Variant:
         """Why the code cannot serve this call; None when it can."""
         if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
             return "forward returns tensors that it makes in inference mode"
+        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
+            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
