@@ -118,6 +118,11 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
     outputs = []
     for spec in program.graph_signature.output_specs:
         kind = kinds.get(spec.kind)
+        if spec.kind is ExportOutputKind.PARAMETER_MUTATION:
+            raise UnsupportedOperatorError(
+                f"forward writes into the parameter {spec.target}; compiled code writes only into "
+                "buffers and arguments: make it a buffer, or write it outside of forward"
+            )
         if kind is None:
             raise UnsupportedOperatorError(
                 f"the graph has an output of kind {spec.kind.name}, which the bridge does not "

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tvmbridge.custom_operator import refuse_numbers
 from tvmbridge.draws import captured_draw, eager_draw
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
@@ -192,6 +193,7 @@ class _FlowWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "prim" or func._schema.name in _CREATES:
             return self._drawing(func, args, kwargs)
+        refuse_numbers(func)
         operands = _floating((args, kwargs))
         # A view whose base was written is made anew when its flags are read: with autograd.
         with enable_reentrant_dispatch():
