@@ -117,8 +117,9 @@ def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     to_input, *to_weights, to_bias, _, to_hidden, to_cell = aten.mkldnn_rnn_layer_backward(
         *_arguments(*given), *results, *gradients, *flags, workspace.view(torch.uint8)
     )
-    states = (to_hidden.squeeze(0), to_cell.squeeze(0))
-    return to_input, *states, *to_weights, to_bias
+    found = (to_input, to_hidden.squeeze(0), to_cell.squeeze(0), *to_weights, to_bias)
+    # In bfloat16 some are in float32.
+    return tuple(gradient.to(output.dtype) for gradient in found)
 
 
 def _foretold_backward(*args: Any) -> tuple[torch.Tensor, ...]:
