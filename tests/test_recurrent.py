@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.recurrent import RecurrentLayersKeptWhole
 
 _OPTIONS: list[dict[str, Any]] = [
@@ -72,7 +72,7 @@ def test_long_sequences_train_like_eager_without_a_kernel_a_step() -> None:
         for name in ("onednn_lstm_layer", "gru_steps", "rnn_tanh_steps")
         for backward in ("", "_backward")
     }
-    assert sum(report.native_calls.values()) < 200
+    assert sum(report.native_operators.values()) < 200
 
 
 @pytest.mark.slow
@@ -92,6 +92,22 @@ class _OneDNN(nn.Module):
         layer = torch.ops.aten.mkldnn_rnn_layer.default
         flags = (False, [], 2, 4, 1, True, False, False, True)
         return layer(x, *self.lstm.parameters(), state, state, *flags)[0]
+
+
+class _Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output: torch.Tensor = self.lstm(x)[0]
+            return output
+
+
+def test_an_lstm_under_autocast_is_refused() -> None:
+    with pytest.raises(BridgeError, match="outside of autocast"):
+        add_tvm_dispatch(_Autocast(), torch.randn(3, 2, 4))
 
 
 def test_the_gradient_of_onednn_s_layer_is_refused_for_its_workspace() -> None:
@@ -132,6 +148,16 @@ def _results(module: Any, x: torch.Tensor, used: int | None) -> tuple[Any, ...]:
     return [o.detach() for o in outputs], gradients, drawn
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small layers on one thread: oneDNN's threads wait for each other longer than they run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", _BOUNDS)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_layers_are_those_of_eager_pytorch(kind: str, dtype: torch.dtype) -> None:
@@ -140,7 +166,7 @@ def test_layers_are_those_of_eager_pytorch(kind: str, dtype: torch.dtype) -> Non
             continue
         torch.manual_seed(0)
         module = _KINDS[kind](5, 4, **options).to(dtype)
-        for steps, batch in ((1, 2), (4, 3), (3, 0)):
+        for steps, batch in ((1, 2), (4, 3), (2, 0)):
             shape = (batch, steps, 5) if options.get("batch_first") else (steps, batch, 5)
             x = torch.randn(shape, dtype=dtype)
             for used in (None, 0, 1, 2)[: 4 if kind == "LSTM" else 3]:

@@ -25,7 +25,7 @@ _LSTM = 2
 
 
 def trains_by_onednn(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor) -> bool:
-    """Whether PyTorch trains an LSTM of such tensors (all of one dtype and device) by oneDNN."""
+    """Whether PyTorch trains an LSTM over ``input`` by oneDNN."""
     bfloat16 = input.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (
         torch.backends.mkldnn.is_available()
