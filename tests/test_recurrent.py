@@ -72,7 +72,7 @@ def test_long_sequences_train_like_eager_without_a_kernel_a_step() -> None:
         for name in ("onednn_lstm_layer", "gru_steps", "rnn_tanh_steps")
         for backward in ("", "_backward")
     }
-    assert sum(report.native_operators.values()) < 200
+    assert sum(report.specializations[0].native_operators.values()) < 200
 
 
 @pytest.mark.slow

@@ -200,4 +200,5 @@ def _is_plain(args: Sequence[Any]) -> bool:
         x.dtype in _FLOATING
         and all((t.dtype, t.device) == (x.dtype, x.device) for t in others)
         and not torch.is_autocast_enabled(x.device.type)
+        and torch._C._functorch.peek_interpreter_stack() is None
     )

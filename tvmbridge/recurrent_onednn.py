@@ -26,15 +26,21 @@ _LSTM = 2
 
 def trains_by_onednn(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor) -> bool:
     """Whether PyTorch trains an LSTM over ``input`` by oneDNN."""
-    bfloat16 = input.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (
         torch.backends.mkldnn.is_available()
         and torch._C._get_mkldnn_enabled()
         and input.device.type == "cpu"
-        and (input.dtype is torch.float32 or bfloat16)
+        and (input.dtype is torch.float32 or (input.dtype is torch.bfloat16 and _has_bfloat16()))
         and bool(input.numel())
         and hidden.shape[-1] == cell.shape[-1]
     )
+
+
+@lru_cache(maxsize=1)
+def _has_bfloat16() -> bool:
+    # An operator: outside of the modes that watch forward.
+    with _disable_current_modes():
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @lru_cache(maxsize=256)
