@@ -184,5 +184,5 @@ CASES: dict[str, Case] = {
     ),
     "padded embedding": Case(Padded, lambda: (torch.tensor([[3, 3, 6], [1, 0, 0]]),), "relax"),
     "transformer": Case(Block, lambda: (torch.randn(2, 5, 8),), "relax"),
-    "recurrent": Case(Recurrent, lambda: (torch.randn(2, 3, 6),), "relax"),
+    "recurrent": Case(Recurrent, lambda: (torch.randn(2, 3, 6),), "aot"),
 }

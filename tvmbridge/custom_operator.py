@@ -8,7 +8,30 @@ from typing import Any
 
 import torch
 
+from tvmbridge.errors import UnsupportedOperatorError
+
 NAMESPACE = "tvmbridge"
+
+# The fake kernels of these are tested against their kernels.
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", NAMESPACE})
+
+
+def is_foreign(operator: torch._ops.OpOverload) -> bool:
+    """Whether somebody registered the operator who is neither PyTorch nor this project."""
+    return operator.namespace not in _KNOWN_NAMESPACES
+
+
+def refuse_numbers(operator: torch._ops.OpOverload) -> None:
+    """Refuse a foreign operator that returns numbers: its fake kernel makes them up in a trace.
+
+    Raises:
+        UnsupportedOperatorError: it does.
+    """
+    kinds = [str(result.type) for result in operator._schema.returns]
+    if is_foreign(operator) and not all("Tensor" in kind for kind in kinds):
+        raise UnsupportedOperatorError(
+            f"{operator} returns a number, which a trace would take for the same at each call"
+        )
 
 
 @dataclass(frozen=True)
