@@ -32,7 +32,9 @@ def define(name: str, parameters: str, results: int, run: Function, foretold: Fu
     return getattr(torch.ops.tvmbridge, name).default
 
 
-def differentiate(name: str, formula: Function, results: int, without_gradient: int | None = None) -> None:
+def differentiate(
+    name: str, formula: Function, results: int, without_gradient: int | None = None
+) -> None:
     """Have autograd differentiate the operator ``name``.
 
     Args:
