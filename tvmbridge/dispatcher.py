@@ -144,7 +144,8 @@ class Dispatcher(StandsForForward):
         device = specialization.signature.device_type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
-        needs_grad = torch.is_grad_enabled() and self.anything_requires_grad(specialization, leaves)
+        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        needs_grad = recording and self.anything_requires_grad(specialization, leaves)
         mode = Mode.of_now(self.module.training, needs_grad)
         variant = specialization.variants.get(mode)
         if variant is not None:

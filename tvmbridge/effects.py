@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
 from tvmbridge.dependence import DependenceError
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.executed import is_called_by_library
 from tvmbridge.patches import patched_here
 from tvmbridge.reads import Question
@@ -119,9 +120,15 @@ def impurities() -> Iterator[list[str]]:
             found.append("installs hooks on the tensors that autograd saves")
         return genuine(hooks)
 
-    python, numbers, ours = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
+        if not mode.mode:
+            found.append("leaves inference mode")
+        return genuine(mode)
+
+    generators = Generators()
     try:
         with (
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
@@ -133,13 +140,57 @@ def impurities() -> Iterator[list[str]]:
         ):
             yield found
         # Nothing is drawn on fake tensors.
-        if not found and not torch.equal(torch.get_rng_state(), ours):
+        used = generators.used()
+        if not found and "torch" in used:
             found.append("sets the state of PyTorch's generator")
-        if random.getstate() != python:
-            found.append("draws from random")
-        if repr(numpy.random.get_state()) != repr(numbers):
-            found.append("draws from numpy.random")
+        found += [f"draws from {name}" for name in used if name != "torch"]
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.set_rng_state(ours)
+        generators.restore()
+
+
+class Generators:
+    """The states of the global generators, of PyTorch, Python and numpy, as they are now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()
+
+    def used(self) -> list[str]:
+        """The modules whose generator has another state now."""
+        changed = {
+            "torch": not torch.equal(torch.get_rng_state(), self._torch),
+            "random": random.getstate() != self._python,
+            "numpy.random": repr(numpy.random.get_state()) != repr(self._numpy),
+        }
+        return [name for name, differs in changed.items() if differs]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+
+
+@contextmanager
+def no_draws_by(operators: Iterable[str]) -> Iterator[None]:
+    """Within it code runs in which ``operators``, of unknown makers, are called.
+
+    Raises:
+        UnsupportedOperatorError: random numbers were drawn. All draws of compiled code are made
+            before it runs, so that one within it would stand in another place of the sequence.
+    """
+    names = ", ".join(operators)
+    if not names:
+        yield
+        return
+    generators = Generators()
+    try:
+        yield
+        used = generators.used()
+    finally:
+        generators.restore()
+    if used:
+        raise UnsupportedOperatorError(
+            f"an operator that was registered ({names}) draws from {', '.join(used)} without "
+            "saying so by the tag nondeterministic_seeded"
+        )

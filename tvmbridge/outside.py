@@ -24,7 +24,7 @@ from torch import nn
 from tvmbridge.contents import CONTAINERS, MISSING, attributes_of, is_constant, may_grow, same_value
 from tvmbridge.executed import Executed, executed_functions
 from tvmbridge.mentions import Mention, Origin
-from tvmbridge.places import Place, places
+from tvmbridge.places import Cells, Place, bind, places
 from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.standins import copied_values
 
@@ -55,6 +55,9 @@ class OutsideReads:
     def __init__(self) -> None:
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names: set[str] = set()
+        self._cells: list[Cells] = []
+        # Code of functions within functions that ran, whose free variables are made at each run.
+        self._inner: set[int] = set()
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
 
@@ -66,7 +69,11 @@ class OutsideReads:
         self._names |= set(executed.code.co_names)
         if executed.mentions.compares_identity:
             self.asks.add(Question.IDENTITY)
+        own = id(executed.code) not in self._inner
+        self._inner.update(map(id, _codes_within(executed.code)))
         for mention in executed.mentions.found:
+            if mention.origin is Origin.FREE and not own:
+                continue
             passed = places(executed, mention)
             if passed:
                 self._look_at(passed)
@@ -80,6 +87,8 @@ class OutsideReads:
         elif _is_class_of_some_tensors(value):
             self.asks.add(Question.CLASS)
         for found in _values(passed):
+            if isinstance(found.holder, Cells):
+                self._cells.append(found.holder)
             self._values.setdefault(found.key, found)
             if any(place.value in _EXCHANGED for place in passed[:-1]):
                 self.complaints.append(f"reads {found.label}, which is exchanged in a trace,")
@@ -92,9 +101,17 @@ class OutsideReads:
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was found; generators of random numbers are put back."""
-        changed = [value.label for value in self._values.values() if _has_changed(value)]
+        changed = bind(self._cells)
+        changed += [value.label for value in self._values.values() if _has_changed(value)]
         restore_generators(self._values.values())
         return tuple(changed)
+
+
+def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes_within(constant)
 
 
 def _is_class_of_some_tensors(value: Any) -> bool:

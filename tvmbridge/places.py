@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,31 +44,16 @@ def places(executed: Executed, mention: Mention) -> list[Place]:
 
 def _start(executed: Executed, mention: Mention) -> Place | None:
     name = mention.name
-    holder: Holder | None = executed.globals
+    holder: Holder = executed.globals
     if mention.origin is Origin.FREE:
-        holder = _cells(executed, name)
+        if name == "__class__" or isinstance(executed.free.get(name), (type, *_FUNCTIONS)):
+            return None
+        holder = Cells(executed)
     elif mention.origin is Origin.MODULE:
         name = absolute(name, executed.globals.get("__package__"))
         holder = sys.modules
-    value = MISSING if holder is None else holder.get(name, MISSING)
-    if holder is None or value is MISSING:
-        return None
-    owner = holder.cell(name) if isinstance(holder, _Cells) else holder
-    return Place(owner, holder, name, name, value)
-
-
-def _cells(executed: Executed, name: str) -> Holder | None:
-    """The cells in which the free variables of a function lie that has ``name`` among them."""
-    value = executed.free.get(name, MISSING)
-    if name == "__class__" or isinstance(value, (type, *_FUNCTIONS)):
-        return None
-    for function in gc.get_referrers(executed.code):
-        if not isinstance(function, types.FunctionType) or function.__closure__ is None:
-            continue
-        cells = _Cells(executed.code.co_freevars, function.__closure__)
-        if all(cells.get(n, MISSING) is v for n, v in executed.free.items()):
-            return cells
-    return None
+    value = holder.get(name, MISSING)
+    return None if value is MISSING else Place(holder, holder, name, name, value)
 
 
 def _along(place: Place, attributes: tuple[str, ...]) -> Iterator[Place]:
@@ -111,21 +96,44 @@ def _is_backend(value: Any) -> bool:
     return place.startswith("torch.backends")
 
 
-class _Cells:
-    """The free variables of a function."""
+class Cells:
+    """The free variables of a function that ran.
 
-    def __init__(self, names: tuple[str, ...], cells: tuple[types.CellType, ...]) -> None:
-        self._cells = dict(zip(names, cells, strict=True))
+    Which function that was is not known from its code: :func:`bind` finds it.
+    """
 
-    def cell(self, name: str) -> types.CellType:
-        """The cell of one of them, which other functions may share."""
-        return self._cells[name]
+    def __init__(self, executed: Executed) -> None:
+        self._executed = executed
+        self._cells: dict[str, types.CellType] = {}
 
     def get(self, name: str, default: Any) -> Any:
+        if not self._cells:
+            return self._executed.free.get(name, default)
         try:
             return self._cells[name].cell_contents
         except ValueError:  # It is empty.
             return default
+
+    def _take(self, function: types.FunctionType) -> bool:
+        """Look at ``function`` from now on, if it is the one."""
+        executed = self._executed
+        if function.__code__ is not executed.code:
+            return False
+        self._cells = dict(zip(executed.code.co_freevars, function.__closure__ or (), strict=True))
+        if all(self.get(name, MISSING) is value for name, value in executed.free.items()):
+            return True
+        self._cells = {}
+        return False
+
+
+def bind(cells: Sequence[Cells]) -> list[str]:
+    """Find the functions that free variables are of; the names of those that have changed since."""
+    if not cells:
+        return []
+    referrers = gc.get_referrers(*{id(c._executed.code): c._executed.code for c in cells}.values())
+    functions = [f for f in referrers if isinstance(f, types.FunctionType)]
+    lost = [c._executed.free for c in cells if not any(map(c._take, functions))]
+    return [name for free in lost for name in free]
 
 
 class _Attributes:

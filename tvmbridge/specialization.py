@@ -14,6 +14,8 @@ from tvmbridge.aliasing import made_again
 from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
+from tvmbridge.effects import no_draws_by
+from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.layout_guard import LayoutGuard
 from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise
@@ -22,6 +24,7 @@ from tvmbridge.plain import other_answer
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
+from tvmbridge.surroundings import in_checkpoint
 from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
@@ -76,6 +79,7 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self._records_writes = self._training is not None and len(returned) < len(outputs)
 
     def is_to_be_renewed(self) -> bool:
         """Whether the first call, which forward served itself, has not made the code fit."""
@@ -86,6 +90,10 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
+        if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
+            return "forward returns tensors that it makes in inference mode"
+        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
+            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
@@ -136,18 +144,20 @@ class Variant:
             primals = without_inference_tensors(primals)
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
-            if self._training is None:
-                self._try_tail(self.compiled.forward(primals), leaves)
-                return
-            for position in self._training.gradient_of:
-                primals[position].requires_grad_()
-            with torch.enable_grad():
-                results = self._training(primals)
-            self._try_tail(results, leaves)
-            outputs = [o for o in results if o.requires_grad]
-            wanted = [primals[position] for position in self._training.gradient_of]
-            cotangents = [torch.zeros_like(o) for o in outputs]
-            torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            with no_draws_by(foreign_among(self.compiled.aten_calls)):
+                self._try(primals, leaves)
+
+    def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
+        if self._training is None:
+            self._try_tail(self.compiled.forward(primals), leaves)
+            return
+        wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
+        with torch.enable_grad():
+            results = self._training(primals)
+        self._try_tail(results, leaves)
+        outputs = [o for o in results if o.requires_grad]
+        cotangents = [torch.zeros_like(o) for o in outputs]
+        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 
     def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
         captured = self.compiled.captured

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.effects import Generators
 from tvmbridge.patches import patched_here
 from tvmbridge.structure import map_tensors
 
@@ -130,16 +131,18 @@ def anything_requires_grad(module: nn.Module, values: Any) -> bool:
 def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Run forward for real on copies of all tensors; attributes that it sets remain set.
 
-    Tensors and PyTorch's generator are as before afterwards, also when forward raises.
+    Tensors and the global generators are as before afterwards, also when forward raises.
     """
     own = {id(t): t for t in tensors_of(module).values()}
     copies = {key: _copied(t) for key, t in own.items()}
     args, kwargs = map_tensors(_copied, (args, dict(kwargs)))
     _exchange(module, copies)
+    generators = Generators()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
+        with torch.no_grad(), without_autocast():
             module.forward(*args, **kwargs)
     finally:
+        generators.restore()
         _exchange(module, {id(copy): own[key] for key, copy in copies.items()})
 
 

@@ -11,6 +11,7 @@ from tvmbridge.checkpoints import plain_checkpoints
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.empties import FunctionsOfNothing
+from tvmbridge.fast_paths import fast_paths_taken_apart
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.recurrent import RecurrentLayersKeptWhole
@@ -38,6 +39,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         FunctionsOfNothing(),
         FunctionsRephrased(),
         UniformComparisons(),
+        fast_paths_taken_apart(module),
     ):
         yield
 
