@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 import tvm
 from torch import nn
 
@@ -21,7 +22,8 @@ from tvmbridge.cotangents import PartialBackwards
 from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
-from tvmbridge.observation import staged
+from tvmbridge.laying_out import lay_out_functions, shared_residuals
+from tvmbridge.layouts import Layout, Strides, layouts_of
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.base import shared_results
@@ -32,7 +34,9 @@ from tvmbridge.records.pending import note_pending
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
+from tvmbridge.staging import staged
 from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
+from tvmbridge.views import laid_out
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +50,8 @@ class CompiledModule:
     user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
     this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
-    and must be copied before they are handed out. ``joint`` names the source of the joint function
+    and must be copied before they are handed out. ``layouts`` are those of outputs that lie in
+    memory otherwise than compiled code gives them by itself. ``joint`` names the source of the joint function
     (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     ``recorded``: it serves calls that autograd records.
     ``coverage`` counts the calls of kernels by where these come from. ``partial_backwards``: those
@@ -62,6 +67,7 @@ class CompiledModule:
     num_outputs: int
     copied_outputs: frozenset[int]
     copied_gradients: frozenset[int]
+    layouts: Mapping[int, Layout]
     joint: str | None
     joint_reason: str
     native_calls: Mapping[str, int]
@@ -70,6 +76,17 @@ class CompiledModule:
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
     partial_backwards: PartialBackwards | None = None
+
+    def forward(
+        self, primals: Sequence[torch.Tensor], strides: Strides = None
+    ) -> list[torch.Tensor]:
+        """The outputs, laid out as those of the sample or with these strides, and the residuals."""
+        results = self.loaded.run("forward", primals, self.copied_outputs)
+        for number, layout in self.layouts.items():
+            layout.put_on(results[number])
+        for number, stride in (strides or {}).items():
+            results[number] = laid_out(results[number], stride)
+        return results
 
     @property
     def eager_functions(self) -> Mapping[str, int]:
@@ -247,14 +264,16 @@ def build_lowered(
         BuildError: TVM cannot compile it for the target.
     """
     stages = stages or Stages()
-    derivation, parts, imported = lowered.derivation, lowered.split, lowered.imported
+    derivation, imported = lowered.derivation, lowered.imported
+    layouts = layouts_of(lowered.captured)
+    mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
     with stages.measure("build"):
         use_records = options.tuning_records
         library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
         building = partial(
             build, target=lowered.target, measure=options.measure_kernels, library=library
         )
-        built = building(lowered.mod, records=records)
+        built = building(mod, records=records)
         loaded = LoadedModule(built.machine, built.unaligned)
         if use_records:
             _note_missing(built.missing, lowered, options)
@@ -266,10 +285,10 @@ def build_lowered(
         loaded=loaded,
         target=lowered.target,
         num_outputs=lowered.num_outputs,
-        copied_outputs=shared_results(lowered.mod, "forward", lowered.num_outputs),
-        copied_gradients=(
-            frozenset() if parts is None else shared_results(lowered.mod, "backward")
-        ),
+        copied_outputs=shared_results(mod, "forward", lowered.num_outputs)
+        | shared_residuals(mod, layouts, lowered.num_outputs),
+        copied_gradients=(frozenset() if parts is None else shared_results(mod, "backward")),
+        layouts=layouts,
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,

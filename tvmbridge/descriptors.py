@@ -13,8 +13,8 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
-from tvmbridge.observation import NotApartError, Observation
+from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.observation import Observation
 from tvmbridge.standins import tensors_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputDescriptor, OutputKind, TensorSpec
 
@@ -134,18 +134,23 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
 def with_aliases(
     outputs: tuple[OutputDescriptor, ...], seen: Observation
 ) -> tuple[OutputDescriptor, ...]:
-    """The outputs, with what was observed of the memory that they share."""
+    """The outputs, with what was observed of their strides and of the memory that they share."""
     results = sum(o.kind is OutputKind.USER for o in outputs)
     expected = [*seen.sharing.aliases, *(None for _ in seen.sharing.bases)]
     if results != len(expected):
         raise CaptureError(
             f"run again, forward returns {len(expected)} values, captured as {results}"
         )
-    aliases = iter(expected)
+    strides = [*seen.strides, *(None for _ in seen.sharing.bases)]
+    observed = iter(zip(expected, strides, strict=True))
     described = []
     for output in outputs:
         if output.kind is OutputKind.USER:
-            described.append(replace(output, alias=next(aliases)))
+            alias, stride = next(observed)
+            spec = output.spec
+            if spec is not None and stride is not None:
+                spec = replace(spec, stride=stride)
+            described.append(replace(output, alias=alias, spec=spec))
         else:
             alias = seen.sharing.exchanged.get(output.target or "")
             rebinds = output.target in seen.rebound

@@ -9,15 +9,14 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tvmbridge.compiled import CompiledModule, compile_module
-from tvmbridge.errors import BridgeError, BuildError
+from tvmbridge.errors import BridgeError, BuildError, NotApartError
 from tvmbridge.forwards import (
     calling_module,
     forward_of_class,
@@ -26,7 +25,6 @@ from tvmbridge.forwards import (
     with_own_forward,
 )
 from tvmbridge.mode import Mode
-from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.plain import unusual_in
@@ -34,7 +32,7 @@ from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Specialization, Variant
 from tvmbridge.standins import STAND_IN, anything_requires_grad, without_inference_tensors
 from tvmbridge.state import ModuleState, StandsForForward
-from tvmbridge.surroundings import refused_now, tracing_here
+from tvmbridge.surroundings import refused_now, tracing_here, undisturbed
 from tvmbridge.turns import compiling
 
 logger = logging.getLogger(__name__)
@@ -256,29 +254,3 @@ class Dispatcher(StandsForForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return original_forward, (self.module, self.own)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Within it the modes of the caller that are about calls do not reach the compilation."""
-    with (
-        torch.inference_mode(False),
-        torch.autograd.set_detect_anomaly(False),
-        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
-    ):
-        yield
-
-
-def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor._version
-
-
-def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation"
-        )
-    return tensor

@@ -15,7 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.executed import is_called_by_library
 from tvmbridge.patches import patched_here
+from tvmbridge.reads import Question
 
 
 def wrote(tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]) -> bool:
@@ -56,10 +58,13 @@ def _unchanged(then: Any, now: Any) -> bool:
     return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
 
 
-class LayoutWatch(TorchFunctionMode):
-    """Notes whether forward asks how tensors lie in memory, which may decide what it computes."""
+class QuestionWatch(TorchFunctionMode):
+    """Notes what forward asks of tensors that may decide what it computes.
 
-    _QUESTIONS = frozenset(
+    ``complaints`` are questions to autograd, whose answers compiled code cannot know.
+    """
+
+    _LAYOUT = frozenset(
         {
             torch.Tensor.is_contiguous,
             torch.Tensor.stride,
@@ -67,25 +72,24 @@ class LayoutWatch(TorchFunctionMode):
             torch.as_strided,
         }
     )
+    _OF_AUTOGRAD = frozenset({"_base", "_version", "grad", "grad_fn", "is_leaf", "retains_grad"})
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self.asks: set[Question] = set()
+        self._with_gradients = torch.is_grad_enabled()
+        self.complaints: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked |= func in self._QUESTIONS
-        return func(*args, **(kwargs or {}))
-
-
-class GradModeWatch(TorchFunctionMode):
-    """Notes whether forward turns gradients on: also for callers that have turned them off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turned_on = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.turned_on |= func is torch._C._set_grad_enabled and bool(args[0])
+        if func in self._LAYOUT:
+            self.asks.add(Question.LAYOUT)
+        if func is torch.Tensor.storage_offset and not is_called_by_library(1):
+            self.asks.add(Question.OFFSET)
+        if func is torch._C._set_grad_enabled and args[0] and not self._with_gradients:
+            self.complaints["turns gradients on, which may be off at a call,"] = None
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in self._OF_AUTOGRAD and not is_called_by_library(1):
+            self.complaints[f"reads {name} of a tensor"] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -117,12 +121,12 @@ def impurities() -> Iterator[list[str]]:
     generators = Generators()
     try:
         with (
-            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
             patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
             patched_here(saved_tensors_hooks, "__enter__", enter),
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found

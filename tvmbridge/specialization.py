@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +16,11 @@ from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.effects import no_draws_by
 from tvmbridge.kernels.aten_call import foreign_among
+from tvmbridge.layout_guard import LayoutGuard
 from tvmbridge.mode import Mode
-from tvmbridge.noise import draw_noise, memory_order
+from tvmbridge.noise import draw_noise
 from tvmbridge.packing import Packing
+from tvmbridge.plain import other_answer
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
@@ -26,11 +28,6 @@ from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
-_SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
-
-
-def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
-    return tuple(step == 0 for step in stride)
 
 
 class Variant:
@@ -71,14 +68,8 @@ class Variant:
         rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
         self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
-        # Random numbers stand in the order of memory, which follows that of the inputs.
-        held = [d for d in captured.inputs if d.kind in _OF_MODULE]
-        self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
-        self._held_orders = [memory_order(d.spec) for d in held] if noise else []
-        self._strides = [(d.position or 0, d.spec.stride) for d in users if captured.asks_layout]
-        # Eager sorts equal elements otherwise where they lie in one place.
-        sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
-        self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
+        self._asks = captured.asks
+        self._layouts = LayoutGuard(state, compiled)
         self._packing = packing
         self._packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
@@ -87,8 +78,6 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
-            return "forward returns tensors that it makes in inference mode"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
@@ -100,24 +89,9 @@ class Variant:
             base = self._base(alias, leaves)
             if base is None or base.stride() != alias.base_stride:
                 return "a tensor of which a view is returned has other strides"
-        return reason or self._other_order(leaves, tensors)
-
-    def _other_order(
-        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
-    ) -> str | None:
-        for position, order in self._orders:
-            if memory_order(leaves[position]) != order:
-                return "an input is laid out otherwise, so that random numbers would differ"
-        for position, stride in self._strides:
-            if leaves[position].stride() != stride:
-                return "an input is laid out otherwise, and forward asks for that"
-        for position, repeated in self._repeats:
-            if _repeated(leaves[position].stride()) != repeated:
-                return "an input is expanded otherwise, so that equal elements would be sorted so"
-        for tensor, order in zip(tensors, self._held_orders, strict=False):
-            if tensor is not None and memory_order(tensor) != order:
-                return "a parameter is laid out otherwise, so that random numbers would differ"
-        return None
+        if reason is None and self._asks:
+            reason = other_answer(self._asks, leaves, tensors)
+        return reason or self._layouts.mismatch(leaves, tensors)
 
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Whether a tensor that is written shares memory with another that the code reads."""
@@ -159,7 +133,7 @@ class Variant:
 
     def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
         if self._training is None:
-            self._try_tail(self._run_inference(primals), leaves)
+            self._try_tail(self.compiled.forward(primals), leaves)
             return
         wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
         with torch.enable_grad():
@@ -205,14 +179,14 @@ class Variant:
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
-        run: Callable[..., Sequence[torch.Tensor]] = self._training or self._run_inference
-        results = run(primals)
+        strides = self._layouts.strides(leaves, tensors)
+        if self._training is not None:
+            results: Sequence[torch.Tensor] = self._training(primals, strides)
+        else:
+            results = self.compiled.forward(primals, strides)
         with self._counting:
             self.calls += 1
         return results
-
-    def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self.compiled.loaded.run("forward", primals, self.compiled.copied_outputs)
 
     def assemble(
         self,

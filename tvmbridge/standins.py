@@ -14,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -188,28 +187,6 @@ def without_autocast() -> Iterator[None]:
                 yield
         else:
             yield
-
-
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Checkpointed functions run once, without recomputation: the gradients are the same."""
-    place = torch.utils.checkpoint
-    with (
-        patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
-        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
-    ):
-        yield
-
-
-def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """Call ``function``; as in the original, gradients flow only if an argument wants one."""
-    connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(connected and torch.is_grad_enabled()):
-        return function(*args)
-
-
-def _plain_generator(genuine: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
 
 
 @contextmanager

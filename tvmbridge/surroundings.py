@@ -55,3 +55,29 @@ def _mode_refuses() -> str | None:
         if mode.device.type != "cpu":
             return "another default device is set"
     return None
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it the modes of the caller that are about calls do not reach the compilation."""
+    with (
+        torch.inference_mode(False),
+        torch.autograd.set_detect_anomaly(False),
+        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
+    ):
+        yield
+
+
+def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor._version
+
+
+def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation"
+        )
+    return tensor

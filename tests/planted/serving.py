@@ -156,7 +156,7 @@ SERVING = (
         "a changed attribute not noticed",
         "guard",
         "tvmbridge.state",
-        'return f"the attribute {attribute} changed" if attribute else None',
+        'return f"{value} changed" if value else None',
         "return None",
         ("tests/test_state.py", "-k", "attribute"),
     ),
