@@ -44,8 +44,6 @@ def other_answer(
     tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
     if Question.CLASS in asks and any(type(t) is not torch.Tensor for t in tensors):
         return "an argument is a parameter, and forward asks for the class of tensors"
-    if Question.INFERENCE in asks and not torch.is_inference_mode_enabled():
-        return "forward returns tensors that it makes in inference mode"
     if Question.OFFSET in asks and any(
         t is not None and t.storage_offset() for t in (*tensors, *own)
     ):

@@ -21,6 +21,7 @@ from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise
 from tvmbridge.packing import Packing
 from tvmbridge.plain import other_answer
+from tvmbridge.reads import Question
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
@@ -78,6 +79,9 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
+        # The calls that add a dispatch may be in another mode than those that come.
+        if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
+            return "forward returns tensors that it makes in inference mode"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
