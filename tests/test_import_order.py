@@ -61,6 +61,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cotangents",
             "conversions",
             "cumulative",
+            "custom_functions",
             "decompositions",
             "descriptors",
             "differentiate",

@@ -8,26 +8,23 @@ than PyTorch's formula (at kinks, where one side is infinite). A rehearsal of fo
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.utils
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tvmbridge.custom_functions import AppliedFunction, FunctionWatch
 from tvmbridge.custom_operator import refuse_numbers
 from tvmbridge.draws import captured_draw, eager_draw
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
 from tvmbridge.noise import OTHER_DRAWS
-from tvmbridge.patches import patched_here
 from tvmbridge.refusal import first_paragraph
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import OutputKind
@@ -64,7 +61,7 @@ class GradientFacts:
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
     ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
-    whose backward may be anything.
+    whose backward may be anything; ``functions`` are those that have several outputs.
     """
 
     lost: tuple[str, ...]
@@ -73,6 +70,7 @@ class GradientFacts:
     gradient_reads: tuple[frozenset[int], ...]
     draws: int
     custom: bool = False
+    functions: tuple[AppliedFunction, ...] = ()
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
@@ -86,7 +84,8 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
         watch, uses = _FlowWatch(), _AutogradWatch()
-        with _custom_functions(watch), watch, uses:
+        functions = FunctionWatch(watch.reasons)
+        with functions.noticing(), watch, uses:
             outputs = rehearsal(leaves)
         watch.look_at(outputs, "an output")
         _refuse(rehearsal, outputs, uses)
@@ -94,6 +93,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         if not differentiable:
             raise NothingToDifferentiateError("no computed output requires a gradient")
         reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
+        applied = functions.applied([outputs[i] for i in differentiable])
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
     return GradientFacts(
@@ -102,7 +102,8 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
         gradient_reads=tuple(reads for reads in reached.values() if reads),
         draws=len(watch.draws),
-        custom=watch.custom,
+        custom=functions.custom,
+        functions=applied,
     )
 
 
@@ -209,7 +210,6 @@ class _FlowWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reasons: dict[str, None] = {}
         self.draws: list[str] = []
-        self.custom = False
         self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -284,20 +284,3 @@ def _floating(value: Any) -> list[torch.Tensor]:
         for leaf in pytree.tree_leaves(value)
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]
-
-
-@contextmanager
-def _custom_functions(watch: _FlowWatch) -> Iterator[None]:
-    """Note applied custom autograd functions, also those whose ``apply`` was bound before."""
-
-    def noting(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The patch's call and its stub stand between this function and Function.apply.
-        cls = sys._getframe(3).f_locals.get("cls")
-        name = getattr(cls, "__name__", "unnamed")
-        # Operators of ours have PyTorch's own formulas for a backward.
-        watch.custom |= not name.startswith("GeneratedBackwardFor_tvmbridge_")
-        watch.reasons[f"the custom autograd function {name} has a backward of its own"] = None
-        return unwrap(args)
-
-    with patched_here(torch._functorch.utils, "unwrap_dead_wrappers", noting):
-        yield
