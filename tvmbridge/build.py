@@ -12,7 +12,7 @@ from tvm import relax, te
 from tvmbridge.errors import BuildError
 from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
-from tvmbridge.legalize.roundings import fence_arithmetic
+from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels

@@ -38,7 +38,7 @@ def opaque(value: Expr, *, sign: str = "int") -> Expr:
 
 
 def is_least(value: float, dtype: str) -> bool:
-    """Whether a number is the least integer of its dtype, with which TVM and LLVM reckon wrongly."""
+    """Whether a number is the least of an integer dtype: TVM and LLVM reckon wrongly with it."""
     return dtype in _WRAPPING and value == int(tirx.min_value(dtype).value)
 
 

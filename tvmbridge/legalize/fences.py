@@ -1,4 +1,4 @@
-"""What LLVM may not make of the graph's arithmetic: each operator rounds, or wraps around, by itself.
+"""What LLVM may not make of the graph's arithmetic: each operator rounds, or wraps, by itself.
 
 LLVM makes one operation of a product and a sum where the processor has it, and rounds once. Then
 ``sqrt(x * x - y * y)`` of equal numbers is NaN half of the time, which is 0 in PyTorch. And TVM
