@@ -98,11 +98,21 @@ def storage_root(result: relax.Expr, bound: Mapping[relax.Var, relax.Expr]) -> r
         value = bound.get(result)
         if isinstance(value, relax.Var | tvm.ir.GenericConst):
             result = value
-        elif isinstance(value, relax.Call) and getattr(value.op, "name", "") in _SHARES_MEMORY:
+        elif isinstance(value, relax.Call) and _shares_memory(value):
             result = value.args[0]
         else:
             return result
     return None
+
+
+def _shares_memory(call: relax.Call) -> bool:
+    """Whether it compiles to a view, as a permutation does that moves extents of 1 alone."""
+    name, shape = getattr(call.op, "name", ""), shape_of(call.args[0])
+    if name != "relax.permute_dims" or shape is None:
+        return name in _SHARES_MEMORY
+    axes = reversed(range(len(shape))) if call.attrs.axes is None else call.attrs.axes
+    moved = [a for a in (int(axis) % len(shape) for axis in axes) if shape[a] > 1]
+    return moved == sorted(moved)
 
 
 def storage_roots(function: relax.Function) -> list[relax.Var | None]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from tests.test_dispatch import eager
-from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+from tests.dispatch_helpers import eager
+from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, dispatch_report
 
 TABLES: dict[Any, Any] = {}
 KEPT: list[torch.Tensor] = []
@@ -90,3 +92,36 @@ def test_what_is_kept_of_each_call_is_refused_and_left_as_it_was() -> None:
     with pytest.raises(CaptureError, match="keeps a tensor of each call outside of the module"):
         add_tvm_dispatch(Cached(keeps).train(), torch.randn(2, 6))
     assert all(type(t) in (torch.Tensor, nn.Parameter) for t in KEPT)
+
+
+def _decides(m: Any) -> torch.Tensor:
+    doubled = m.weight * 2
+    return doubled if doubled.sum().item() > 0 else m.weight
+
+
+def _refuses(m: Any) -> torch.Tensor:
+    return (m.weight * 2) @ torch.ones(5)
+
+
+def _raise_with(variable: str) -> None:
+    raise KeyError
+
+
+@pytest.mark.parametrize("find", [_decides, _refuses])
+def test_a_refusal_looks_at_no_object_of_others(find: Callable[[Any], torch.Tensor]) -> None:
+    """Such a look takes seconds where a process holds much; traces are what a refusal leaves."""
+    full = mock.Mock(wraps=gc.collect)
+    try:
+        _raise_with("a variable")
+    except KeyError as outside:
+        frame = outside.__traceback__.tb_next.tb_frame  # type: ignore[union-attr]
+        with (
+            mock.patch.object(gc, "get_referrers", side_effect=AssertionError),
+            mock.patch.object(gc, "collect", full),
+            pytest.raises(BridgeError),
+        ):
+            add_tvm_dispatch(Cached(find).train(), torch.randn(2, 6))
+    assert mock.call() not in full.mock_calls
+    assert gc.isenabled()
+    # What the caller was handling keeps its variables.
+    assert frame.f_locals == {"variable": "a variable"}

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
 
-from tests.test_dispatch import eager, make_block, sample
+from tests.dispatch_helpers import eager, make_block, sample
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
@@ -213,4 +214,70 @@ def test_batch_norm_alone_trains_on_an_input_without_gradient() -> None:
         each(x).square().sum().backward()
         gradients.append([p.grad for p in each.parameters()])
     torch.testing.assert_close(*gradients)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+class Inner(nn.Module):
+    """Computes within a mode of its own, and returns what it made there and what came after."""
+
+    def __init__(self, mode: Callable[[], Any]) -> None:
+        super().__init__()
+        self.mode = (mode,)
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 24, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self.mode[0]():
+            inside = (x * 2).tanh()
+        return inside, inside + 1, x * self.scale
+
+
+def _traits(outputs: tuple[torch.Tensor, ...]) -> list[Any]:
+    return [(t.is_inference(), t.requires_grad, t.grad_fn is None, t.is_leaf) for t in outputs]
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "inference_mode"])
+def test_modes_within_forward_are_those_of_eager(kind: str) -> None:
+    mode = getattr(torch, kind)
+    ours, theirs = Inner(mode).train(), Inner(mode).train()
+    add_tvm_dispatch(ours, sample())
+    for outer in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with torch.inference_mode(outer is torch.inference_mode):
+            x = sample()
+        with outer():
+            found, expected = ours(x), theirs(x)
+        assert _traits(found) == _traits(expected)
+    fallbacks = dispatch_report(ours).fallbacks
+    if kind == "no_grad":
+        assert not fallbacks
+    else:
+        assert fallbacks == {"forward returns tensors that it makes in inference mode": 2}
+
+
+def test_forward_that_turns_a_mode_off_is_refused() -> None:
+    module = Inner(torch.enable_grad).eval().requires_grad_(False)
+    with pytest.raises(BridgeError, match="turns gradients on"):
+        add_tvm_dispatch(module, sample())
+    with pytest.raises(BridgeError, match="leaves inference mode"):
+        add_tvm_dispatch(Inner(lambda: torch.inference_mode(False)), sample())
+
+
+def test_a_checkpoint_repeats_what_eager_repeats_of_the_statistics() -> None:
+    plain = nn.BatchNorm1d(3).double().train()
+    module = copy.deepcopy(plain)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    for reentrant in (True, False):
+        for called in (module, plain):
+            checkpoint(called, x, use_reentrant=reentrant).sum().backward()
+        torch.testing.assert_close(list(module.buffers()), list(plain.buffers()))
+    assert plain.num_batches_tracked == 4
+    reasons = ["forward writes buffers or arguments, and a checkpoint repeats a part of it"]
+    assert list(dispatch_report(module).fallbacks) == reasons
+
+
+def test_recording_asked_for_in_inference_mode_records_nothing() -> None:
+    module = nn.Linear(2, 2).eval()
+    add_tvm_dispatch(module, torch.ones(1, 2))
+    with torch.inference_mode(), torch.enable_grad():
+        assert module(torch.ones(1, 2)).is_inference()
     assert dispatch_report(module).tvm_calls == 1

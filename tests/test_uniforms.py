@@ -104,13 +104,7 @@ DECIDED: dict[str, tuple[float, Form, str]] = {
 }
 
 
-def _decided() -> list[Any]:
-    """The first two by default: a refusal takes seconds in a process that holds much."""
-    marks = [(), (), *[pytest.mark.slow] * (len(DECIDED) - 2)]
-    return [pytest.param(kind, marks=mark) for kind, mark in zip(DECIDED, marks, strict=True)]
-
-
-@pytest.mark.parametrize("kind", _decided())
+@pytest.mark.parametrize("kind", DECIDED)
 def test_what_a_draw_decides_is_refused(kind: str) -> None:
     layerdrop, skips, reason = DECIDED[kind]
     with pytest.raises(CaptureError, match=reason):

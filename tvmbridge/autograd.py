@@ -12,6 +12,7 @@ import torch._C as _C
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
+from tvmbridge.layouts import Strides
 from tvmbridge.packing import Packing
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputKind, OutputKind, TensorSpec
@@ -59,10 +60,18 @@ class TrainingCall:
         self.readers = readers_of(compiled.captured, parts.cotangent_of)
         computed = [o for o in compiled.captured.outputs if o.is_computed]
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
+        self.orders = {
+            n: layout.order for n, layout in compiled.layouts.outputs.items() if layout.moves
+        }
 
-    def __call__(self, primals: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order)."""
-        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, *primals)  # type: ignore[no-untyped-call]
+    def __call__(
+        self, primals: Sequence[torch.Tensor], strides: Strides = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
+
+        ``strides`` are those that the outputs get at this call; None: those of the sample's.
+        """
+        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, *primals)  # type: ignore[no-untyped-call]
         node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
         if node is not None:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
@@ -98,9 +107,11 @@ def _overwritten(compiled: CompiledModule) -> frozenset[int]:
 
 class _CompiledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: TrainingCall, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        compiled, parts = call.compiled, call.parts
-        results = compiled.loaded.run("forward", primals, compiled.copied_outputs)
+    def forward(
+        ctx: Any, call: TrainingCall, strides: Strides, *primals: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        parts = call.parts
+        results = call.compiled.forward(primals, strides)
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
@@ -131,9 +142,9 @@ class _CompiledFunction(torch.autograd.Function):
             ctx.sources = ()
         placed: list[torch.Tensor | None] = [None] * call.num_primals
         for position, gradient in zip(call.gradient_of, gradients, strict=True):
-            if ctx.needs_input_grad[position + 1]:
+            if ctx.needs_input_grad[position + 2]:
                 placed[position] = gradient
-        return (None, *placed)
+        return (None, None, *placed)
 
 
 def _run_backward(
@@ -144,21 +155,25 @@ def _run_backward(
     """The gradients; None where eager gives none, rather than zeros: optimizers skip these."""
     parts, partial = call.parts, call.compiled.partial_backwards
     values = list(saved)
-    for i, (_, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
-        values[i] = values[i].reshape(shape)
+    for i, (number, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
+        order = call.orders.get(number)
+        values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
     arriving = [cotangents[number] for number in parts.cotangent_of]
     absent = frozenset(i for i, c in enumerate(arriving) if c is None)
     specs = zip(arriving, call.cotangent_specs, strict=True)
     filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
+    if call.orders:
+        orders = [call.orders.get(number) for number in parts.cotangent_of]
+        filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
     if not absent:
-        return _run_whole(call.compiled, [*values, *filled])
+        return call.compiled.backward([*values, *filled])
     assert partial is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):
         return [None] * len(flowing)
     backward = partial.known(absent)
     if backward is None:
-        gradients = _run_whole(call.compiled, [*values, *filled])
+        gradients = call.compiled.backward([*values, *filled])
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partial.without(absent)
@@ -168,11 +183,7 @@ def _run_backward(
 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:
     assert spec is not None
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-
-
-def _run_whole(compiled: CompiledModule, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return compiled.loaded.run("backward", values, compiled.copied_gradients)
+    return spec.empty().zero_()
 
 
 def _refuse_second_derivative(

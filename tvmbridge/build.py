@@ -14,6 +14,7 @@ from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.declare_results import DeclareResults
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.fuse_ops import FuseOps
@@ -187,7 +188,7 @@ def build(
         applied = apply_records(mod, library)
         mod = schedule_for_cpu(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
-        mod = run_passes(mod, [NameSpecs()], records)
+        mod = run_passes(mod, [DeclareResults(), NameSpecs()], records)
         try:
             mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.arguments import ArgumentWatch, watched_forward
 from tvmbridge.bases import WithBases
+from tvmbridge.composites import composites_prepared_for
 from tvmbridge.conversions import DropoutWithoutEffect
 from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.descriptors import (
@@ -23,17 +24,17 @@ from tvmbridge.descriptors import (
     find_aliases,
     with_aliases,
 )
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.noise import find_noise, tidy_draws
-from tvmbridge.observation import NotApartError, Stage, staged
 from tvmbridge.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
     user_line,
 )
-from tvmbridge.standins import without_autocast
+from tvmbridge.staging import Stage, staged
+from tvmbridge.standins import without_autocast, without_repetitions
 from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing import functions_replaced
 from tvmbridge.types import CapturedGraph, HiddenBase
@@ -120,7 +121,9 @@ def capture_staged(
         tail=tail,
         bases=bases,
         foreign=seen.foreign,
-        asks_layout=seen.asks_layout,
+        outside=seen.outside,
+        asks=seen.asks,
+        infers=seen.infers,
     )
 
 
@@ -152,9 +155,13 @@ def _export(
                 watch = ArgumentWatch(module.forward)
                 tails = TailWatch(watch, differentiated=needs_grad)
                 with watched_forward(module, WithBases(tails, bases)):
-                    program = torch.export.export(module, args, dict(kwargs), strict=False)
+                    given, named = without_repetitions((args, dict(kwargs)))
+                    program = torch.export.export(module, given, named, strict=False)
             # Without it PyTorch drops draws that nothing reads.
-            with torch._inductor.config.patch(fallback_random=True):
+            with (
+                torch._inductor.config.patch(fallback_random=True),
+                composites_prepared_for(program),
+            ):
                 program = program.run_decompositions(table)
             tidy_draws(program)
             return program, watch, tails.tail

@@ -16,6 +16,8 @@ import numpy
 import torch
 from torch import nn
 
+# No value at all.
+MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # How deep objects are looked into.
 DEPTH = 4
 # Two of these are the same only where they are one object.

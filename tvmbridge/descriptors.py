@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgument
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
-from tvmbridge.errors import CaptureError, UnsupportedOperatorError
-from tvmbridge.observation import NotApartError, Observation
+from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.observation import Observation
 from tvmbridge.standins import tensors_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputDescriptor, OutputKind, TensorSpec
 
@@ -117,6 +118,11 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
     outputs = []
     for spec in program.graph_signature.output_specs:
         kind = kinds.get(spec.kind)
+        if spec.kind is ExportOutputKind.PARAMETER_MUTATION:
+            raise UnsupportedOperatorError(
+                f"forward writes into the parameter {spec.target}; compiled code writes only into "
+                "buffers and arguments: make it a buffer, or write it outside of forward"
+            )
         if kind is None:
             raise UnsupportedOperatorError(
                 f"the graph has an output of kind {spec.kind.name}, which the bridge does not "
@@ -134,18 +140,23 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
 def with_aliases(
     outputs: tuple[OutputDescriptor, ...], seen: Observation
 ) -> tuple[OutputDescriptor, ...]:
-    """The outputs, with what was observed of the memory that they share."""
+    """The outputs, with what was observed of their strides and of the memory that they share."""
     results = sum(o.kind is OutputKind.USER for o in outputs)
     expected = [*seen.sharing.aliases, *(None for _ in seen.sharing.bases)]
     if results != len(expected):
         raise CaptureError(
             f"run again, forward returns {len(expected)} values, captured as {results}"
         )
-    aliases = iter(expected)
+    strides = [*seen.strides, *(None for _ in seen.sharing.bases)]
+    observed = iter(zip(expected, strides, strict=True))
     described = []
     for output in outputs:
         if output.kind is OutputKind.USER:
-            described.append(replace(output, alias=next(aliases)))
+            alias, stride = next(observed)
+            spec = output.spec
+            if spec is not None:
+                spec = replace(spec, stride=stride or make_contiguous_strides_for(spec.shape))
+            described.append(replace(output, alias=alias, spec=spec))
         else:
             alias = seen.sharing.exchanged.get(output.target or "")
             rebinds = output.target in seen.rebound

@@ -9,15 +9,14 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tvmbridge.compiled import CompiledModule, compile_module
-from tvmbridge.errors import BridgeError, BuildError
+from tvmbridge.errors import BridgeError, BuildError, NotApartError
 from tvmbridge.forwards import (
     calling_module,
     forward_of_class,
@@ -26,7 +25,6 @@ from tvmbridge.forwards import (
     with_own_forward,
 )
 from tvmbridge.mode import Mode
-from tvmbridge.observation import NotApartError
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.plain import unusual_in
@@ -34,7 +32,7 @@ from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Specialization, Variant
 from tvmbridge.standins import STAND_IN, anything_requires_grad, without_inference_tensors
 from tvmbridge.state import ModuleState, StandsForForward
-from tvmbridge.surroundings import refused_now, tracing_here
+from tvmbridge.surroundings import refused_now, tracing_here, undisturbed
 from tvmbridge.turns import compiling
 
 logger = logging.getLogger(__name__)
@@ -75,6 +73,11 @@ class Dispatcher(StandsForForward):
         return self.own or forward_of_class(self.module)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__func__" and sys._getframe(1).f_globals["__name__"].startswith("torch.jit"):
+            raise BridgeError(
+                f"torch.jit.script cannot read the forward of a dispatched {self._name()}: call "
+                "remove_tvm_dispatch on it first, or script it before it is dispatched"
+            )
         # What looks at functions (their code, defaults, globals) sees the module's own forward.
         if name.startswith("__") and "module" in self.__dict__:
             return getattr(self.original, name)
@@ -116,6 +119,11 @@ class Dispatcher(StandsForForward):
                 break
             tensors = variant.state.tensors()
             reason = variant.mismatch(leaves, tensors)
+            if reason is not None and variant.is_to_be_renewed():
+                renewed = self._renewed(specialization, variant, leaves, args, kwargs)
+                if not isinstance(renewed, str):
+                    variant, tensors = renewed, renewed.state.tensors()
+                    reason = variant.mismatch(leaves, tensors)
             if reason is None:
                 specialization.last_use = next(self._uses)
                 if self.checker is not None:
@@ -136,7 +144,8 @@ class Dispatcher(StandsForForward):
         device = specialization.signature.device_type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
-        needs_grad = torch.is_grad_enabled() and self.anything_requires_grad(specialization, leaves)
+        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        needs_grad = recording and self.anything_requires_grad(specialization, leaves)
         mode = Mode.of_now(self.module.training, needs_grad)
         variant = specialization.variants.get(mode)
         if variant is not None:
@@ -157,6 +166,24 @@ class Dispatcher(StandsForForward):
                     specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
+
+    def _renewed(
+        self,
+        specialization: Specialization,
+        outdated: Variant,
+        leaves: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Variant | str:
+        """The code that the first call has outdated, which filled a cache, compiled again."""
+        with compiling():
+            for mode, variant in list(specialization.variants.items()):
+                if variant is outdated:
+                    del specialization.variants[mode]
+            renewed = self._variant(specialization, leaves, args, kwargs)
+            if isinstance(renewed, Variant):
+                renewed.fills_first = False
+            return renewed
 
     def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
         """Whether an argument or a tensor of the module requires a gradient."""
@@ -192,6 +219,7 @@ class Dispatcher(StandsForForward):
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
         for names in compiled.packs:
             self.packing.claim(names)
+        variant.fills_first = state.value_changed() is not None
         specialization.variants[mode] = variant
 
     def _compile(
@@ -256,29 +284,3 @@ class Dispatcher(StandsForForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return original_forward, (self.module, self.own)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Within it the modes of the caller that are about calls do not reach the compilation."""
-    with (
-        torch.inference_mode(False),
-        torch.autograd.set_detect_anomaly(False),
-        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
-    ):
-        yield
-
-
-def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor._version
-
-
-def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            "operation"
-        )
-    return tensor

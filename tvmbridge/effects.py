@@ -14,7 +14,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
+from tvmbridge.dependence import DependenceError
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.executed import is_called_by_library
 from tvmbridge.patches import patched_here
+from tvmbridge.reads import Question
 
 
 def wrote(tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]) -> bool:
@@ -55,10 +59,13 @@ def _unchanged(then: Any, now: Any) -> bool:
     return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
 
 
-class LayoutWatch(TorchFunctionMode):
-    """Notes whether forward asks how tensors lie in memory, which may decide what it computes."""
+class QuestionWatch(TorchFunctionMode):
+    """Notes what forward asks of tensors that may decide what it computes.
 
-    _QUESTIONS = frozenset(
+    ``complaints`` are questions to autograd, whose answers compiled code cannot know.
+    """
+
+    _LAYOUT = frozenset(
         {
             torch.Tensor.is_contiguous,
             torch.Tensor.stride,
@@ -66,13 +73,21 @@ class LayoutWatch(TorchFunctionMode):
             torch.as_strided,
         }
     )
+    _OF_AUTOGRAD = frozenset({"_base", "_version", "grad", "grad_fn", "is_leaf", "retains_grad"})
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked = False
+        self.asks: set[Question] = set()
+        self.complaints: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.asked |= func in self._QUESTIONS
+        if func in self._LAYOUT:
+            self.asks.add(Question.LAYOUT)
+        if func is torch.Tensor.storage_offset and not is_called_by_library(1):
+            self.asks.add(Question.OFFSET)
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in self._OF_AUTOGRAD and not is_called_by_library(1):
+            self.complaints[f"reads {name} of a tensor"] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -91,30 +106,91 @@ def impurities() -> Iterator[list[str]]:
 
         return note
 
+    def refusing(what: str) -> Callable[..., Any]:
+        def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            raise DependenceError(
+                f"uses {what}, which compiled code would not call again: leave this module to "
+                "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
+            )
+
+        return refuse
+
     def enter(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
         if not isinstance(hooks, save_on_cpu):
             found.append("installs hooks on the tensors that autograd saves")
         return genuine(hooks)
 
-    python, numbers, ours = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
+        if not mode.mode:
+            found.append("leaves inference mode")
+        return genuine(mode)
+
+    generators = Generators()
     try:
         with (
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
             patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
             patched_here(saved_tensors_hooks, "__enter__", enter),
+            patched_here(torch.autograd, "grad", refusing("torch.autograd.grad")),
+            patched_here(torch.autograd, "backward", refusing("Tensor.backward")),
             patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found
         # Nothing is drawn on fake tensors.
-        if not found and not torch.equal(torch.get_rng_state(), ours):
+        used = generators.used()
+        if not found and "torch" in used:
             found.append("sets the state of PyTorch's generator")
-        if random.getstate() != python:
-            found.append("draws from random")
-        if repr(numpy.random.get_state()) != repr(numbers):
-            found.append("draws from numpy.random")
+        found += [f"draws from {name}" for name in used if name != "torch"]
     finally:
-        random.setstate(python)
-        numpy.random.set_state(numbers)
-        torch.set_rng_state(ours)
+        generators.restore()
+
+
+class Generators:
+    """The states of the global generators, of PyTorch, Python and numpy, as they are now."""
+
+    def __init__(self) -> None:
+        self._torch = torch.get_rng_state()
+        self._python = random.getstate()
+        self._numpy = numpy.random.get_state()
+
+    def used(self) -> list[str]:
+        """The modules whose generator has another state now."""
+        changed = {
+            "torch": not torch.equal(torch.get_rng_state(), self._torch),
+            "random": random.getstate() != self._python,
+            "numpy.random": repr(numpy.random.get_state()) != repr(self._numpy),
+        }
+        return [name for name, differs in changed.items() if differs]
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._torch)
+        random.setstate(self._python)
+        numpy.random.set_state(self._numpy)
+
+
+@contextmanager
+def no_draws_by(operators: Iterable[str]) -> Iterator[None]:
+    """Within it code runs in which ``operators``, of unknown makers, are called.
+
+    Raises:
+        UnsupportedOperatorError: random numbers were drawn. All draws of compiled code are made
+            before it runs, so that one within it would stand in another place of the sequence.
+    """
+    names = ", ".join(operators)
+    if not names:
+        yield
+        return
+    generators = Generators()
+    try:
+        yield
+        used = generators.used()
+    finally:
+        generators.restore()
+    if used:
+        raise UnsupportedOperatorError(
+            f"an operator that was registered ({names}) draws from {', '.join(used)} without "
+            "saying so by the tag nondeterministic_seeded"
+        )

@@ -22,6 +22,10 @@ class CaptureError(BridgeError):
     """
 
 
+class NotApartError(CaptureError):
+    """A module that cannot be traced by a stand-in, but only itself."""
+
+
 class UnsupportedOperatorError(BridgeError):
     """The graph holds operators that cannot be compiled, or not be differentiated.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import traceback
 import types
 import weakref
 from collections import deque
@@ -47,6 +48,10 @@ class Made(TorchDispatchMode):
         """
         if not self._alive():
             return False
+        # Nearly always circles of what the trace made: a look at all objects takes seconds.
+        gc.collect(1)
+        if not self._alive():
+            return False
         gc.collect()
         kept = self._alive()
         for tensor in kept:
@@ -56,6 +61,36 @@ class Made(TorchDispatchMode):
     def _alive(self) -> list[torch.Tensor]:
         found = (reference() for reference in self._references)
         return [tensor for tensor in found if tensor is not None]
+
+
+@contextmanager
+def collections_put_off() -> Iterator[None]:
+    """Within it what is made stays among the youngest objects, where circles are found quickly."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def release_frames(error: BaseException, outside: BaseException | None = None) -> None:
+    """Let the frames that ``error`` went through keep none of their variables alive.
+
+    Args:
+        error: what was raised; those that it followed are looked at too.
+        outside: what was being handled before, whose frames are left alone.
+    """
+    seen = {id(outside)}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        waiting += [each.__cause__, each.__context__]
 
 
 @contextmanager

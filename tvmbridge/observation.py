@@ -6,7 +6,7 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,29 +26,22 @@ from tvmbridge.attributes import (
     values_assigned,
     values_read,
 )
-from tvmbridge.contents import contents, same_value
-from tvmbridge.dependence import DependenceError
-from tvmbridge.effects import LayoutWatch, all_held, impurities, snapshot, written, wrote
-from tvmbridge.errors import BridgeError, CaptureError
-from tvmbridge.foreign import ForeignModules, ForeignTensors, refuse_foreign
-from tvmbridge.leaks import Made, saved_without_circles
-from tvmbridge.refusal import refuse_at_sight, refuse_own_call, user_line
+from tvmbridge.contents import contents
+from tvmbridge.effects import QuestionWatch, all_held, impurities, snapshot, written, wrote
+from tvmbridge.foreign import ForeignModules, ForeignTensors
+from tvmbridge.layouts import dense_strides
+from tvmbridge.leaks import Made, collections_put_off, release_frames, saved_without_circles
+from tvmbridge.outside import OutsideReads
+from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.standins import (
-    copied_values,
-    run_apart,
-    stand_in,
     tensors_of,
     tensors_replaced,
     without_autocast,
-    without_inference_state,
-    without_own_call,
 )
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing import run_on_fakes
 from tvmbridge.views import ViewWatch
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,7 +55,10 @@ class Observation:
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
-    ``asks_layout``: it looks at strides or offsets.
+    ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
+    them that it changes, and ``asks`` is what it asks of tensors.
+    ``strides`` are those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
+    ``infers``: it returns tensors that it makes in inference mode.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -75,128 +71,27 @@ class Observation:
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
     kept: bool = False
-    asks_layout: bool = False
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A module to be traced instead of the user's, with what was observed of it.
-
-    ``observation`` is None where forward cannot be run on fake tensors.
-    """
-
-    module: nn.Module
-    observation: Observation | None
-    failure: BaseException | None = None
-
-
-class NotApartError(CaptureError):
-    """A module that cannot be traced by a stand-in, but only itself."""
-
-
-def staged(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    needs_grad: bool,
-    *,
-    apart: bool = True,
-) -> Stage:
-    """A stand-in for ``module`` in the state in which its calls find it, and how they behave.
-
-    Attributes that forward writes once and then finds as it wants them (caches, shapes that it
-    has seen) are so in the stand-in. Without ``apart`` the module itself is traced.
-
-    Raises:
-        NotApartError: the module cannot be copied.
-        CaptureError: a tensor is not plain, or forward does at each call what compiled code would
-            not repeat.
-        UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
-    """
-    refuse_at_sight(module, args, kwargs)
-    if not apart:
-        refuse_own_call(module)
-    actor = _actor(module) if apart else module
-    try:
-        seen = observe(actor, args, kwargs, needs_grad)
-        if (seen.writes or seen.assigned or seen.kept) and apart and not seen.impure:
-            actor = _actor(module)
-            run_apart(actor, args, kwargs)
-            again = observe(actor, args, kwargs, needs_grad)
-            # What it wrote must be in place at a call, although it may never read it.
-            in_place = values_read(actor, {_split(name) for name in seen.writes})
-            seen = _settled(seen, replace(again, values={**again.values, **in_place}))
-    except DependenceError as error:
-        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
-    except BridgeError:
-        raise
-    except Exception as error:
-        logger.debug("forward cannot be observed", exc_info=True)
-        return Stage(_actor(module) if apart else module, None, error)
-    if apart:
-        _refuse_to_part(module, seen)
-    refuse_foreign(module, seen.foreign_modules)
-    found = [f"writes {name}" for name in seen.writes] + list(seen.impure)
-    if found:
-        raise CaptureError(
-            f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
-            "not do at each call"
-        )
-    if seen.kept:
-        raise CaptureError(
-            f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
-            "module, in a cache or a global, which compiled code would not do"
-        )
-    if not apart:
-        seen = replace(seen, values=copied_values(seen.values), assigned={})
-    return Stage(actor, seen)
-
-
-def _settled(first: Observation, again: Observation) -> Observation:
-    """``again``; what both give the same value is assigned at calls, and not expected before."""
-    earlier = first.assigned
-    assigned = {
-        k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)
-    }
-    values = {key: value for key, value in again.values.items() if key not in assigned}
-    return replace(again, values=values, assigned=assigned)
-
-
-def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
-    """Raise NotApartError if what a stand-in read or ran past itself is of ``module``."""
-    own = {id(m) for m in module.modules()}
-    owned = {id(t): name for name, t in tensors_of(module).items()}
-    if any(id(m) in own for m in seen.foreign_modules):
-        raise NotApartError(f"forward of {type(module).__name__} reaches it past the stand-in")
-    for tensor in seen.foreign:
-        if id(tensor) in owned:
-            raise NotApartError(f"forward reaches {owned[id(tensor)]} past the module")
-
-
-def _actor(module: nn.Module) -> nn.Module:
-    """A stand-in without hooks or a ``__call__`` of its own, which run outside of forward."""
-    actor = stand_in(module)
-    if actor is None:
-        raise NotApartError(f"{type(module).__name__} cannot be copied")
-    without_own_call(actor)
-    without_inference_state(actor)
-    for name, value in actor.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, dict):
-            value.clear()
-    return actor
+    outside: tuple[OutsideValue, ...] = ()
+    changes: tuple[str, ...] = ()
+    asks: frozenset[Question] = frozenset()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
+    infers: bool = False
 
 
 def observe(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
-    made = Made()
-    try:
-        with saved_without_circles():
-            seen = _observe(module, args, kwargs, needs_grad, made)
-    finally:
-        kept = made.forget()
-    return replace(seen, kept=kept)
+    made, outside = Made(), sys.exc_info()[1]
+    with collections_put_off():
+        try:
+            with saved_without_circles():
+                seen = _observe(module, args, kwargs, needs_grad, made)
+        except BaseException as error:
+            release_frames(error, outside)
+            made.forget()
+            raise
+        return replace(seen, kept=made.forget())
 
 
 def _observe(
@@ -229,17 +124,21 @@ def _observe(
         assignments.clear()
         others.forget()
         fake_args, fake_kwargs = unflatten(given, structure)
+        outside = OutsideReads()
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         with (
             made,
             ForeignTensors(beside) as foreign,
             ViewWatch() as views,
-            LayoutWatch() as layouts,
+            QuestionWatch() as questions,
             others.noticing_new_ones(),
+            outside.collecting(),
         ):
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
+        if not needs_grad and any(getattr(r, "grad_fn", None) is not None for r in results):
+            impure.append("turns gradients on where they are off, for what it returns")
         read, after = set(reads), tensors_of(module)
         assigned = values_assigned(module, set(assignments))
         writes = written(before, snapshot(module))
@@ -249,6 +148,8 @@ def _observe(
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
+        strides = tuple(map(dense_strides, results))
+    impure += [*questions.complaints, *outside.complaints]
     if needs_grad:
         impure += foreign.without_gradient()
     values = values_read(module, read)
@@ -265,7 +166,11 @@ def _observe(
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
-        asks_layout=layouts.asked,
+        outside=outside.values(module),
+        changes=outside.changed(),
+        asks=frozenset(questions.asks | outside.asks),
+        strides=strides,
+        infers=any(isinstance(t, torch.Tensor) and t.is_inference() for t in results),
     )
 
 
@@ -277,11 +182,6 @@ def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
             if name not in ("_parameters", "_buffers"):
                 found += [t for t in contents(value) if isinstance(t, torch.Tensor)]
     return found
-
-
-def _split(name: str) -> tuple[str, str]:
-    path, _, attribute = name.rpartition(".")
-    return path, attribute
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:

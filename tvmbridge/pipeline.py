@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields
@@ -20,6 +20,7 @@ from tvm import relax
 from tvmbridge.errors import PassError
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.collapse_views import CollapseViews
+from tvmbridge.passes.relax.lay_out import LayOut, Permuted
 from tvmbridge.passes.relax.lower_batch_norm import LowerBatchNorm
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
 from tvmbridge.passes.relax.lower_group_norm import LowerGroupNorm
@@ -81,6 +82,15 @@ def zapp_passes(cotangents: tuple[str, ...]) -> list[AnyPass]:
         CollapseViews(),
         *tidy_passes(),
     ]
+
+
+def layout_passes(
+    function: str, results: Sequence[Permuted], parameters: Sequence[Permuted]
+) -> list[AnyPass]:
+    """Results leave, and parameters arrive, with their dimensions in the order of memory."""
+    if not results and not parameters:
+        return []
+    return [LayOut(function, tuple(results), tuple(parameters)), CollapseViews(), *tidy_passes()]
 
 
 def tidy_passes() -> list[AnyPass]:

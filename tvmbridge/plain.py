@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from tvmbridge.reads import Question
 from tvmbridge.standins import tensors_of
 
 # Exactly these: what a subclass does is its own affair.
@@ -28,6 +29,30 @@ def unusual(tensor: torch.Tensor) -> str | None:
         "a tensor of a function transform": torch._is_functional_tensor(tensor),
     }
     return next((f"is {kind}" for kind, present in kinds.items() if present), None)
+
+
+def other_answer(
+    asks: Collection[Question], given: Sequence[Any], own: Iterable[torch.Tensor | None]
+) -> str | None:
+    """Why forward, which ``asks`` that of tensors, could compute something else; None: it cannot.
+
+    Args:
+        asks: what forward asks.
+        given: the leaves of its arguments.
+        own: the module's tensors.
+    """
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    if Question.CLASS in asks and any(type(t) is not torch.Tensor for t in tensors):
+        return "an argument is a parameter, and forward asks for the class of tensors"
+    if Question.OFFSET in asks and any(
+        t is not None and t.storage_offset() for t in (*tensors, *own)
+    ):
+        return "a tensor starts within its memory, and forward asks for that"
+    if Question.IDENTITY in asks:
+        different = set(map(id, tensors))
+        if len(different) < len(tensors) or any(id(t) in different for t in own):
+            return "one tensor is given twice, and forward asks whether tensors are one"
+    return None
 
 
 def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:

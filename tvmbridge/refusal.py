@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tvmbridge.errors import CaptureError
-from tvmbridge.plain import unusual_in
-from tvmbridge.standins import has_own_call, run_apart, stand_in, tensors_replaced
+from tvmbridge.plain import other_answer, unusual_in
+from tvmbridge.reads import Question
+from tvmbridge.standins import has_own_call, run_apart, stand_in, tensors_of, tensors_replaced
 
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
@@ -29,6 +30,12 @@ def raise_if_forward_refuses(
         with tensors_replaced(actor, {}):
             run_apart(actor, args, kwargs)
     except Exception as error:
+        if "torch.func." in str(error) and "saved tensor hooks" in str(error):
+            raise CaptureError(
+                f"{type(module).__name__} cannot be captured: forward differentiates by torch.func "
+                "(grad, vjp, jacrev, hessian), which compiled code would not repeat: leave this "
+                "module to PyTorch, and dispatch submodules"
+            ) from error
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
@@ -42,6 +49,17 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         CaptureError: the class of the module, an argument or one of its tensors cannot be captured.
     """
     reason = _unusual_class(module) or unusual_in(module, tree_leaves((args, dict(kwargs))))
+    if reason is not None:
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
+
+
+def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
+    """Refuse a sample of which forward asks what is not so in a trace.
+
+    Raises:
+        CaptureError: forward asks that of the sample's tensors.
+    """
+    reason = other_answer(asks, tree_leaves(arguments), tensors_of(module).values())
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
 

@@ -14,21 +14,21 @@ from tvmbridge.aliasing import made_again
 from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
+from tvmbridge.effects import no_draws_by
+from tvmbridge.kernels.aten_call import foreign_among
+from tvmbridge.layout_guard import LayoutGuard
 from tvmbridge.mode import Mode
-from tvmbridge.noise import draw_noise, memory_order
+from tvmbridge.noise import draw_noise
 from tvmbridge.packing import Packing
+from tvmbridge.plain import other_answer
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
+from tvmbridge.surroundings import in_checkpoint
 from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
-_SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
-
-
-def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
-    return tuple(step == 0 for step in stride)
 
 
 class Variant:
@@ -48,6 +48,9 @@ class Variant:
         self.checked = 0
         self.checked_gradients = 0
         self._counting = threading.Lock()
+        # Forward has yet to fill a cache: with tensors, which are then others than were traced.
+        self.fills_first = False
+        self._declined = 0
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
@@ -69,22 +72,28 @@ class Variant:
         rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
         self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
-        # Random numbers stand in the order of memory, which follows that of the inputs.
-        held = [d for d in captured.inputs if d.kind in _OF_MODULE]
-        self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
-        self._held_orders = [memory_order(d.spec) for d in held] if noise else []
-        self._strides = [(d.position or 0, d.spec.stride) for d in users if captured.asks_layout]
-        # Eager sorts equal elements otherwise where they lie in one place.
-        sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
-        self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
+        self._asks = captured.asks
+        self._layouts = LayoutGuard(state, compiled)
         self._packing = packing
         self._packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self._records_writes = self._training is not None and len(returned) < len(outputs)
+
+    def is_to_be_renewed(self) -> bool:
+        """Whether the first call, which forward served itself, has not made the code fit."""
+        if not self.fills_first or self.calls:
+            return False
+        self._declined += 1
+        return self._declined == 2 and self.state.value_changed() is not None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
+        if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
+            return "forward returns tensors that it makes in inference mode"
+        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
+            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:
@@ -96,24 +105,9 @@ class Variant:
             base = self._base(alias, leaves)
             if base is None or base.stride() != alias.base_stride:
                 return "a tensor of which a view is returned has other strides"
-        return reason or self._other_order(leaves, tensors)
-
-    def _other_order(
-        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
-    ) -> str | None:
-        for position, order in self._orders:
-            if memory_order(leaves[position]) != order:
-                return "an input is laid out otherwise, so that random numbers would differ"
-        for position, stride in self._strides:
-            if leaves[position].stride() != stride:
-                return "an input is laid out otherwise, and forward asks for that"
-        for position, repeated in self._repeats:
-            if _repeated(leaves[position].stride()) != repeated:
-                return "an input is expanded otherwise, so that equal elements would be sorted so"
-        for tensor, order in zip(tensors, self._held_orders, strict=False):
-            if tensor is not None and memory_order(tensor) != order:
-                return "a parameter is laid out otherwise, so that random numbers would differ"
-        return None
+        if reason is None and self._asks:
+            reason = other_answer(self._asks, leaves, tensors)
+        return reason or self._layouts.mismatch(leaves, tensors)
 
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Whether a tensor that is written shares memory with another that the code reads."""
@@ -150,18 +144,20 @@ class Variant:
             primals = without_inference_tensors(primals)
             # Nothing is moved before the code is known to run.
             primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
-            if self._training is None:
-                self._try_tail(self._run_inference(primals), leaves)
-                return
-            for position in self._training.gradient_of:
-                primals[position].requires_grad_()
-            with torch.enable_grad():
-                results = self._training(primals)
-            self._try_tail(results, leaves)
-            outputs = [o for o in results if o.requires_grad]
-            wanted = [primals[position] for position in self._training.gradient_of]
-            cotangents = [torch.zeros_like(o) for o in outputs]
-            torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+            with no_draws_by(foreign_among(self.compiled.aten_calls)):
+                self._try(primals, leaves)
+
+    def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
+        if self._training is None:
+            self._try_tail(self.compiled.forward(primals), leaves)
+            return
+        wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
+        with torch.enable_grad():
+            results = self._training(primals)
+        self._try_tail(results, leaves)
+        outputs = [o for o in results if o.requires_grad]
+        cotangents = [torch.zeros_like(o) for o in outputs]
+        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 
     def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
         captured = self.compiled.captured
@@ -199,16 +195,14 @@ class Variant:
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
+        strides = self._layouts.strides(leaves, tensors)
         if self._training is not None:
-            results: Sequence[torch.Tensor] = self._training(primals)
+            results: Sequence[torch.Tensor] = self._training(primals, strides)
         else:
-            results = self._run_inference(primals)
+            results = self.compiled.forward(primals, strides)
         with self._counting:
             self.calls += 1
         return results
-
-    def _run_inference(self, primals: list[torch.Tensor]) -> list[torch.Tensor]:
-        return self.compiled.loaded.run("forward", primals, self.compiled.copied_outputs)
 
     def assemble(
         self,

@@ -14,11 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.effects import Generators
 from tvmbridge.patches import patched_here
+from tvmbridge.structure import map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,23 @@ def without_own_call(module: nn.Module) -> None:
 
 def without_inference_tensors(value: Any) -> Any:
     """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: _copied(t) if t.is_inference() else t, value
-    )
+    return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
+
+
+def without_repetitions(value: Any) -> Any:
+    """``value``, a structure of arguments, in which each tensor is another one.
+
+    A trace takes two that are one tensor for one that is written twice.
+    """
+    seen: set[int] = set()
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(once, value)
 
 
 def without_inference_state(module: nn.Module) -> None:
@@ -116,16 +131,18 @@ def anything_requires_grad(module: nn.Module, values: Any) -> bool:
 def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Run forward for real on copies of all tensors; attributes that it sets remain set.
 
-    Tensors and PyTorch's generator are as before afterwards, also when forward raises.
+    Tensors and the global generators are as before afterwards, also when forward raises.
     """
     own = {id(t): t for t in tensors_of(module).values()}
     copies = {key: _copied(t) for key, t in own.items()}
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _copied, (args, dict(kwargs)))
+    args, kwargs = map_tensors(_copied, (args, dict(kwargs)))
     _exchange(module, copies)
+    generators = Generators()
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), without_autocast():
+        with torch.no_grad(), without_autocast():
             module.forward(*args, **kwargs)
     finally:
+        generators.restore()
         _exchange(module, {id(copy): own[key] for key, copy in copies.items()})
 
 
@@ -185,28 +202,6 @@ def without_autocast() -> Iterator[None]:
                 yield
         else:
             yield
-
-
-@contextmanager
-def plain_checkpoints() -> Iterator[None]:
-    """Checkpointed functions run once, without recomputation: the gradients are the same."""
-    place = torch.utils.checkpoint
-    with (
-        patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
-        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
-    ):
-        yield
-
-
-def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """Call ``function``; as in the original, gradients flow only if an argument wants one."""
-    connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    with torch.set_grad_enabled(connected and torch.is_grad_enabled()):
-        return function(*args)
-
-
-def _plain_generator(genuine: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from tvmbridge.attributes import MISSING, AttributeGuard
+from tvmbridge.contents import MISSING
+from tvmbridge.guard import ValueGuard
 from tvmbridge.libraries import acts
 from tvmbridge.plain import PLAIN
 from tvmbridge.types import CapturedGraph, InputKind
@@ -81,7 +82,7 @@ class ModuleState:
             if held in m.__dict__
         ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
-        self._attributes = AttributeGuard.of(module, captured.values)
+        self._values = ValueGuard.of(module, captured.values, captured.outside)
         self._assigned = [
             (module.get_submodule(path), name, value)
             for (path, name), value in captured.assigned.items()
@@ -127,7 +128,7 @@ class ModuleState:
         other = copy.copy(self)
         other._bind(memo)
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
-        other._attributes = self._attributes.rebound(memo)
+        other._values = self._values.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
         other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
         other._structure = [
@@ -142,6 +143,11 @@ class ModuleState:
         other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
+
+    @property
+    def module(self) -> nn.Module:
+        """The dispatched module."""
+        return self._modules[0]
 
     def tensors(self) -> list[torch.Tensor | None]:
         """The tensors of now, in the order of :attr:`names`; None where missing."""
@@ -218,8 +224,12 @@ class ModuleState:
                 return "a tensor that forward has as a constant was written"
             if check_grad and constant.requires_grad is not requires_grad:
                 return "requires_grad of a tensor that forward has as a constant changed"
-        attribute = self._attributes.changed()
-        return f"the attribute {attribute} changed" if attribute else None
+        value = self.value_changed()
+        return f"{value} changed" if value else None
+
+    def value_changed(self) -> str | None:
+        """What forward reads, beside tensors, and is not as it was captured."""
+        return self._values.changed()
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:

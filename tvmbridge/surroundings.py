@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 _C = torch._C
+_CHECKPOINTS = "torch.utils.checkpoint"
 # The threads in which the bridge traces a module at this moment.
 _tracers: set[int] = set()
 
@@ -43,6 +44,15 @@ def refused_now() -> str | None:
     return _mode_refuses() if _C._len_torch_function_stack() else None
 
 
+def in_checkpoint() -> bool:
+    """Whether a checkpoint that does not reenter autograd watches what this call saves.
+
+    It repeats the call for backward, and stops it as soon as everything is saved again.
+    """
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS
+
+
 def _traced_elsewhere() -> bool:
     return bool(_tracers) and threading.get_ident() not in _tracers
 
@@ -55,3 +65,29 @@ def _mode_refuses() -> str | None:
         if mode.device.type != "cpu":
             return "another default device is set"
     return None
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it the modes of the caller that are about calls do not reach the compilation."""
+    with (
+        torch.inference_mode(False),
+        torch.autograd.set_detect_anomaly(False),
+        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
+    ):
+        yield
+
+
+def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor._version
+
+
+def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation"
+        )
+    return tensor

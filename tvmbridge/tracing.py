@@ -7,13 +7,16 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from tvmbridge.checkpoints import plain_checkpoints
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.empties import FunctionsOfNothing
+from tvmbridge.fast_paths import fast_paths_taken_apart
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
-from tvmbridge.recurrent import LongShortTermMemoryTakenApart
-from tvmbridge.standins import as_captured, plain_checkpoints
+from tvmbridge.recurrent import RecurrentLayersKeptWhole
+from tvmbridge.rephrased import FunctionsRephrased
+from tvmbridge.standins import as_captured
 from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
 
@@ -27,14 +30,16 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
     """
     with (
         # First, so that it is asked last: what it calls the others do not see.
-        LongShortTermMemoryTakenApart(),
+        RecurrentLayersKeptWhole(),
         cumulative_averages_on_tensors(module),
         conversions_without_effect(),
         KernelPromotion(),
         FunctionsKeptWhole(),
         FillsByMask(),
         FunctionsOfNothing(),
+        FunctionsRephrased(),
         UniformComparisons(),
+        fast_paths_taken_apart(module),
     ):
         yield
 

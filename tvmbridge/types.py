@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_leaves
 
+from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.tail import Tail
 
 
@@ -217,7 +218,9 @@ class CapturedGraph:
     and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
     forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
     further user outputs behind all others, from which views among the outputs are made again.
-    Where forward ``asks_layout``, the graph is right for inputs laid out like the sample's.
+    ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
+    that the graph is right for inputs like the sample's in that.
+    Where it ``infers``, results are tensors made in inference mode, whatever the caller's mode is.
     """
 
     program: ExportedProgram
@@ -238,7 +241,9 @@ class CapturedGraph:
     tail: Tail | None = None
     foreign: tuple[torch.Tensor, ...] = ()
     bases: tuple[HiddenBase, ...] = ()
-    asks_layout: bool = False
+    outside: tuple[OutsideValue, ...] = ()
+    asks: frozenset[Question] = frozenset()
+    infers: bool = False
 
     @property
     def device(self) -> torch.device:

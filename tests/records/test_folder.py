@@ -71,6 +71,14 @@ def test_the_variable_and_the_working_directory_name_records_too(
     assert [verdict.seconds for verdict in found if verdict is not None] == [3e-6, 1e-6]
 
 
+def test_records_are_read_once_until_they_change(tmp_path: Path, task: Task) -> None:
+    plant(tmp_path, task)
+    first, second = (Library.open(str(tmp_path), host_target()).entries[0] for _ in range(2))
+    assert first is second
+    plant(tmp_path, task, seconds=1e-7)
+    assert Library.open(str(tmp_path), host_target()).entries[0] is not first
+
+
 def test_a_slower_record_is_not_applied(tmp_path: Path, task: Task) -> None:
     plant(tmp_path, task, seconds=2e-6, rule=2e-6)
     assert coverage(tmp_path) == Coverage(by_rule=1)

@@ -81,8 +81,10 @@ class Importer:
             self.values[node] = self.values[source][index]  # type: ignore[index]
             return
         if not isinstance(target, torch._ops.OpOverload):
+            operators = [str(a) for a in node.args if isinstance(a, torch._ops.OpOverload)]
+            named = f"{target}({', '.join(operators)})" if operators else target
             raise UnsupportedOperatorError(
-                f"the graph contains {target}, which is not an ATen operator"
+                f"the graph contains {named}, which is not an ATen operator"
             )
         if target._schema.name in _ASSERTIONS:
             return

@@ -6,6 +6,7 @@ import functools
 
 import tvm_ffi
 
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
 
@@ -20,5 +21,7 @@ KERNELS = {
 @functools.cache
 def register_kernels() -> None:
     """Make the kernels known to TVM; done once, before the first build."""
+    # An error that a kernel raises keeps its class on its way through TVM.
+    tvm_ffi.register_error(UnsupportedOperatorError.__name__, UnsupportedOperatorError)
     for name, kernel in KERNELS.items():
         tvm_ffi.register_global_func(name, kernel)

@@ -4,8 +4,10 @@ In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors
 is JSON: ``{"op": overload, "args": [...], "kwargs": {...}, "results": [...]}``. Among the
 arguments ``{"tensor": i}`` stands for the i-th tensor; dtypes, layouts, memory formats and devices
 are tagged strings. ``results`` lists which of the operator's results the graph has (an operator
-may return None in some places). With ``"compiled": true`` no kernel of PyTorch is called in
-the end: ``tvmbridge.legalize.aten`` has loops for the operator with these arguments.
+may return None in some places); ``declared`` their shapes and dtypes (``DeclareResults`` adds it),
+``promises`` what the fake kernel of a registered operator says of them beside. With
+``"compiled": true`` no kernel of PyTorch is called in the end: ``tvmbridge.legalize.aten`` has
+loops for the operator with these arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
+from tvmbridge.custom_operator import is_foreign
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.kernels.dtypes import to_relax_dtype
 from tvmbridge.kernels.keys import spec_named
+from tvmbridge.kernels.results import promises_of, taker_of
 
 ATEN_CALL = "tvmbridge.aten"
 
@@ -63,6 +67,9 @@ def emit_aten_call(
         "kwargs": {k: _encode(v, node, tensors, values) for k, v in node.kwargs.items()},
         "results": [i for i, f in enumerate(fakes) if f is not None] if several else None,
     }
+    if is_foreign(node.target):  # type: ignore[arg-type]
+        operands = [n.meta["val"] for n in node.all_input_nodes]
+        content["promises"] = promises_of(operands, results)
     spec = json.dumps({**content, "compiled": True} if compiled else content)
     types = [
         relax.TensorType([int(s) for s in f.shape], to_relax_dtype(true_dtype(node, f)))
@@ -172,6 +179,11 @@ def resolve_overload(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
 
 
+def foreign_among(names: Iterable[str]) -> list[str]:
+    """Those of the overloads named that are neither PyTorch's nor ours."""
+    return [name for name in names if is_foreign(resolve_overload(name))]
+
+
 def aten_call_operator(call: relax.Call) -> str | None:
     """The overload's name if ``call`` is an ATen call, else None."""
     if call.op != tvm.ir.Op.get("relax.call_pure_packed"):
@@ -202,29 +214,13 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     op = resolve_overload(content["op"])
     args = [_decode(a) for a in content["args"]]
     kwargs = {k: _decode(v) for k, v in content["kwargs"].items()}
-    results = content["results"]
+    take = taker_of(content)
 
     def run(tensors: tuple[torch.Tensor, ...]) -> Any:
         out = op(*[a(tensors) for a in args], **{k: v(tensors) for k, v in kwargs.items()})
-        if results is None:
-            return _own(out, tensors)
-        return tuple(_own(out[i], tensors) for i in results)
+        return take(out, tensors)
 
     return run
-
-
-def _own(result: torch.Tensor | None, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
-    if result is None:
-        # A gradient that was not asked for, though the operator's fake kernel foretold a tensor.
-        return torch.empty(0)
-    result = result.contiguous()
-    storage = result.untyped_storage().data_ptr()
-    if any(t.untyped_storage().data_ptr() == storage for t in inputs):
-        return result.clone()
-    if result.data_ptr() % 64:
-        return result.clone()
-    return result
 
 
 def run_aten_call(key: str, *tensors: Any) -> Any:

@@ -110,7 +110,8 @@ def _readable(folder: Folder) -> bool:
 
 def _load_once(folder: Folder) -> Mapping[Task, Entry]:
     stamps = tuple(_stamp(folder.path / n) for n in (META, WORKLOADS, RECORDS, VERDICTS))
-    return _load(str(folder.path.resolve()), folder.target, stamps)
+    # A target by its text: two objects of one target are not equal to each other.
+    return _load(str(folder.path.resolve()), str(folder.target), stamps)
 
 
 def _stamp(path: Path) -> tuple[int, int]:
@@ -122,8 +123,8 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @functools.lru_cache(maxsize=32)
-def _load(path: str, target: Target, stamps: tuple[tuple[int, int], ...]) -> Mapping[Task, Entry]:
-    folder = Folder(Path(path), target)
+def _load(path: str, target: str, stamps: tuple[tuple[int, int], ...]) -> Mapping[Task, Entry]:
+    folder = Folder(Path(path), Target(target))
     reason = folder.refusal()
     if reason is None:
         try:

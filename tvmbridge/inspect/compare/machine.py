@@ -50,8 +50,7 @@ class CompiledCode:
         builder = TraceBuilder()
         primals = [p.clone() for p in route.primals()]
         if compiled.split is None:
-            loaded = compiled.loaded
-            outputs = loaded.run("forward", primals)
+            outputs = compiled.forward(primals)
             gradients: Sequence[Any] = ()
         else:
             outputs, gradients = self._train(TrainingCall(compiled), primals)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tvmbridge.attributes import MISSING
 from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
-from tvmbridge.dispatcher import undisturbed
+from tvmbridge.composites import composites_prepared_for
+from tvmbridge.contents import MISSING
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.inspect.compare.sample import Sample
@@ -25,6 +25,7 @@ from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.refusal import first_paragraph, user_line
 from tvmbridge.standins import anything_requires_grad
+from tvmbridge.surroundings import undisturbed
 from tvmbridge.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 
 
@@ -130,7 +131,8 @@ class _Explanation:
                     # torch.export copies its own tree specs in a way that torch deprecates.
                     warnings.filterwarnings("ignore", "`isinstance.treespec", FutureWarning)
                     program = torch.export.export(sample.module, args, kwargs, strict=False)
-                    graph = program.run_decompositions().graph
+                    with composites_prepared_for(program):
+                        graph = program.run_decompositions().graph
         except Exception:
             return  # the reason is known already
         self.known["refused"] = tuple(_refused_operators(graph))
@@ -155,6 +157,9 @@ def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     for (path, name), value in sorted(captured.values.items(), key=lambda item: item[0]):
         if value is not MISSING and not callable(value):
             frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
+    for value in captured.outside:
+        if not value.itself:
+            frozen[value.label] = _shown(value.expected)
     return {
         "noise": tuple(_draws(captured)),
         "mutations": tuple(_mutations(captured)),

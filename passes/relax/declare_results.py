@@ -1,0 +1,60 @@
+"""ATen calls carry what the graph takes their results for.
+
+Before::
+
+    lv: R.Tensor((3, 4), "float32") = R.call_pure_packed(
+        "tvmbridge.aten", '{"op": "my.scan.default", ...}', x)
+
+After::
+
+    lv: R.Tensor((3, 4), "float32") = R.call_pure_packed(
+        "tvmbridge.aten", '{"op": "my.scan.default", ..., "declared": [[[3, 4], "float32"]]}', x)
+
+The code behind a call reads memory of the declared size and does not look at the tensor. A kernel
+that returns another one, against its fake kernel, is refused at the call (``kernels/results.py``).
+
+Requires: static shapes. Guarantees: every ATen call says the shapes and dtypes of its results.
+Runs after: whatever reads specs or changes shapes. Runs before: NameSpecs.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.kernels.aten_call import aten_call_operator, spec_of
+from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+
+
+@dataclass(frozen=True)
+class DeclareResults(RelaxPass):
+    """Write the types of ATen calls into their specs."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        declared = map_functions(mod, lambda f: _CallMutator(report).visit_expr(f))
+        return declared if report.rewrites else mod
+
+
+@mutator
+class _CallMutator(PyExprMutator):
+    def __init__(self, report: PassReport) -> None:
+        super().__init__()
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if aten_call_operator(call) is None:
+            return call
+        (type_,) = call.ty_args
+        types = type_.fields if isinstance(type_, relax.TupleType) else [type_]
+        declared = [[[int(n) for n in t.shape.values], str(t.dtype)] for t in types]
+        content = spec_of(call)
+        if content.get("declared") == declared:
+            return call
+        self.report.rewrote()
+        spec = tvm.ir.StringImm(json.dumps({**content, "declared": declared}))
+        return relax.Call(call.op, [call.args[0], spec, *call.args[2:]], call.attrs, call.ty_args)

@@ -1,0 +1,128 @@
+"""What an ATen call returns: tensors of their own, of the shapes and dtypes that were declared.
+
+Compiled code takes the declared type of a result for granted: a smaller tensor would be read past
+its end. So each is compared at each call, which costs a fraction of a microsecond.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.kernels.dtypes import from_relax_dtype
+
+Tensors = tuple[torch.Tensor, ...]
+
+_ADVICE = (
+    "compiled code would read it wrongly. Correct the operator's fake kernel "
+    "(torch.library.register_fake) or its schema, or call remove_tvm_dispatch(module)"
+)
+
+
+def taker_of(content: Mapping[str, Any]) -> Callable[[Any, Tensors], Any]:
+    """From what an operator returned, and its operands, to the results that the graph has.
+
+    Args:
+        content: the spec of the call. ``declared`` are the shapes and dtypes of the results;
+            ``promises``, of operators that are not PyTorch's, is what :func:`promises_of` returns.
+
+    The function returned raises:
+        UnsupportedOperatorError: the operator broke its word.
+    """
+    name, places = content["op"], content["results"]
+    numbers = [0] if places is None else places
+    declared = content.get("declared") or [None] * len(numbers)
+    takers = [_taker(name, i, d) for i, d in zip(numbers, declared, strict=True)]
+    promises = content.get("promises")
+
+    def take(out: Any, operands: Tensors) -> Any:
+        outs = (out,) if places is None else out
+        if promises is not None:
+            _check_conduct(name, len(promises), outs, operands)
+        taken = tuple(t(outs[i], operands) for t, i in zip(takers, numbers, strict=True))
+        if promises is not None:
+            _check_strides(name, promises, outs, numbers)
+        return taken[0] if places is None else taken
+
+    return take
+
+
+def _taker(name: str, number: int, declared: Any) -> Callable[[Any, Tensors], torch.Tensor]:
+    if declared is None:
+        return own
+    shape, dtype = torch.Size(declared[0]), from_relax_dtype(declared[1])
+
+    def take(result: Any, operands: Tensors) -> torch.Tensor:
+        if not isinstance(result, torch.Tensor) or not result.is_cpu:
+            found = f"{type(result).__name__}, which is no tensor in the CPU's memory,"
+        elif result.shape == shape and result.dtype is dtype:
+            return own(result, operands)
+        else:
+            found = f"{_type(result.shape, result.dtype)}"
+        raise UnsupportedOperatorError(
+            f"{name} returned {found} as result {number}, where {_type(shape, dtype)} was "
+            f"declared: {_ADVICE}"
+        )
+
+    return take
+
+
+def _type(shape: Sequence[int], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
+    """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
+    result = result.contiguous()
+    if result.is_neg():  # DLPack has no word for it.
+        return result.resolve_neg()
+    storage = result.untyped_storage().data_ptr()
+    if any(t.untyped_storage().data_ptr() == storage for t in operands):
+        return result.clone()
+    if result.data_ptr() % 64:
+        return result.clone()
+    return result
+
+
+def promises_of(
+    operands: Sequence[torch.Tensor], results: torch.Tensor | Sequence[torch.Tensor | None]
+) -> list[list[int] | None]:
+    """The strides that the fake kernel of an operator gives its results.
+
+    None where they may follow those of operands, which compiled code passes as dense tensors.
+    """
+    fakes = [results] if isinstance(results, torch.Tensor) else results
+    dense = all(t.is_contiguous() for t in operands)
+    return [_strides(f) if dense and f is not None else None for f in fakes]
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """The strides that say where elements lie; 0 for the others."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [step if size > 1 and tensor.numel() else 0 for size, step in pairs]
+
+
+def _check_conduct(name: str, count: int, outs: Sequence[Any], operands: Tensors) -> None:
+    # Operands come by DLPack, where versions begin at zero.
+    if any(t._version for t in operands):
+        raise UnsupportedOperatorError(
+            f"{name} wrote into an argument, which its schema does not say: {_ADVICE}"
+        )
+    if len(outs) != count:
+        raise UnsupportedOperatorError(
+            f"{name} returned {len(outs)} results, where {count} were declared: {_ADVICE}"
+        )
+
+
+def _check_strides(
+    name: str, declared: Sequence[Any], outs: Sequence[torch.Tensor], numbers: Sequence[int]
+) -> None:
+    for number in numbers:
+        if declared[number] not in (None, _strides(outs[number])):
+            raise UnsupportedOperatorError(
+                f"{name} returned strides {list(outs[number].stride())} for result {number}, where "
+                f"others were declared: {_ADVICE}"
+            )

@@ -1,0 +1,39 @@
+"""Reads: what forward learns beside the values of its tensors."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Question(enum.Enum):
+    """What forward may ask of tensors that their shapes and dtypes do not say."""
+
+    LAYOUT = "how tensors lie in memory"
+    OFFSET = "where in its memory a tensor starts"
+    IDENTITY = "whether two tensors are one"
+    CLASS = "of what class a tensor is"
+
+
+class Holder(Protocol):
+    """What a value is looked up in, as in a dict."""
+
+    def get(self, name: str, default: Any, /) -> Any:
+        """The value of ``name``, or ``default``."""
+
+
+@dataclass(frozen=True)
+class OutsideValue:
+    """A value that forward reads and that is not the module's, as it was found.
+
+    ``expected`` is a copy that no change reaches or, where the object ``itself`` matters and not
+    what it holds, the object. Two with the same ``key`` are one.
+    """
+
+    holder: Holder = field(repr=False)
+    name: str
+    label: str
+    expected: Any
+    key: tuple[int, str]
+    itself: bool = False
