@@ -6,10 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import nbformat
 from jupyter_client.kernelspec import KernelSpec
@@ -55,27 +52,23 @@ def execute(name: str, *, quick: bool) -> nbformat.NotebookNode:
         record_timing=False,
         coalesce_streams=True,
     )
-    with _environment(quick):
-        client.execute()
+    client.execute(env=_environment(quick))
     notebook.metadata = nbformat.from_dict(METADATA)
     for cell in notebook.cells:
         cell.metadata = nbformat.NotebookNode()
     return notebook
 
 
-@contextmanager
-def _environment(quick: bool) -> Iterator[None]:
-    root = str(FOLDER.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    changed = {
-        "PYTHONPATH": path,
+def _environment(quick: bool) -> dict[str, str]:
+    """What a kernel is started with."""
+    inherited = {n: v for n, v in os.environ.items() if n != "TVMBRIDGE_TUNING_LOGS"}
+    path = filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join(path),
         "TVMBRIDGE_NOTEBOOK_QUICK": "1" if quick else "",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONWARNINGS": "ignore",
     }
-    with mock.patch.dict(os.environ, changed):
-        os.environ.pop("TVMBRIDGE_TUNING_LOGS", None)
-        yield
 
 
 def main() -> None:

@@ -10,25 +10,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tests.test_dispatch import eager
+from tests.aliasing_helpers import Applied, relations, rows
+from tests.dispatch_helpers import eager
 from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
-
-
-class Applied(nn.Module):
-    """``function(self, x)`` with a parameter and a buffer at hand."""
-
-    def __init__(self, function: Callable[[Any, torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
-        self.register_buffer("buffer", torch.ones(6))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(self, x)
-
-
-def _x() -> torch.Tensor:
-    return torch.linspace(-1, 2, 18).reshape(3, 6)
 
 
 def _whole(m: Any, x: torch.Tensor) -> Any:
@@ -62,27 +46,14 @@ FUNCTIONS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-def relations(outputs: Any, module: Any, x: torch.Tensor) -> list[Any]:
-    """Who is whom, and who shares memory with whom where."""
-    known = [*pytree.tree_leaves(outputs), x, module.weight, module.buffer]
-    places = [t.untyped_storage().data_ptr() for t in known]
-    found: list[Any] = []
-    for i, a in enumerate(known[:-3]):
-        for j, b in enumerate(known):
-            shared = places[i] == places[j] and (a.storage_offset() - b.storage_offset())
-            found.append((i, j, a is b, shared))
-        found.append((a.requires_grad, a.grad_fn is None, tuple(a.shape)))
-    return found
-
-
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_outputs_alias_as_in_eager(kind: str, grad: bool) -> None:
-    module = add_tvm_dispatch(Applied(FUNCTIONS[kind]).train(grad), _x().requires_grad_(grad))
+    module = add_tvm_dispatch(Applied(FUNCTIONS[kind]).train(grad), rows().requires_grad_(grad))
     found = []
     with torch.set_grad_enabled(grad):
         for each in (eager(module), module):
-            x = _x().requires_grad_(grad)
+            x = rows().requires_grad_(grad)
             outputs = each(x)
             leaves = pytree.tree_leaves(outputs)
             related = relations(outputs, each, x)
@@ -98,10 +69,10 @@ def test_outputs_alias_as_in_eager(kind: str, grad: bool) -> None:
 
 
 def test_writes_are_seen_through_views() -> None:
-    module = add_tvm_dispatch(Applied(_whole).eval(), _x())
+    module = add_tvm_dispatch(Applied(_whole).eval(), rows())
     with torch.no_grad():
-        transposed, whole, same, rows, flat = module(_x())
-        rows.zero_()
+        transposed, whole, same, row, flat = module(rows())
+        row.zero_()
     assert same is whole
     assert torch.equal(transposed, whole.t())
     assert not flat[6:].any()
@@ -110,18 +81,18 @@ def test_writes_are_seen_through_views() -> None:
 
 def test_autograd_follows_a_write_into_a_view() -> None:
     gradients = []
-    module = add_tvm_dispatch(Applied(_whole).train(), _x().requires_grad_())
+    module = add_tvm_dispatch(Applied(_whole).train(), rows().requires_grad_())
     for each in (module, eager(module)):
-        x = _x().requires_grad_()
-        _, whole, _, rows, _ = each(x)
-        rows.mul_(3)
+        x = rows().requires_grad_()
+        _, whole, _, row, _ = each(x)
+        row.mul_(3)
         gradients.append(torch.autograd.grad(whole.square().sum(), (x, each.weight)))  # type: ignore[arg-type]
     torch.testing.assert_close(*gradients)
 
 
 def test_other_strides_of_a_viewed_input_fall_back() -> None:
-    module = add_tvm_dispatch(Applied(FUNCTIONS["slice of an input"]).eval(), _x())
-    x = _x().t().contiguous().t()
+    module = add_tvm_dispatch(Applied(FUNCTIONS["slice of an input"]).eval(), rows())
+    x = rows().t().contiguous().t()
     with torch.no_grad():
         sliced, *_ = module(x)
     sliced.zero_()
@@ -129,67 +100,6 @@ def test_other_strides_of_a_viewed_input_fall_back() -> None:
     assert dispatch_report(module).fallbacks == {
         "a tensor of which a view is returned has other strides": 1
     }
-
-
-def _hidden(m: Any, x: torch.Tensor) -> Any:
-    """Views of tensors that are not returned, or that not all of the outputs can be made from."""
-    rows = x * m.weight
-    written = x - m.weight
-    view = written[0]
-    view.mul_(2)
-    written[1:].add_(m.weight)
-    columns = x.t() * m.weight[:3]
-    flowing = x + m.weight
-    return {
-        "rows": [rows[:2], None, (first := rows[1:]), {"again": first}],
-        "written": (view, written[:2], written.t(), "a string"),
-        "columns": (columns[:4], columns, columns.t()[1]),
-        "detached first": (flowing.detach(), flowing, flowing.detach()[1:]),
-        "unfolded": (x / 2).unfold(1, 3, 1),
-        "expanded": (m.weight * 2).expand(3, 6),
-        "apart": (x * 3).chunk(2, 1),
-    }
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _traces_of_a_write(module: Any, number: int, grad: bool) -> Any:
-    """All values and the gradients after a write into one output; None: it cannot be written."""
-    x = _x().double().requires_grad_(grad)
-    outputs = _tensors(module(x))
-    layout = [(o.stride(), o.storage_offset(), o.requires_grad) for o in outputs[:-2]]
-    try:
-        outputs[number].mul_(3)
-    except RuntimeError:
-        return None
-    values = [o.detach().clone() for o in outputs]
-    if not grad:
-        return layout, values
-    total = sum((i + 1) * o.square().sum() for i, o in enumerate(outputs) if o.requires_grad)
-    return layout, values, torch.autograd.grad(total, (x, module.weight))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_overlapping_outputs_share_a_hidden_base(grad: bool) -> None:
-    x = _x().double().requires_grad_(grad)
-    module = Applied(_hidden).double().train(grad)
-    with torch.set_grad_enabled(grad):
-        # Each call is compared with the module's own forward too, gradients with its own.
-        add_tvm_dispatch(module, x, options={"check": "always"})
-        own = eager(module)
-        outputs, expected = module(x), own(x)
-        assert pytree.tree_structure(outputs) == pytree.tree_structure(expected)
-        apart = len(_tensors(outputs["apart"]))
-        shared, expected = _tensors(outputs)[:-apart], _tensors(expected)[:-apart]
-        assert relations(shared, module, x) == relations(expected, own, x)
-        for number in range(len(shared)):
-            found = [_traces_of_a_write(each, number, grad) for each in (module, own)]
-            torch.testing.assert_close(*found)
-    report = dispatch_report(module)
-    assert report.fallbacks == {}
-    assert report.tvm_calls == 1 + len(shared)
 
 
 def _exchanged(m: Any, x: torch.Tensor) -> Any:
@@ -229,7 +139,7 @@ OTHER_HISTORY: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 def test_outputs_that_are_more_than_views_are_refused(kind: str) -> None:
     function, reason = OTHER_HISTORY[kind]
     with pytest.raises(UnsupportedOperatorError, match=reason):
-        add_tvm_dispatch(Applied(function).train(), _x().requires_grad_())
+        add_tvm_dispatch(Applied(function).train(), rows().requires_grad_())
 
 
 def test_a_written_input_that_is_also_another_input_falls_back() -> None:
@@ -238,8 +148,8 @@ def test_a_written_input_that_is_also_another_input_falls_back() -> None:
             x.add_(1)
             return x + y
 
-    module = add_tvm_dispatch(Writes().eval(), (_x(), _x()))
-    for make in (lambda: (_x(), _x()), lambda: (x := _x(), x), lambda: (x := _x(), x[:])):
+    module = add_tvm_dispatch(Writes().eval(), (rows(), rows()))
+    for make in (lambda: (rows(), rows()), lambda: (x := rows(), x), lambda: (x := rows(), x[:])):
         ours, theirs = make(), make()
         torch.testing.assert_close(module(*ours), Writes()(*theirs))
         torch.testing.assert_close(ours, theirs)
@@ -284,7 +194,7 @@ def test_a_view_of_an_input_that_is_made_under_no_grad_is_refused() -> None:
             view = x.view(-1)
         return view, x * m.weight
 
-    x = _x().requires_grad_()
+    x = rows().requires_grad_()
     with pytest.raises(UnsupportedOperatorError, match="under no_grad"):
         add_tvm_dispatch(Applied(forward).train(), x)
     with torch.no_grad():

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_dispatch import eager
+from tests.dispatch_helpers import eager
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 
 

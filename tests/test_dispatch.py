@@ -11,57 +11,8 @@ import torch
 from torch import nn
 
 import tvmbridge
+from tests.dispatch_helpers import Block, assert_same_step, eager, make_block, sample, train_step
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
-
-
-class Block(nn.Module):
-    """A block with everything that matters: a product, a norm, an activation, dropout."""
-
-    def __init__(self, width: int = 24, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.inner = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(x + self.dropout(nn.functional.gelu(self.inner(x))))
-
-
-def make_block(dtype: torch.dtype = torch.float64, **kwargs: float) -> Block:
-    torch.manual_seed(0)
-    return Block(**kwargs).to(dtype)  # type: ignore[arg-type]
-
-
-def sample(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.randn(shape or (6, 24), dtype=dtype, generator=torch.Generator().manual_seed(7))
-
-
-def eager(module: nn.Module) -> nn.Module:
-    """A copy that runs the module's own forward."""
-    duplicate = copy.deepcopy(module)
-    if "forward" in duplicate.__dict__:
-        remove_tvm_dispatch(duplicate)
-    return duplicate
-
-
-def train_step(module: nn.Module, x: torch.Tensor, seed: int = 3) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    x = x.clone().requires_grad_()
-    module.zero_grad()
-    output = module(x)
-    output.square().sum().backward()
-    assert x.grad is not None
-    results = {"output": output.detach(), "input": x.grad}
-    results |= {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
-    results["generator"] = torch.get_rng_state()
-    return results
-
-
-def assert_same_step(module: nn.Module, reference: nn.Module, x: torch.Tensor) -> None:
-    ours, theirs = train_step(module, x), train_step(reference, x)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_dispatch import make_block, sample
+from tests.dispatch_helpers import make_block, sample
 from tvmbridge import BuildError, CaptureError, UnsupportedOperatorError, add_tvm_dispatch
 from tvmbridge.runtime import LoadedModule
 

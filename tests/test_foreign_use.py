@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.test_dispatch import sample
-from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, dispatch_report
+from tests.dispatch_helpers import sample
+from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 SERVED = ""
 TRACED = "the module is being traced"
@@ -271,105 +271,3 @@ def test_it_is_as_in_eager_or_says_why(trained: nn.Module, kind: str) -> None:
     fallbacks = list(dispatch_report(module).fallbacks)
     assert len(fallbacks) == bool(reason), fallbacks
     assert not reason or fallbacks[0].startswith(reason), fallbacks
-
-
-def _linear() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Linear(24, 24).double().eval()
-
-
-class Around(nn.Linear):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return super().__call__(x) * 2  # type: ignore[no-any-return]
-
-
-class Locked(Around):
-    """It cannot be copied."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError("not to be copied")
-
-
-class Property(nn.Module):
-    @property
-    def forward(self) -> Any:
-        return torch.tanh
-
-
-def _sparse(m: Any) -> Any:
-    m.weight = nn.Parameter(m.weight.detach().to_sparse_csr())
-    return m
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
-    "nested": (_linear, lambda: torch.nested.nested_tensor([sample()]), "argument 0 is a nested"),
-    "sparse": (_linear, lambda: sample().to_sparse_csr(), "argument 0 has the layout"),
-    "mkldnn": (_linear, lambda: sample().float().to_mkldnn(), "argument 0 has the layout"),
-    "meta": (_linear, lambda: sample().to("meta"), "argument 0 is on the meta device"),
-    "subclass": (_linear, lambda: sample().as_subclass(Sub), "argument 0 is a Sub"),
-    "sparse weight": (lambda: _sparse(_linear()), sample, "weight has the layout"),
-    "lazy": (lambda: nn.LazyLinear(3), sample, "weight is a UninitializedParameter"),
-    "script": (lambda: torch.jit.script(_linear()), sample, "it is a ScriptModule"),
-    "own call": (lambda: Locked(24, 24).double(), sample, "a __call__ of its own"),
-    "property": (Property, sample, "its forward is a property"),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_traced_is_refused_by_name(kind: str) -> None:
-    make, argument, reason = REFUSED[kind]
-    module = make()
-    before = dict(module.__dict__)
-    with pytest.raises(CaptureError, match=reason):
-        add_tvm_dispatch(module, argument())
-    assert module.__dict__ == before
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_call_of_its_own_runs_once_around_the_compiled_code(training: bool) -> None:
-    """The layers of transformers 4 have one, for their checkpoints."""
-    torch.manual_seed(0)
-    plain, x = Around(24, 24).double().train(training), sample()
-    module = copy.deepcopy(plain)
-    add_tvm_dispatch(module, x)
-    torch.testing.assert_close(module(x), plain(x))
-    (module(x).sum() + plain(x).sum()).backward()
-    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
-    assert dispatch_report(module).tvm_calls == 2
-    assert type(module) is Around
-
-
-def test_modes_in_which_nothing_can_be_traced() -> None:
-    module = _linear()
-
-    def transformed(x: torch.Tensor) -> torch.Tensor:
-        add_tvm_dispatch(module, x)
-        return x.sum()
-
-    with pytest.raises(CaptureError, match=TRANSFORM):
-        torch.func.grad(transformed)(sample())
-    fake = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)  # type: ignore[attr-defined]
-    with fake, pytest.raises(CaptureError, match=MODE):
-        add_tvm_dispatch(module, sample_here)
-
-
-def test_a_module_that_was_loaded_in_inference_mode() -> None:
-    with torch.inference_mode():
-        module, reference = _linear(), _linear()
-        add_tvm_dispatch(module, sample())
-    with torch.no_grad():
-        torch.testing.assert_close(module(sample()), reference(sample()))
-    assert dispatch_report(module).tvm_calls == 1
-
-
-def test_a_static_forward_falls_back_to_itself() -> None:
-    class Static(nn.Module):
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-    module = add_tvm_dispatch(Static().eval(), sample())
-    for rows in (6, 5):
-        torch.testing.assert_close(module(sample(rows, 24)), sample(rows, 24) * 2)
-    assert dispatch_report(module).tvm_calls == 1

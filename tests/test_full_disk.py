@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.dispatch_helpers import eager
 from tests.records.planted import record_of, right, softmax_task
-from tests.test_dispatch import eager
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.cli import main
 from tvmbridge.records import Folder

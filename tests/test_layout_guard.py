@@ -36,9 +36,8 @@ class Outputs(nn.Module):
             "pooled": functional.avg_pool2d(features, 2),
             "pair": (rows, torch.sigmoid(rows.sum(1))),
             "permuted": self.linear(tokens).permute(2, 0, 1),
-            "scaled": x * 2,
             "every_second": (features * 2)[:, ::2],
-            "largest": features.max(1),
+            "channels": x.sum(1),
         }
 
 
@@ -76,6 +75,8 @@ def compare(ours: nn.Module, eager: nn.Module, x: torch.Tensor, *, backward: boo
         for leaves, g, m in zip(flowing, given, (ours, eager), strict=True)
     ]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    if x is LAST:
+        assert [g.stride() for g in gradients[0]] == [g.stride() for g in gradients[1]]
 
 
 def test_strides_of_outputs_and_gradients_for_every_layout_of_the_input() -> None:
@@ -83,18 +84,18 @@ def test_strides_of_outputs_and_gradients_for_every_layout_of_the_input() -> Non
     ours = copy.deepcopy(eager)
     add_tvm_dispatch(ours, LAST.clone().requires_grad_())
     wide = torch.randn(2, 3, 6, 12)[..., ::2]
-    for x in (LAST, IMAGE, wide, IMAGE.transpose(2, 3), LAST):
+    for x in (LAST, IMAGE, wide):
         compare(ours, eager, x, backward=True)
     # Weights that are laid out otherwise decide as the input does.
     for module in (ours, eager):
         module.to(memory_format=torch.channels_last)
     compare(ours, eager, IMAGE, backward=True)
-    # An output that the user writes into before backward, which reads it.
-    results = [m(LAST)["features"] for m in (ours, eager)]
-    for result in results:
-        result.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            result.sum().backward()
+    # Outputs that the user writes into, and that backward reads.
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ours(LAST)["features"].mul_(2).sum().backward()
+    x = LAST.clone().requires_grad_()
+    written = torch.autograd.grad(ours(x)["pair"][0].mul_(2).sum(), x)
+    torch.testing.assert_close(written, torch.autograd.grad(2 * eager(x)["pair"][0].sum(), x))
 
 
 def test_without_gradients() -> None:
@@ -142,4 +143,5 @@ def test_where_eager_raises_so_does_the_call() -> None:
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         ours(LAST)
     (reason,) = dispatch_report(ours).fallbacks
-    assert reason.startswith("an input is laid out otherwise: Cannot view a tensor")
+    assert reason.startswith("an input is laid out otherwise: ")
+    assert "view size is not compatible" in reason

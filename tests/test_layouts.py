@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tvmbridge.layouts import Layout, dense_strides
-from tvmbridge.types import TensorSpec
-
-
-def layout(tensor: torch.Tensor) -> Layout | None:
-    return Layout.of(TensorSpec.of(tensor))
+from tvmbridge.layouts import dense_strides
+from tvmbridge.layouts import layout_of as layout
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 2), (1, 3, 1)])
@@ -35,24 +31,26 @@ def test_a_permuted_tensor_is_laid_out_without_a_move(tensor: torch.Tensor) -> N
     values = tensor.permute(found.order)
     dense = values.clone(memory_format=torch.contiguous_format)
     found.put_on(dense)
-    assert dense.stride() == tensor.stride() and torch.equal(dense, tensor)
-    assert dense._base is None and dense.storage_offset() == 0
+    assert dense.stride() == tensor.stride()
+    assert torch.equal(dense, tensor)
+    assert dense._base is None
+    assert dense.storage_offset() == 0
     assert torch.equal(dense.permute(found.order), values)
 
 
 def test_dimensions_of_one_move_nothing() -> None:
-    gray = layout(torch.empty(2, 1, 4, 5).contiguous(memory_format=torch.channels_last))
-    assert gray is None or not gray.moves
     strange = layout(torch.empty(20).as_strided((2, 1, 4), (4, 1, 1)))
-    assert strange is not None and not strange.moves
+    assert strange is not None
+    assert not strange.moves
     rows = layout(torch.empty(2, 3).t())
-    assert rows is not None and rows.moves
+    assert rows is not None
+    assert rows.moves
 
 
 def test_what_does_not_fill_its_memory_keeps_the_order() -> None:
     tensor = torch.randn(2, 6, 4, 5).contiguous(memory_format=torch.channels_last)
     assert dense_strides(tensor) == tensor.stride()
     assert dense_strides(tensor[:, ::2]) == (60, 1, 15, 3)
-    assert dense_strides(torch.randn(3, 1).expand(3, 4)) == (4, 1)
+    assert dense_strides(torch.randn(3, 1).expand(3, 4)) is None
     assert dense_strides(3) is None
     assert dense_strides(torch.eye(2).to_sparse()) is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_dispatch import eager
+from tests.dispatch_helpers import eager
 from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, dispatch_report
 
 TABLES: dict[Any, Any] = {}

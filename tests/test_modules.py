@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tests.test_dispatch import assert_same_step, eager, sample, train_step
+from tests.dispatch_helpers import assert_same_step, eager, sample, train_step
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.errors import UnsupportedOperatorError
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_dispatch import assert_same_step, eager, sample
+from tests.dispatch_helpers import assert_same_step, eager, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 

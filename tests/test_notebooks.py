@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import nbformat
 import pytest
@@ -25,10 +26,20 @@ UNWANTED = {
 LARGEST_BYTES = 400_000
 
 
+@pytest.fixture(scope="module")
+def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbformat.NotebookNode]]]:
+    """The notebooks that are tested, two of which run at a time."""
+    tested = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params.get("name") for item in tested if hasattr(item, "callspec")}
+    with ThreadPoolExecutor(2) as pool:
+        yield {n: pool.submit(execute, n, quick=True) for n in NOTEBOOKS if n in names}
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_runs_in_the_quick_setting(name: str) -> None:
-    notebook = execute(name, quick=True)
-    assert not list(_unwanted(notebook))
+def test_runs_in_the_quick_setting(
+    name: str, executed: dict[str, Future[nbformat.NotebookNode]]
+) -> None:
+    assert not list(_unwanted(executed[name].result()))
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch import nn
 
 import tvmbridge
-from tvmbridge.errors import CaptureError
+from tvmbridge.errors import BridgeError, CaptureError
 
 
 class Masks(nn.Module):
@@ -39,3 +42,88 @@ def test_draws_of_other_generators_are_refused(source: str) -> None:
         tvmbridge.add_tvm_dispatch(module, x)
     assert states == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[call-overload]
     tvmbridge.add_tvm_dispatch(module.eval(), x)
+
+
+class Calls(nn.Module):
+    """Runs a function of itself and the arguments."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.function(self.linear, *args)
+
+
+def _writes_a_parameter(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    linear.weight.data.mul_(0.9)
+    return linear(x)  # type: ignore[no-any-return]
+
+
+def _force(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(linear(x).square().sum(), x)[0]
+
+
+def _backward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        linear(x).sum().backward()
+    return x
+
+
+def _with_gradients(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return linear(x)  # type: ignore[no-any-return]
+
+
+def _by_transform(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: linear(y).sum())(x)
+
+
+REFUSED: dict[str, Callable[..., torch.Tensor]] = {
+    "writes into the parameter linear.weight; compiled code writes only": _writes_a_parameter,
+    "uses torch.autograd.grad, which.*test_refusal": _force,
+    "uses Tensor.backward, which.*test_refusal": _backward,
+    "turns gradients on where they are off": _with_gradients,
+    "differentiates by torch.func": _by_transform,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_the_reason_is_told_by_name(reason: str) -> None:
+    module = Calls(REFUSED[reason]).eval()
+    weight = module.linear.weight.detach().clone()
+    with pytest.raises(BridgeError, match=reason):
+        tvmbridge.add_tvm_dispatch(module, torch.randn(2, 4))
+    assert "forward" not in module.__dict__
+    assert torch.equal(module.linear.weight, weight)
+
+
+def test_a_tensor_given_twice_is_served_where_it_is_not() -> None:
+    """And a size among the arguments is one."""
+
+    def add(linear: nn.Linear, x: torch.Tensor, y: torch.Tensor, size: Any) -> torch.Tensor:
+        x.add_(1)
+        return (linear(x) + y).view(size)
+
+    plain = Calls(add).eval()
+    module, x = copy.deepcopy(plain), torch.ones(2, 4)
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, (x, x, torch.Size([8])))
+        for twice in (True, False):
+            found = []
+            for called in (module, plain):
+                x = torch.ones(2, 4)
+                y = x if twice else torch.ones(2, 4)
+                found.append([called(x, y, torch.Size([8])), x, y])
+            torch.testing.assert_close(*found)
+    report = tvmbridge.dispatch_report(module)
+    assert report.tvm_calls == sum(report.fallbacks.values()) == 1
+
+
+def test_a_dispatched_module_is_not_scripted() -> None:
+    module = tvmbridge.add_tvm_dispatch(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
+    with pytest.raises(BridgeError, match=r"torch\.jit\.script cannot read.*remove_tvm_dispatch"):
+        torch.jit.script(module)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_dispatch import assert_same_step, eager, make_block, sample
+from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
+from torch.utils.checkpoint import checkpoint
 
-from tests.test_dispatch import eager, make_block, sample
+from tests.dispatch_helpers import eager, make_block, sample
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
@@ -258,3 +259,25 @@ def test_forward_that_turns_a_mode_off_is_refused() -> None:
         add_tvm_dispatch(module, sample())
     with pytest.raises(BridgeError, match="leaves inference mode"):
         add_tvm_dispatch(Inner(lambda: torch.inference_mode(False)), sample())
+
+
+def test_a_checkpoint_repeats_what_eager_repeats_of_the_statistics() -> None:
+    plain = nn.BatchNorm1d(3).double().train()
+    module = copy.deepcopy(plain)
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    for reentrant in (True, False):
+        for called in (module, plain):
+            checkpoint(called, x, use_reentrant=reentrant).sum().backward()
+        torch.testing.assert_close(list(module.buffers()), list(plain.buffers()))
+    assert plain.num_batches_tracked == 4
+    reasons = ["forward writes buffers or arguments, and a checkpoint repeats a part of it"]
+    assert list(dispatch_report(module).fallbacks) == reasons
+
+
+def test_recording_asked_for_in_inference_mode_records_nothing() -> None:
+    module = nn.Linear(2, 2).eval()
+    add_tvm_dispatch(module, torch.ones(1, 2))
+    with torch.inference_mode(), torch.enable_grad():
+        assert module(torch.ones(1, 2)).is_inference()
+    assert dispatch_report(module).tvm_calls == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.whole import FunctionsKeptWhole
@@ -79,6 +80,17 @@ def test_forward_and_gradient_are_those_of_eager_pytorch() -> None:
             results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
         torch.testing.assert_close(*results)
     assert dispatch_report(module).tvm_calls == 2
+
+
+def test_one_call_makes_all_gradients_of_a_function() -> None:
+    x, y, v = (torch.rand(3, 6, dtype=torch.float64).requires_grad_() for _ in range(3))
+    expected = torch.autograd.grad(functional.gaussian_nll_loss(x, y, v), (x, y, v))
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        result = torch.ops.tvmbridge.gaussian_nll_loss(x, y, v)
+        found = torch.autograd.grad(result, (x, y, v))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    calls = {event.key: event.count for event in profiled.key_averages()}
+    assert calls["tvmbridge::gaussian_nll_loss_backward"] == 1
 
 
 def test_what_the_data_forbids_raises_as_in_eager_pytorch() -> None:

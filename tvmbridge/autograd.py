@@ -60,7 +60,9 @@ class TrainingCall:
         self.readers = readers_of(compiled.captured, parts.cotangent_of)
         computed = [o for o in compiled.captured.outputs if o.is_computed]
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
-        self.orders = {n: layout.order for n, layout in compiled.layouts.items() if layout.moves}
+        self.orders = {
+            n: layout.order for n, layout in compiled.layouts.outputs.items() if layout.moves
+        }
 
     def __call__(
         self, primals: Sequence[torch.Tensor], strides: Strides = None
@@ -164,14 +166,14 @@ def _run_backward(
         orders = [call.orders.get(number) for number in parts.cotangent_of]
         filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
     if not absent:
-        return _run_whole(call.compiled, [*values, *filled])
+        return call.compiled.backward([*values, *filled])
     assert partial is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):
         return [None] * len(flowing)
     backward = partial.known(absent)
     if backward is None:
-        gradients = _run_whole(call.compiled, [*values, *filled])
+        gradients = call.compiled.backward([*values, *filled])
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partial.without(absent)
@@ -182,10 +184,6 @@ def _run_backward(
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:
     assert spec is not None
     return spec.empty().zero_()
-
-
-def _run_whole(compiled: CompiledModule, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return compiled.loaded.run("backward", values, compiled.copied_gradients)
 
 
 def _refuse_second_derivative(

@@ -34,7 +34,7 @@ from tvmbridge.refusal import (
     user_line,
 )
 from tvmbridge.staging import Stage, staged
-from tvmbridge.standins import without_autocast
+from tvmbridge.standins import without_autocast, without_repetitions
 from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing import functions_replaced
 from tvmbridge.types import CapturedGraph, HiddenBase
@@ -123,6 +123,7 @@ def capture_staged(
         foreign=seen.foreign,
         outside=seen.outside,
         asks=seen.asks,
+        infers=seen.infers,
     )
 
 
@@ -154,7 +155,8 @@ def _export(
                 watch = ArgumentWatch(module.forward)
                 tails = TailWatch(watch, differentiated=needs_grad)
                 with watched_forward(module, WithBases(tails, bases)):
-                    program = torch.export.export(module, args, dict(kwargs), strict=False)
+                    given, named = without_repetitions((args, dict(kwargs)))
+                    program = torch.export.export(module, given, named, strict=False)
             # Without it PyTorch drops draws that nothing reads.
             with (
                 torch._inductor.config.patch(fallback_random=True),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,26 +17,24 @@ from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.combining import Combining, Packs
 from tvmbridge.cotangents import PartialBackwards
+from tvmbridge.durations import Stages
 from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.joint import Derivation, derive
-from tvmbridge.laying_out import lay_out_functions, shared_residuals
-from tvmbridge.layouts import Layout, Strides, layouts_of
+from tvmbridge.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
+from tvmbridge.layouts import Strides, output_layouts
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.passes.base import shared_results
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
-from tvmbridge.records import Coverage, Folder, Library, Task
-from tvmbridge.records.library import EMPTY, named_log_dir
-from tvmbridge.records.pending import note_pending
+from tvmbridge.records import Coverage, Library
+from tvmbridge.records.library import EMPTY
+from tvmbridge.records.pending import note_missing
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
 from tvmbridge.staging import staged
 from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
-from tvmbridge.views import laid_out
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,9 +46,9 @@ class CompiledModule:
     user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
     this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
-    and must be copied before they are handed out. ``layouts`` are those of outputs that lie in
-    memory otherwise than compiled code gives them by itself. ``joint`` names the source of the joint function
-    (None where nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
+    and must be copied before they are handed out. ``layouts`` are those of results that eager
+    PyTorch does not return contiguous. ``joint`` names the source of the joint function (None where
+    nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     ``recorded``: it serves calls that autograd records.
     ``coverage`` counts the calls of kernels by where these come from. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None).
@@ -67,7 +63,7 @@ class CompiledModule:
     num_outputs: int
     copied_outputs: frozenset[int]
     copied_gradients: frozenset[int]
-    layouts: Mapping[int, Layout]
+    layouts: Layouts
     joint: str | None
     joint_reason: str
     native_calls: Mapping[str, int]
@@ -80,13 +76,16 @@ class CompiledModule:
     def forward(
         self, primals: Sequence[torch.Tensor], strides: Strides = None
     ) -> list[torch.Tensor]:
-        """The outputs, laid out as those of the sample or with these strides, and the residuals."""
+        """The outputs, with the sample's strides or with these, and the residuals."""
         results = self.loaded.run("forward", primals, self.copied_outputs)
-        for number, layout in self.layouts.items():
-            layout.put_on(results[number])
-        for number, stride in (strides or {}).items():
-            results[number] = laid_out(results[number], stride)
+        put_on(self.layouts.outputs, results, strides)
         return results
+
+    def backward(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients, laid out as in eager PyTorch."""
+        gradients = self.loaded.run("backward", values, self.copied_gradients)
+        put_on(self.layouts.gradients, gradients)
+        return gradients
 
     @property
     def eager_functions(self) -> Mapping[str, int]:
@@ -105,21 +104,6 @@ class CompiledModule:
             return ()
         values = (*self.split.residuals, *self.split.drawn)
         return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
-
-
-class Stages:
-    """Wall-clock seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -141,6 +125,12 @@ class LoweredModule:
     num_outputs: int
     origin: str
     packs: Packs = ()
+
+    @property
+    def layouts(self) -> Layouts:
+        """Those of the results that eager PyTorch does not return contiguous."""
+        gradients = {} if self.derivation is None else self.derivation.layouts
+        return Layouts(output_layouts(self.captured), gradients)
 
 
 def lower_module(
@@ -265,7 +255,7 @@ def build_lowered(
     """
     stages = stages or Stages()
     derivation, imported = lowered.derivation, lowered.imported
-    layouts = layouts_of(lowered.captured)
+    layouts = lowered.layouts
     mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
     with stages.measure("build"):
         use_records = options.tuning_records
@@ -276,7 +266,7 @@ def build_lowered(
         built = building(mod, records=records)
         loaded = LoadedModule(built.machine, built.unaligned)
         if use_records:
-            _note_missing(built.missing, lowered, options)
+            note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     return CompiledModule(
         captured=lowered.captured,
         recorded=lowered.recorded,
@@ -286,7 +276,7 @@ def build_lowered(
         target=lowered.target,
         num_outputs=lowered.num_outputs,
         copied_outputs=shared_results(mod, "forward", lowered.num_outputs)
-        | shared_residuals(mod, layouts, lowered.num_outputs),
+        | shared_residuals(mod, layouts.outputs, lowered.num_outputs),
         copied_gradients=(frozenset() if parts is None else shared_results(mod, "backward")),
         layouts=layouts,
         joint=None if derivation is None else derivation.source,
@@ -296,17 +286,7 @@ def build_lowered(
         coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
-        partial_backwards=None if parts is None else PartialBackwards(parts, building),
+        partial_backwards=(
+            None if parts is None else PartialBackwards(parts, building, layouts.gradients)
+        ),
     )
-
-
-def _note_missing(
-    missing: Mapping[Task, int], lowered: LoweredModule, options: CompileOptions
-) -> None:
-    """Put tasks without a record on the list of the directory that the user named, if any."""
-    log_dir = named_log_dir(options.tuning_logs)
-    if log_dir is None or not missing:
-        return
-    folder = Folder.below(log_dir, lowered.target)
-    noted = note_pending(folder, missing, lowered.origin)
-    logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)

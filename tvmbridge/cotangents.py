@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import cmath
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from tvm import relax
 from tvmbridge.build import Built
 from tvmbridge.custom_functions import zeros_to_pass
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.layouts import Layout
 from tvmbridge.passes.base import flat_results, shape_of, shared_results
 from tvmbridge.passes.relax.constants import uniform_value
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
@@ -41,12 +42,13 @@ _ADD = tvm.ir.Op.get("relax.add")
 class PartialBackward:
     """Backward for one pattern: ``gradients`` are the numbers of those that it computes.
 
-    ``copied`` are results that share memory with another tensor.
+    ``copied`` are results that share memory with another tensor, ``layouts`` those of gradients.
     """
 
     loaded: LoadedModule
     gradients: tuple[int, ...]
     copied: frozenset[int]
+    layouts: Mapping[int, Layout]
 
     def __call__(self, values: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
         """``count`` gradients of what backward reads and the cotangents that arrived."""
@@ -54,6 +56,8 @@ class PartialBackward:
         placed: list[torch.Tensor | None] = [None] * count
         for number, result in zip(self.gradients, results, strict=True):
             placed[number] = result
+            if number in self.layouts:
+                self.layouts[number].put_on(result)
         return placed
 
 
@@ -63,12 +67,16 @@ class PartialBackwards:
     Args:
         parts: the split functions of the module.
         build: :func:`tvmbridge.build.build` for the target and with the options of the module.
+        layouts: those of gradients, by number, that are not contiguous.
     """
 
-    def __init__(self, parts: SplitModule, build: Callable[..., Built]) -> None:
+    def __init__(
+        self, parts: SplitModule, build: Callable[..., Built], layouts: Mapping[int, Layout]
+    ) -> None:
         self.compiled = 0
         self._parts = parts
         self._build = build
+        self._layouts = layouts
         self._patterns: dict[frozenset[int], PartialBackward] = {}
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
@@ -126,7 +134,8 @@ class PartialBackwards:
         built = self._build(mod, records=[])
         loaded = LoadedModule(built.machine, built.unaligned)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
-        return PartialBackward(loaded, gradients, shared_results(mod, "backward"))
+        copied = shared_results(mod, "backward")
+        return PartialBackward(loaded, gradients, copied, self._layouts)
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:

@@ -71,38 +71,43 @@ def register(library: torch.library.Library, operator: CustomOperator) -> None:
 
 def _register_backward(
     library: torch.library.Library, operator: CustomOperator, names: Sequence[str]
-) -> Callable[..., torch.Tensor]:
-    """Define the operator of one of the gradients; ``names`` are the arguments of ``operator``."""
+) -> Callable[..., list[torch.Tensor]]:
+    """Define the operator of the gradients of the arguments in places ``wanted``.
+
+    ``names`` are the arguments of ``operator``.
+    """
     name, _, overload = operator.name.partition(".")
     backward = f"{name}_backward" + (f".{overload}" if overload else "")
-    library.define(f"{backward}(Tensor gradient, int wanted, {operator.parameters}) -> Tensor")
+    library.define(f"{backward}(Tensor gradient, int[] wanted, {operator.parameters}) -> Tensor[]")
 
-    # One gradient a call: the FuseOps of TVM 0.27 mixes up the fields of several tuples.
-    def run_backward(gradient: torch.Tensor, wanted: int, *args: Any) -> torch.Tensor:
+    def run_backward(
+        gradient: torch.Tensor, wanted: Sequence[int], *args: Any
+    ) -> list[torch.Tensor]:
         leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
-        operand = leaves[wanted].requires_grad_()
+        operands = [leaves[place].requires_grad_() for place in wanted]
         with torch.enable_grad():
             result = operator.function(**dict(zip(names, leaves, strict=False)))
-        (found,) = torch.autograd.grad(result, operand, gradient)
-        return found
+        return list(torch.autograd.grad(result, operands, gradient))
 
     library.impl(backward, run_backward, "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"{NAMESPACE}::{backward}",
-        lambda gradient, wanted, *args: args[wanted].new_empty(args[wanted].shape),
+        lambda gradient, wanted, *args: [
+            args[place].new_empty(args[place].shape) for place in wanted
+        ],
         lib=library,
     )
     packet = getattr(torch.ops.tvmbridge, f"{name}_backward")
-    differentiate: Callable[..., torch.Tensor] = getattr(packet, overload or "default")
+    differentiate: Callable[..., list[torch.Tensor]] = getattr(packet, overload or "default")
     return differentiate
 
 
 def _register_autograd(
     library: torch.library.Library,
     operator: CustomOperator,
-    differentiate: Callable[..., torch.Tensor],
+    differentiate: Callable[..., list[torch.Tensor]],
 ) -> None:
-    """Have autograd differentiate ``operator`` by ``differentiate(gradient, place, *args)``."""
+    """Have autograd differentiate ``operator`` by ``differentiate(gradient, places, *args)``."""
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
@@ -113,10 +118,9 @@ def _register_autograd(
         args = list(ctx.others)
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             args[place] = tensor
-        return tuple(
-            differentiate(gradient, place, *args) if needed else None
-            for place, needed in enumerate(ctx.needs_input_grad)
-        )
+        wanted = [place for place, needed in enumerate(ctx.needs_input_grad) if needed]
+        found = dict(zip(wanted, differentiate(gradient, wanted, *args), strict=True))
+        return tuple(found.get(place) for place in range(len(args)))
 
     torch.library.register_autograd(
         f"{NAMESPACE}::{operator.name}", backward_of, setup_context=set_up, lib=library

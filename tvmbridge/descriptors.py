@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._prims_common import make_contiguous_strides_for
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgument
 from torch.export.graph_signature import InputKind as ExportInputKind
@@ -117,6 +118,11 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
     outputs = []
     for spec in program.graph_signature.output_specs:
         kind = kinds.get(spec.kind)
+        if spec.kind is ExportOutputKind.PARAMETER_MUTATION:
+            raise UnsupportedOperatorError(
+                f"forward writes into the parameter {spec.target}; compiled code writes only into "
+                "buffers and arguments: make it a buffer, or write it outside of forward"
+            )
         if kind is None:
             raise UnsupportedOperatorError(
                 f"the graph has an output of kind {spec.kind.name}, which the bridge does not "
@@ -148,8 +154,8 @@ def with_aliases(
         if output.kind is OutputKind.USER:
             alias, stride = next(observed)
             spec = output.spec
-            if spec is not None and stride is not None:
-                spec = replace(spec, stride=stride)
+            if spec is not None:
+                spec = replace(spec, stride=stride or make_contiguous_strides_for(spec.shape))
             described.append(replace(output, alias=alias, spec=spec))
         else:
             alias = seen.sharing.exchanged.get(output.target or "")

@@ -73,6 +73,11 @@ class Dispatcher(StandsForForward):
         return self.own or forward_of_class(self.module)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__func__" and sys._getframe(1).f_globals["__name__"].startswith("torch.jit"):
+            raise BridgeError(
+                f"torch.jit.script cannot read the forward of a dispatched {self._name()}: call "
+                "remove_tvm_dispatch on it first, or script it before it is dispatched"
+            )
         # What looks at functions (their code, defaults, globals) sees the module's own forward.
         if name.startswith("__") and "module" in self.__dict__:
             return getattr(self.original, name)
@@ -114,6 +119,11 @@ class Dispatcher(StandsForForward):
                 break
             tensors = variant.state.tensors()
             reason = variant.mismatch(leaves, tensors)
+            if reason is not None and variant.is_to_be_renewed():
+                renewed = self._renewed(specialization, variant, leaves, args, kwargs)
+                if not isinstance(renewed, str):
+                    variant, tensors = renewed, renewed.state.tensors()
+                    reason = variant.mismatch(leaves, tensors)
             if reason is None:
                 specialization.last_use = next(self._uses)
                 if self.checker is not None:
@@ -134,7 +144,8 @@ class Dispatcher(StandsForForward):
         device = specialization.signature.device_type
         if torch.is_autocast_enabled(device):
             return "autocast is on"
-        needs_grad = torch.is_grad_enabled() and self.anything_requires_grad(specialization, leaves)
+        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        needs_grad = recording and self.anything_requires_grad(specialization, leaves)
         mode = Mode.of_now(self.module.training, needs_grad)
         variant = specialization.variants.get(mode)
         if variant is not None:
@@ -155,6 +166,24 @@ class Dispatcher(StandsForForward):
                     specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
         return specialization.variants.get(mode) or specialization.failures[mode]
+
+    def _renewed(
+        self,
+        specialization: Specialization,
+        outdated: Variant,
+        leaves: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Variant | str:
+        """The code that the first call has outdated, which filled a cache, compiled again."""
+        with compiling():
+            for mode, variant in list(specialization.variants.items()):
+                if variant is outdated:
+                    del specialization.variants[mode]
+            renewed = self._variant(specialization, leaves, args, kwargs)
+            if isinstance(renewed, Variant):
+                renewed.fills_first = False
+            return renewed
 
     def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
         """Whether an argument or a tensor of the module requires a gradient."""
@@ -190,6 +219,7 @@ class Dispatcher(StandsForForward):
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
         for names in compiled.packs:
             self.packing.claim(names)
+        variant.fills_first = state.value_changed() is not None
         specialization.variants[mode] = variant
 
     def _compile(

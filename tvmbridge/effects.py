@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.contents import same_value, state_of
+from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.executed import is_called_by_library
 from tvmbridge.patches import patched_here
@@ -77,7 +78,6 @@ class QuestionWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.asks: set[Question] = set()
-        self._with_gradients = torch.is_grad_enabled()
         self.complaints: dict[str, None] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,8 +85,6 @@ class QuestionWatch(TorchFunctionMode):
             self.asks.add(Question.LAYOUT)
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):
             self.asks.add(Question.OFFSET)
-        if func is torch._C._set_grad_enabled and args[0] and not self._with_gradients:
-            self.complaints["turns gradients on, which may be off at a call,"] = None
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in self._OF_AUTOGRAD and not is_called_by_library(1):
             self.complaints[f"reads {name} of a tensor"] = None
@@ -108,6 +106,15 @@ def impurities() -> Iterator[list[str]]:
 
         return note
 
+    def refusing(what: str) -> Callable[..., Any]:
+        def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            raise DependenceError(
+                f"uses {what}, which compiled code would not call again: leave this module to "
+                "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
+            )
+
+        return refuse
+
     def enter(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
         if not isinstance(hooks, save_on_cpu):
             found.append("installs hooks on the tensors that autograd saves")
@@ -121,12 +128,14 @@ def impurities() -> Iterator[list[str]]:
     generators = Generators()
     try:
         with (
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
             patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
             patched_here(saved_tensors_hooks, "__enter__", enter),
-            patched_here(torch.inference_mode, "__enter__", infer),
+            patched_here(torch.autograd, "grad", refusing("torch.autograd.grad")),
+            patched_here(torch.autograd, "backward", refusing("Tensor.backward")),
             patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,8 +23,9 @@ from tvmbridge.draws import captured_draw, eager_draw
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
+from tvmbridge.layouts import Layout
 from tvmbridge.noise import OTHER_DRAWS
-from tvmbridge.refusal import first_paragraph
+from tvmbridge.reached import reached_by_gradients
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import OutputKind
 
@@ -60,6 +60,7 @@ class GradientFacts:
     ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
+    ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
     ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
     whose backward may be anything; ``functions`` are those that have several outputs.
     """
@@ -68,6 +69,7 @@ class GradientFacts:
     cotangent_of: tuple[int, ...]
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
+    layouts: Mapping[int, Layout]
     draws: int
     custom: bool = False
     functions: tuple[AppliedFunction, ...] = ()
@@ -92,15 +94,20 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
         if not differentiable:
             raise NothingToDifferentiateError("no computed output requires a gradient")
-        reached = _reached(rehearsal, leaves, [outputs[i] for i in differentiable])
+        layouts: dict[int, Layout | None] = {}
+        reached = reached_by_gradients(
+            rehearsal, leaves, [outputs[i] for i in differentiable], layouts
+        )
         applied = functions.applied([outputs[i] for i in differentiable])
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
+    flowing = [i for i, reads in reached.items() if reads]
     return GradientFacts(
         lost=tuple(watch.reasons),
         cotangent_of=tuple(differentiable),
-        wanted=tuple(rehearsal.inputs[i].name for i, reads in reached.items() if reads),
-        gradient_reads=tuple(reads for reads in reached.values() if reads),
+        wanted=tuple(rehearsal.inputs[i].name for i in flowing),
+        gradient_reads=tuple(reached[i] for i in flowing),
+        layouts={n: v for n, i in enumerate(flowing) if (v := layouts[i]) is not None},
         draws=len(watch.draws),
         custom=functions.custom,
         functions=applied,
@@ -122,36 +129,6 @@ def refuse_other_draws(rehearsal: Rehearsal) -> None:
 
 def _draws_alike(watch: _FlowWatch, rehearsal: Rehearsal) -> bool:
     return watch.draws == [captured_draw(n) for n in rehearsal.captured.noise]
-
-
-def _reached(
-    rehearsal: Rehearsal, leaves: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-) -> dict[int, frozenset[int]]:
-    """For each wanted primal the numbers of the ``outputs`` that give it a gradient."""
-    wanted = rehearsal.wanted
-    reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
-    for number, output in enumerate(outputs):
-        try:
-            gradients = torch.autograd.grad(
-                output,
-                [leaves[position] for position in wanted],
-                torch.ones_like(output),
-                retain_graph=True,
-                allow_unused=True,
-            )
-        except DataDependentOutputException as error:
-            raise UnsupportedOperatorError(
-                f"the derivative of an operator of forward reads values of tensors ({error}), "
-                "which are not known before a call"
-            ) from error
-        except Exception as error:
-            raise UnsupportedOperatorError(
-                f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
-            ) from error
-        for position, gradient in zip(wanted, gradients, strict=True):
-            if gradient is not None:
-                reached[position] |= {number}
-    return reached
 
 
 def _refuse(rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: _AutogradWatch) -> None:

@@ -13,6 +13,7 @@ from tvmbridge.differentiate import JointModule, differentiate
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.facts import GradientFacts, gradient_facts
 from tvmbridge.frontend import ImportedModule, import_graph
+from tvmbridge.layouts import Layout
 from tvmbridge.options import CompileOptions
 from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.types import CapturedGraph, InputKind, PassRecord
@@ -24,6 +25,7 @@ class Derivation:
 
     ``captured`` is the captured graph with the noise that the joint function takes; ``source`` is
     ``"relax"`` or ``"aot"``, and ``reason`` says why it is ``aot`` (empty for ``relax``).
+    ``layouts`` are those of the gradients that eager PyTorch does not return contiguous, by number.
     ``traced`` is the graph that was recorded from PyTorch's autograd (None for ``relax``); its
     placeholders are the inputs and the state, the cotangents, and the draws in program order.
     """
@@ -33,6 +35,7 @@ class Derivation:
     imported: ImportedModule
     source: str
     reason: str
+    layouts: Mapping[int, Layout]
     traced: fx.GraphModule | None = None
 
 
@@ -87,7 +90,7 @@ def _by_relax(
         )
     given = sum(d.kind is not InputKind.CONSTANT for d in captured.inputs)
     joint = replace(joint, gradient_reads=facts.gradient_reads, drawn=joint.primals[given:])
-    return Derivation(joint, captured, imported, "relax", "")
+    return Derivation(joint, captured, imported, "relax", "", facts.layouts)
 
 
 def _by_autograd(
@@ -95,4 +98,5 @@ def _by_autograd(
 ) -> Derivation:
     traced = trace_joint(rehearsal, facts, records)
     captured = replace(rehearsal.captured, noise=traced.noise)
-    return Derivation(traced.joint, captured, traced.imported, "aot", reason, traced.graph)
+    joint, imported, graph = traced.joint, traced.imported, traced.graph
+    return Derivation(joint, captured, imported, "aot", reason, facts.layouts, graph)

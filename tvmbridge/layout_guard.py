@@ -127,7 +127,7 @@ class LayoutGuard:
                 args, kwargs = without_inference_tensors(arguments)
                 stage = staged(self._state.module, args, kwargs, self._compiled.recorded)
         except Exception as error:
-            return f"an input is laid out otherwise, {first_paragraph(error)}"
+            return f"an input is laid out otherwise: {first_paragraph(error)}"
         if stage.observation is None:
             return f"an input is laid out otherwise: {first_paragraph(stage.failure)}"
         return self._compared(stage.observation)

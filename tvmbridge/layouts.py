@@ -15,7 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch._prims_common import make_contiguous_strides_for
 
-from tvmbridge.types import CapturedGraph, OutputKind, TensorSpec
+from tvmbridge.types import CapturedGraph, OutputKind
+from tvmbridge.views import shares_elements
 
 # Of the computed outputs of one call, by number; None: as they are.
 Strides: TypeAlias = Mapping[int, tuple[int, ...]] | None
@@ -33,15 +34,15 @@ class Layout:
     order: tuple[int, ...]
 
     @classmethod
-    def of(cls, spec: TensorSpec) -> Layout | None:
+    def of(cls, shape: tuple[int, ...], stride: tuple[int, ...]) -> Layout | None:
         """The layout of a dense tensor; None where it is the one that compiled code gives."""
-        if spec.stride == make_contiguous_strides_for(spec.shape):
+        if stride == make_contiguous_strides_for(shape):
             return None
-        order = _order(spec.shape, spec.stride)
-        moved = [d for d in order if spec.shape[d] > 1]
+        order = _order(shape, stride)
+        moved = [d for d in order if shape[d] > 1]
         # Dimensions of extent 1 lie anywhere.
         in_place = moved == sorted(moved)
-        return cls(spec.shape, spec.stride, tuple(range(len(order))) if in_place else order)
+        return cls(shape, stride, tuple(range(len(order))) if in_place else order)
 
     @property
     def moves(self) -> bool:
@@ -53,22 +54,31 @@ class Layout:
         tensor.as_strided_(self.shape, self.stride)
 
 
-def layouts_of(captured: CapturedGraph) -> dict[int, Layout]:
+def layout_of(tensor: torch.Tensor) -> Layout | None:
+    """The layout of a tensor like this one; None where it is the one that compiled code gives."""
+    stride = dense_strides(tensor)
+    return None if stride is None else Layout.of(tuple(tensor.shape), stride)
+
+
+def output_layouts(captured: CapturedGraph) -> dict[int, Layout]:
     """The layouts of the computed results that do not lie as compiled code gives them, by number.
 
     Written state is not among them: it keeps its own.
     """
-    computed = [o for o in captured.outputs if o.is_computed]
-    found = {
-        number: None if o.spec is None or o.kind is not OutputKind.USER else Layout.of(o.spec)
-        for number, o in enumerate(computed)
-    }
-    return {number: layout for number, layout in found.items() if layout is not None}
+    found: dict[int, Layout] = {}
+    for number, output in enumerate(o for o in captured.outputs if o.is_computed):
+        if output.kind is OutputKind.USER and output.spec is not None:
+            layout = Layout.of(output.spec.shape, output.spec.stride)
+            if layout is not None:
+                found[number] = layout
+    return found
 
 
 def dense_strides(tensor: Any) -> tuple[int, ...] | None:
-    """The strides of ``tensor``, or, where it does not fill its memory, of one that does so in the
-    same order; None where they are not known, or it is no tensor."""
+    """The strides of ``tensor``, or, where it leaves gaps, of one without in the same order.
+
+    None where elements share memory, strides are not known, or it is no tensor.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         return None
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -77,6 +87,8 @@ def dense_strides(tensor: Any) -> tuple[int, ...] | None:
     order = _order(shape, stride)
     if tensor.permute(order).is_contiguous():
         return stride
+    if shares_elements(tensor):
+        return None
     packed = make_contiguous_strides_for([shape[d] for d in order])
     return tuple(packed[order.index(d)] for d in range(len(shape)))
 

@@ -8,14 +8,16 @@ it stays for calls that no operator of ours stands for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch._decomp import decompositions
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.patches import patched_here
-from tvmbridge.recurrent_layers import gru_layer, lstm_layer, rnn_relu_layer, rnn_tanh_layer
+from tvmbridge.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from tvmbridge.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_size
 
 aten = torch.ops.aten
@@ -120,39 +122,42 @@ def _kept_whole(function: Any) -> Decomposition:
         per_direction = len(params) // directions
         found = []
         for i in range(directions):
-            weights = list(params[i * per_direction : (i + 1) * per_direction])
+            weights: list[Any] = list(params[i * per_direction : (i + 1) * per_direction])
             if not has_biases:
                 weights[2:2] = [None, None]
             states = [s[i] for s in _listed(state)]
             output, *finals = one_direction(x.flip(0) if i else x, *states, *weights)
             found.append((output.flip(0) if i else output, *finals))
-        outputs, *states = zip(*found, strict=True)
-        return torch.cat(outputs, -1), *(torch.stack(s) for s in states)
+        outputs, *of_states = zip(*found, strict=True)
+        return torch.cat(outputs, -1), *(torch.stack(s) for s in of_states)
 
     return _stack_of(layer)
 
 
 def _lstm_layer(
-    x: torch.Tensor,
-    hidden: torch.Tensor,
-    cell: torch.Tensor,
-    *weights: torch.Tensor | None,
+    x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *weights: Any
 ) -> tuple[torch.Tensor, ...]:
     """One layer in one direction by the kernel that PyTorch trains it by."""
     if len(weights) == 4 and trains_by_onednn(x, hidden, cell):
         size = workspace_size(x, hidden, weights[2])
         results: tuple[torch.Tensor, ...] = onednn_lstm_layer(x, hidden, cell, *weights, size)
         return results[:3]
+    gates = linear(x, weights[0], weights[2])
     projection = weights[4] if len(weights) == 5 else None
-    found: tuple[torch.Tensor, ...] = lstm_layer(x, hidden, cell, *weights[:4], projection)
-    return found
+    results = lstm(gates, hidden, cell, weights[1], weights[3], projection)
+    return results[:3]
+
+
+def _one_state(steps: Any, x: torch.Tensor, hidden: torch.Tensor, *weights: Any) -> Any:
+    """The outputs and the final state of a layer that has one state."""
+    return steps(linear(x, weights[0], weights[2]), hidden, weights[1], weights[3])[:2]
 
 
 _LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
     torch.lstm: _lstm_layer,
-    torch.gru: gru_layer,
-    torch.rnn_tanh: rnn_tanh_layer,
-    torch.rnn_relu: rnn_relu_layer,
+    torch.gru: partial(_one_state, gru),
+    torch.rnn_tanh: partial(_one_state, rnn_tanh),
+    torch.rnn_relu: partial(_one_state, rnn_relu),
 }
 _WHOLE = {function: _kept_whole(function) for function in _LAYERS}
 _TAKE_APART = _with_dropout(decompositions.lstm_impl)

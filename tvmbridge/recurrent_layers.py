@@ -1,26 +1,31 @@
-"""One layer of an RNN, a GRU or an LSTM in one direction, as an operator of our own.
+"""The steps of one recurrent layer in one direction as an operator of our own, with its gradient.
 
-Forward is PyTorch's own function. Backward finds the gates of all steps again by one product,
-calls an operator for what goes from step to step (``recurrent_gradients.py``), and leaves the
-products that give the gradients of input and weights to the graph.
-
-Shapes: input ``[steps, batch, features]``, states ``[batch, size]``.
+What the input adds to the gates is a product for all steps at once, which stays in the graph; so
+do the gradients of the weights. The rest are calls of PyTorch's kernels, step by step
+(``recurrent_steps.py``). Forward returns what backward reads as further results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 from tvmbridge.custom_operator import NAMESPACE
-from tvmbridge.recurrent_gradients import gated_unit, in_float32, long_short_term_memory, plain
+from tvmbridge.recurrent_steps import (
+    gru_gradients,
+    gru_steps,
+    in_float32,
+    lstm_gradients,
+    lstm_steps,
+    plain_gradients,
+    plain_steps,
+)
 
 Function = Callable[..., Any]
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-WEIGHTS = "Tensor input_weight, Tensor hidden_weight, Tensor? input_bias, Tensor? hidden_bias"
 ARRIVING = "Tensor? output_gradient, Tensor? hidden_gradient"
 
 
@@ -32,25 +37,20 @@ def define(name: str, parameters: str, results: int, run: Function, foretold: Fu
     return getattr(torch.ops.tvmbridge, name).default
 
 
-def differentiate(
-    name: str, formula: Function, results: int, without_gradient: int | None = None
-) -> None:
+def differentiate(name: str, formula: Function, without_gradient: int = 0) -> None:
     """Have autograd differentiate the operator ``name``.
 
     Args:
         name: the operator.
         formula: called with the gradients that arrive (None: none does), the operator's arguments
-            and the first of its results; it returns a gradient for each argument.
-        results: how many of the results the formula reads.
-        without_gradient: the number of the result that has none.
+            (None in place of numbers) and its results; it returns a gradient for each argument.
+        without_gradient: how many of the last results have none, being there for backward only.
     """
 
     def set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
-        if without_gradient is not None:
-            ctx.mark_non_differentiable(output[without_gradient])
-        tensors = [None if isinstance(i, int) else i for i in inputs]
-        ctx.save_for_backward(*tensors, *output[:results])
+        ctx.mark_non_differentiable(*output[len(output) - without_gradient :])
+        ctx.save_for_backward(*(None if isinstance(i, int) else i for i in inputs), *output)
 
     def backward(ctx: Any, *arriving: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if all(gradient is None for gradient in arriving):
@@ -68,193 +68,129 @@ def empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(t.new_empty(t.shape) for t in tensors)
 
 
-def _one_layer(function: Any, input: torch.Tensor, states: Any, weights: Sequence[Any]) -> Any:
-    """What PyTorch's ``function`` for a stack makes of one layer."""
-    given = [w for w in weights if w is not None]
-    has_biases = weights[2] is not None
-    # Within no_grad PyTorch would take other kernels for half precision than in training.
-    with torch.enable_grad():
-        results = function(input, states, given, has_biases, 1, 0.0, True, False, False)
-    return results[0], *(state.squeeze(0) for state in results[1:])
-
-
 def _before(output: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """The hidden state before each step."""
     return torch.cat([hidden.unsqueeze(0), output[:-1]])
 
 
-def _by_products(
-    input: torch.Tensor,
-    before: torch.Tensor,
-    input_weight: torch.Tensor,
-    input_gates: torch.Tensor,
-    hidden_gates: torch.Tensor,
+def _of_weight(gradients: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """The gradient of the weight that made ``[steps, batch, ...]`` of ``operand``."""
+    return gradients.flatten(0, 1).t() @ operand.flatten(0, 1)
+
+
+def _of_bias(gradients: torch.Tensor) -> torch.Tensor:
+    return gradients.flatten(0, 1).sum(0)
+
+
+def _foretold_lstm(
+    gates: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of the input, the two weights and the two biases, by those of the gates."""
-    of_input, of_hidden = input_gates.flatten(0, 1), hidden_gates.flatten(0, 1)
-    return (
-        input_gates @ input_weight,
-        of_input.t() @ input.flatten(0, 1),
-        of_hidden.t() @ before.flatten(0, 1),
-        of_input.sum(0),
-        of_hidden.sum(0),
-    )
+    output = gates.new_empty([*gates.shape[:2], hidden.shape[-1]])
+    cells = gates.new_empty([len(gates) + 1, *cell.shape])
+    return output, *empty_like(hidden, cell, gates), cells
 
 
-def _lstm(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *weights: Any) -> Any:
-    return _one_layer(torch.lstm, input, (hidden.unsqueeze(0), cell.unsqueeze(0)), weights)
+def _foretold_lstm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
+    gates, cells, recurrent, projection = args[3:]
+    states = (cells.new_empty([cells.shape[1], recurrent.shape[1]]), cells[0])
+    sizes = [] if projection is None else projection.shape
+    each = [gates.new_empty([*gates.shape[:2], size]) for size in sizes]
+    return *empty_like(gates, *states), *(each or [gates.new_empty(0), gates.new_empty(0)])
 
 
-def _lstm_foretold(input: torch.Tensor, *states: Any) -> Any:
-    size = states[0].shape[-1]
-    return input.new_empty([*input.shape[:2], size]), *empty_like(*states[:2])
-
-
-lstm_layer = define(
-    "lstm_layer",
-    f"Tensor input, Tensor hidden, Tensor cell, {WEIGHTS}, Tensor? projection",
-    3,
-    _lstm,
-    _lstm_foretold,
+lstm = define(
+    "lstm_steps",
+    "Tensor gates, Tensor hidden, Tensor cell, Tensor recurrent, Tensor? bias, Tensor? projection",
+    5,
+    lstm_steps,
+    _foretold_lstm,
 )
-
-
-def _lstm_gradients_foretold(
-    _: Any, __: Any, ___: Any, gates: torch.Tensor, cell: torch.Tensor, weight: Any, projection: Any
-) -> Any:
-    hidden = cell.new_empty([cell.shape[0], weight.shape[1]])
-    if projection is None:
-        return *empty_like(gates, hidden, cell), gates.new_empty(0), gates.new_empty(0)
-    each = [gates.new_empty([*gates.shape[:2], size]) for size in projection.shape]
-    return *empty_like(gates, hidden, cell), *each
-
-
 _lstm_backward = define(
-    "lstm_layer_backward",
-    f"{ARRIVING}, Tensor? cell_gradient, Tensor gates, Tensor cell, Tensor hidden_weight, "
+    "lstm_steps_backward",
+    f"{ARRIVING}, Tensor? cell_gradient, Tensor gates, Tensor cells, Tensor recurrent, "
     "Tensor? projection",
     5,
-    in_float32(long_short_term_memory),
-    _lstm_gradients_foretold,
+    in_float32(lstm_gradients),
+    _foretold_lstm_gradients,
 )
 
 
-def _lstm_gradients(
-    output_gradient: torch.Tensor | None,
-    hidden_gradient: torch.Tensor | None,
-    cell_gradient: torch.Tensor | None,
-    input: torch.Tensor,
-    hidden: torch.Tensor,
-    cell: torch.Tensor,
-    input_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    input_bias: torch.Tensor | None,
-    hidden_bias: torch.Tensor | None,
-    projection: torch.Tensor | None,
-    output: torch.Tensor,
-) -> tuple[torch.Tensor | None, ...]:
-    before = _before(output, hidden)
-    gates = linear(input, input_weight, input_bias) + linear(before, hidden_weight, hidden_bias)
-    arriving = (output_gradient, hidden_gradient, cell_gradient)
+def _differentiated_lstm(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    arriving, (_, hidden, _, recurrent, _, projection) = args[:3], args[5:11]
+    output, _, _, gates, cells = args[11:]
     found, to_hidden, to_cell, projected, unprojected = _lstm_backward(
-        *arriving, gates, cell, hidden_weight, projection
+        *arriving, gates, cells, recurrent, projection
     )
-    to_input, *to_weights = _by_products(input, before, input_weight, found, found)
-    to_projection = None
     # The cell state after one step does not depend on the projection.
-    only_cell = output_gradient is None and hidden_gradient is None and len(input) == 1
-    if projection is not None and not only_cell:
-        to_projection = projected.flatten(0, 1).t() @ unprojected.flatten(0, 1)
-    return to_input, to_hidden, to_cell, *to_weights, to_projection
+    only_cell = arriving[:2] == (None, None) and len(output) == 1
+    given = projection is not None and not only_cell
+    to_projection = _of_weight(projected, unprojected) if given else None
+    to_recurrent = _of_weight(found, _before(output, hidden))
+    return found, to_hidden, to_cell, to_recurrent, _of_bias(found), to_projection
 
 
-differentiate("lstm_layer", _lstm_gradients, 1)
+differentiate("lstm_steps", _differentiated_lstm, without_gradient=2)
 
-
-def _one_state(function: Any) -> Function:
-    """A layer with one state by PyTorch's ``function`` for a stack."""
-
-    def run(input: torch.Tensor, hidden: torch.Tensor, *weights: Any) -> Any:
-        return _one_layer(function, input, hidden.unsqueeze(0), weights)
-
-    return run
-
-
-def _one_state_foretold(input: torch.Tensor, hidden: torch.Tensor, *_: Any) -> Any:
-    return input.new_empty([*input.shape[:2], hidden.shape[-1]]), *empty_like(hidden)
-
-
-gru_layer, rnn_tanh_layer, rnn_relu_layer = (
-    define(
-        f"{function.__name__}_layer",
-        f"Tensor input, Tensor hidden, {WEIGHTS}",
-        2,
-        _one_state(function),
-        _one_state_foretold,
-    )
-    for function in (torch.gru, torch.rnn_tanh, torch.rnn_relu)
+gru = define(
+    "gru_steps",
+    "Tensor gates, Tensor hidden, Tensor recurrent, Tensor? bias",
+    4,
+    gru_steps,
+    lambda gates, hidden, *_: (
+        *_foretold_plain(gates[:, :, : hidden.shape[-1]], hidden),
+        *empty_like(gates, gates[:, :, : hidden.shape[-1]]),
+    ),
 )
 _gru_backward = define(
-    "gru_layer_backward",
-    f"{ARRIVING}, Tensor input_gates, Tensor hidden_gates, Tensor before, Tensor hidden_weight",
+    "gru_steps_backward",
+    f"{ARRIVING}, Tensor gates, Tensor new, Tensor before, Tensor recurrent",
     3,
-    in_float32(gated_unit),
+    in_float32(gru_gradients),
     lambda _, __, gates, ___, before, ____: empty_like(gates, gates, before[0]),
 )
 
 
-def _gru_gradients(
-    output_gradient: torch.Tensor | None,
-    hidden_gradient: torch.Tensor | None,
-    input: torch.Tensor,
-    hidden: torch.Tensor,
-    input_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    input_bias: torch.Tensor | None,
-    hidden_bias: torch.Tensor | None,
-    output: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+def _differentiated_gru(*args: Any) -> tuple[torch.Tensor | None, ...]:
+    arriving, (_, hidden, recurrent, _) = args[:2], args[4:8]
+    output, _, gates, new = args[8:]
     before = _before(output, hidden)
-    input_gates = linear(input, input_weight, input_bias)
-    hidden_gates = linear(before, hidden_weight, hidden_bias)
-    of_input, of_hidden, to_hidden = _gru_backward(
-        output_gradient, hidden_gradient, input_gates, hidden_gates, before, hidden_weight
-    )
-    to_input, *to_weights = _by_products(input, before, input_weight, of_input, of_hidden)
-    return to_input, to_hidden, *to_weights
+    found, of_state, to_hidden = _gru_backward(*arriving, gates, new, before, recurrent)
+    return found, to_hidden, _of_weight(of_state, before), _of_bias(of_state)
 
 
-differentiate("gru_layer", _gru_gradients, 1)
+differentiate("gru_steps", _differentiated_gru, without_gradient=2)
 
 
-def _define_plain(name: str, *, relu: bool) -> None:
-    """The gradient of a layer whose only gate is its activation."""
-    scan = define(
-        f"{name}_layer_backward",
-        f"{ARRIVING}, Tensor output, Tensor hidden_weight",
+def _foretold_plain(gates: torch.Tensor, hidden: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    return empty_like(gates, hidden)
+
+
+def _define_plain(name: str, activation: Any) -> Any:
+    """A layer whose only gate is ``activation``."""
+    steps = define(
+        f"{name}_steps",
+        "Tensor gates, Tensor hidden, Tensor recurrent, Tensor? bias",
         2,
-        in_float32(plain(relu)),
+        partial(plain_steps, activation=activation),
+        _foretold_plain,
+    )
+    backward = define(
+        f"{name}_steps_backward",
+        f"{ARRIVING}, Tensor output, Tensor recurrent",
+        2,
+        in_float32(partial(plain_gradients, activation=activation)),
         lambda _, __, output, ___: empty_like(output, output[0]),
     )
 
-    def gradients(
-        output_gradient: torch.Tensor | None,
-        hidden_gradient: torch.Tensor | None,
-        input: torch.Tensor,
-        hidden: torch.Tensor,
-        input_weight: torch.Tensor,
-        hidden_weight: torch.Tensor,
-        _: torch.Tensor | None,
-        __: torch.Tensor | None,
-        output: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        found, to_hidden = scan(output_gradient, hidden_gradient, output, hidden_weight)
-        before = _before(output, hidden)
-        to_input, *to_weights = _by_products(input, before, input_weight, found, found)
-        return to_input, to_hidden, *to_weights
+    def gradients(*args: Any) -> tuple[torch.Tensor | None, ...]:
+        arriving, (_, hidden, recurrent, _), (output, _) = args[:2], args[2:6], args[6:]
+        found, to_hidden = backward(*arriving, output, recurrent)
+        to_recurrent = _of_weight(found, _before(output, hidden))
+        return found, to_hidden, to_recurrent, _of_bias(found)
 
-    differentiate(f"{name}_layer", gradients, 1)
+    differentiate(f"{name}_steps", gradients)
+    return steps
 
 
-_define_plain("rnn_tanh", relu=False)
-_define_plain("rnn_relu", relu=True)
+rnn_tanh = _define_plain("rnn_tanh", torch.tanh_)
+rnn_relu = _define_plain("rnn_relu", torch.relu_)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tvmbridge.recurrent_layers import ARRIVING, WEIGHTS, define, differentiate, empty_like
+from tvmbridge.recurrent_layers import ARRIVING, define, differentiate, empty_like
 
 aten = torch.ops.aten
 
 _STATES = "Tensor input, Tensor hidden, Tensor cell"
+_WEIGHTS = "Tensor input_weight, Tensor hidden_weight, Tensor? input_bias, Tensor? hidden_bias"
 # The kind of layer that oneDNN's wrapper knows by this number.
 _LSTM = 2
 
@@ -102,7 +103,7 @@ def _foretold(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *re
 
 
 onednn_lstm_layer = define(
-    "onednn_lstm_layer", f"{_STATES}, {WEIGHTS}, int workspace_size", 4, _run, _foretold
+    "onednn_lstm_layer", f"{_STATES}, {_WEIGHTS}, int workspace_size", 4, _run, _foretold
 )
 
 
@@ -112,7 +113,7 @@ def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     results = [output, hidden.unsqueeze(0), cell.unsqueeze(0)]
     of_output, *of_states = arriving
     gradients = [of_output, *(None if g is None else g.unsqueeze(0) for g in of_states)]
-    flags = (False, _LSTM, hidden.shape[-1], 1, has_biases, True, False, [], False)
+    flags: list[Any] = [False, _LSTM, hidden.shape[-1], 1, has_biases, True, False, [], False]
     to_input, *to_weights, to_bias, _, to_hidden, to_cell = aten.mkldnn_rnn_layer_backward(
         *_arguments(*given), *results, *gradients, *flags, workspace.view(torch.uint8)
     )
@@ -127,7 +128,7 @@ def _foretold_backward(*args: Any) -> tuple[torch.Tensor, ...]:
 
 _backward = define(
     "onednn_lstm_layer_backward",
-    f"{ARRIVING}, Tensor? cell_gradient, {_STATES}, {WEIGHTS}, "
+    f"{ARRIVING}, Tensor? cell_gradient, {_STATES}, {_WEIGHTS}, "
     "Tensor output, Tensor final_hidden, Tensor final_cell, Tensor workspace",
     6,
     _run_backward,
@@ -141,4 +142,4 @@ def _gradients(*args: Any) -> tuple[torch.Tensor | None, ...]:
     return *found, bias, bias.clone(), None
 
 
-differentiate("onednn_lstm_layer", _gradients, 4, without_gradient=3)
+differentiate("onednn_lstm_layer", _gradients, without_gradient=1)

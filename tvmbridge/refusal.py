@@ -30,6 +30,12 @@ def raise_if_forward_refuses(
         with tensors_replaced(actor, {}):
             run_apart(actor, args, kwargs)
     except Exception as error:
+        if "torch.func." in str(error) and "saved tensor hooks" in str(error):
+            raise CaptureError(
+                f"{type(module).__name__} cannot be captured: forward differentiates by torch.func "
+                "(grad, vjp, jacrev, hessian), which compiled code would not repeat: leave this "
+                "module to PyTorch, and dispatch submodules"
+            ) from error
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"

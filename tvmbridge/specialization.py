@@ -21,10 +21,10 @@ from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise
 from tvmbridge.packing import Packing
 from tvmbridge.plain import other_answer
-from tvmbridge.reads import Question
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
+from tvmbridge.surroundings import in_checkpoint
 from tvmbridge.tail import try_tail
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
@@ -48,6 +48,9 @@ class Variant:
         self.checked = 0
         self.checked_gradients = 0
         self._counting = threading.Lock()
+        # Forward has yet to fill a cache: with tensors, which are then others than were traced.
+        self.fills_first = False
+        self._declined = 0
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
@@ -76,12 +79,21 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self._records_writes = self._training is not None and len(returned) < len(outputs)
+
+    def is_to_be_renewed(self) -> bool:
+        """Whether the first call, which forward served itself, has not made the code fit."""
+        if not self.fills_first or self.calls:
+            return False
+        self._declined += 1
+        return self._declined == 2 and self.state.value_changed() is not None
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        # The calls that add a dispatch may be in another mode than those that come.
-        if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
+        if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
             return "forward returns tensors that it makes in inference mode"
+        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
+            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
         if reason is None and self.compiled.recorded:
             for position, requires_grad in self._input_grads:

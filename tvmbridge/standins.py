@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.effects import Generators
 from tvmbridge.patches import patched_here
+from tvmbridge.structure import map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +63,23 @@ def without_own_call(module: nn.Module) -> None:
 
 def without_inference_tensors(value: Any) -> Any:
     """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: _copied(t) if t.is_inference() else t, value
-    )
+    return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
+
+
+def without_repetitions(value: Any) -> Any:
+    """``value``, a structure of arguments, in which each tensor is another one.
+
+    A trace takes two that are one tensor for one that is written twice.
+    """
+    seen: set[int] = set()
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(once, value)
 
 
 def without_inference_state(module: nn.Module) -> None:
@@ -120,7 +135,7 @@ def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     own = {id(t): t for t in tensors_of(module).values()}
     copies = {key: _copied(t) for key, t in own.items()}
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _copied, (args, dict(kwargs)))
+    args, kwargs = map_tensors(_copied, (args, dict(kwargs)))
     _exchange(module, copies)
     generators = Generators()
     try:

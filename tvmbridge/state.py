@@ -224,8 +224,12 @@ class ModuleState:
                 return "a tensor that forward has as a constant was written"
             if check_grad and constant.requires_grad is not requires_grad:
                 return "requires_grad of a tensor that forward has as a constant changed"
-        value = self._values.changed()
+        value = self.value_changed()
         return f"{value} changed" if value else None
+
+    def value_changed(self) -> str | None:
+        """What forward reads, beside tensors, and is not as it was captured."""
+        return self._values.changed()
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,13 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     if not _has_size(spec):
         return pytree.tree_unflatten(leaves, spec)
     return _rebuilt(iter(leaves), spec)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
+    """``structure`` with each tensor in it given to ``function``."""
+    leaves, spec = pytree.tree_flatten(structure)
+    mapped = [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return unflatten(mapped, spec)
 
 
 def _children(spec: Any) -> list[Any]:

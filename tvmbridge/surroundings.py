@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 _C = torch._C
+_CHECKPOINTS = "torch.utils.checkpoint"
 # The threads in which the bridge traces a module at this moment.
 _tracers: set[int] = set()
 
@@ -41,6 +42,15 @@ def refused_now() -> str | None:
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active"
     return _mode_refuses() if _C._len_torch_function_stack() else None
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint that does not reenter autograd watches what this call saves.
+
+    It repeats the call for backward, and stops it as soon as everything is saved again.
+    """
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS
 
 
 def _traced_elsewhere() -> bool:

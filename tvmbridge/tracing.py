@@ -11,9 +11,11 @@ from tvmbridge.checkpoints import plain_checkpoints
 from tvmbridge.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.cumulative import cumulative_averages_on_tensors
 from tvmbridge.empties import FunctionsOfNothing
+from tvmbridge.fast_paths import fast_paths_taken_apart
 from tvmbridge.fills import FillsByMask
 from tvmbridge.promotion import KernelPromotion
 from tvmbridge.recurrent import RecurrentLayersKeptWhole
+from tvmbridge.rephrased import FunctionsRephrased
 from tvmbridge.standins import as_captured
 from tvmbridge.uniforms import UniformComparisons
 from tvmbridge.whole import FunctionsKeptWhole
@@ -35,7 +37,9 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         FunctionsKeptWhole(),
         FillsByMask(),
         FunctionsOfNothing(),
+        FunctionsRephrased(),
         UniformComparisons(),
+        fast_paths_taken_apart(module),
     ):
         yield
 

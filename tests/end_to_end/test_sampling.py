@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.dispatch_helpers import eager
 from tests.end_to_end.steps import dispatched, gradient_errors, relative_error, training_step
-from tests.test_dispatch import eager
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 F = nn.functional

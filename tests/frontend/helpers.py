@@ -16,6 +16,20 @@ from tvmbridge.report import DispatchReport
 # What is called, and the tensors that it is called with.
 Cases = Mapping[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]]
 
+NAN, INF = float("nan"), float("inf")
+SPECIAL = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 0.5, 1.5, 6.5, 1e-6, -1e-6, 80.0, -80.0]
+
+
+def special(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """16 numbers where functions are easily got wrong: signed zeros, halves, infinities, NaN."""
+    return torch.tensor(SPECIAL, dtype=dtype)
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers, the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
 
 class Function(nn.Module):
     """A function of tensors as a module."""

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.frontend.helpers import run
-from tests.frontend.test_traps import special
+from tests.frontend.helpers import run, special
 
 Results = tuple[torch.Tensor, ...]
 

@@ -10,20 +10,7 @@ import torch
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from tests.frontend.helpers import Cases, Together
-
-NAN, INF = float("nan"), float("inf")
-SPECIAL = [NAN, INF, -INF, 0.0, -0.0, 1.0, -1.0, 2.5, -2.5, 0.5, 1.5, 6.5, 1e-6, -1e-6, 80.0, -80.0]
-
-
-def special(dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor(SPECIAL, dtype=dtype)
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(*shape, generator=generator).to(dtype)
-
+from tests.frontend.helpers import INF, NAN, Cases, Together, numbers, special
 
 X = numbers(4, 5, 6)
 INTS = torch.arange(-6, 6).reshape(3, 4)

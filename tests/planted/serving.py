@@ -6,6 +6,7 @@ from tests.planted.plant import Plant
 
 _SAFETY = "tests/test_safety.py"
 _DISPATCH = "tests/test_dispatch.py"
+_LAYOUTS = "tests/test_layout_guard.py"
 
 SERVING = (
     Plant(
@@ -17,26 +18,34 @@ SERVING = (
         ("tests/test_modules.py", "-k", "writes or written or counter"),
     ),
     Plant(
-        "shared memory handed out in inference",
+        "shared memory handed out",
         "runtime",
-        "tvmbridge.specialization",
-        'run("forward", primals, self.compiled.copied_outputs)',
-        'run("forward", primals)',
-        (_SAFETY, "-k", "outputs"),
-    ),
-    Plant(
-        "shared memory handed out in training",
-        "runtime",
-        "tvmbridge.autograd",
-        'run("forward", primals, compiled.copied_outputs)',
+        "tvmbridge.compiled",
+        'run("forward", primals, self.copied_outputs)',
         'run("forward", primals)',
         (_SAFETY, "tests/test_modules.py"),
     ),
     Plant(
+        "an output in another order of memory that is a residual",
+        "runtime",
+        "tvmbridge.laying_out",
+        "residuals = set(roots[num_outputs:])",
+        "residuals: set[object] = set()",
+        (_LAYOUTS,),
+    ),
+    Plant(
+        "strides of the sample's outputs for inputs of another layout",
+        "guard",
+        "tvmbridge.layout_guard",
+        "if not self._known:",
+        "if self._known is not None:",
+        (_LAYOUTS,),
+    ),
+    Plant(
         "gradients that share memory",
         "runtime",
-        "tvmbridge.autograd",
-        'run("backward", values, compiled.copied_gradients)',
+        "tvmbridge.compiled",
+        'run("backward", values, self.copied_gradients)',
         'run("backward", values)',
         (_SAFETY, "-k", "gradients"),
     ),

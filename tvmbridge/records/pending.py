@@ -8,8 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import tvm
+
 from tvmbridge.records.folder import Folder
 from tvmbridge.records.jsonlines import append_lines, locked, read_lines, replace_file
+from tvmbridge.records.library import named_log_dir
 from tvmbridge.records.tasks import Task, parse_workload
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,25 @@ def _parse(value: Any) -> Pending | None:
         return Pending(task, int(value["weight"]), str(value["origin"]))
     except Exception:  # TVM has no narrower class for what it cannot parse
         return None
+
+
+def note_missing(
+    missing: Mapping[Task, int], log_dir: str | None, target: tvm.target.Target, origin: str
+) -> None:
+    """Put tasks without a record on the list of the directory that the user named, if any.
+
+    Args:
+        missing: the tasks, and how often each is called.
+        log_dir: :attr:`tvmbridge.CompileOptions.tuning_logs`.
+        target: what was compiled for.
+        origin: where they were met, for people.
+    """
+    directory = named_log_dir(log_dir)
+    if directory is None or not missing:
+        return
+    folder = Folder.below(directory, target)
+    noted = note_pending(folder, missing, origin)
+    logger.info("%d kernels without a tuning record are pending in %s", noted, folder.path)
 
 
 def note_pending(folder: Folder, tasks: Mapping[Task, int], origin: str) -> int:

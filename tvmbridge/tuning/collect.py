@@ -10,9 +10,11 @@ from torch import nn
 from tvm.target import Target
 
 from tvmbridge.build import fuse
-from tvmbridge.compiled import Stages, lower_module
+from tvmbridge.compiled import lower_module
 from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.durations import Stages
 from tvmbridge.forwards import with_own_forward
+from tvmbridge.laying_out import lay_out_functions
 from tvmbridge.options import CompileOptions
 from tvmbridge.packing import Packing
 from tvmbridge.records import Task, count_tasks
@@ -50,5 +52,6 @@ def module_tasks(
             measure=Stages().measure,
             packing=packing,
         )
-    mod = fuse(lowered.mod, lowered.target, records, measure=options.measure_kernels)
+    mod, _ = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
+    mod = fuse(mod, lowered.target, records, measure=options.measure_kernels)
     return count_tasks(mod), count_calls(mod)[""], lowered.target

@@ -1,0 +1,49 @@
+"""Code for a module whose first call fills a cache is compiled again when it is filled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+
+class Cached(nn.Module):
+    """Multiplies by a table, and by what its first argument was on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.tables: dict[Any, Any] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = x.shape[-1], x.device
+        if key not in self.tables:
+            self.tables[key] = torch.arange(4.0), {"first": x.detach().mean(0)}
+        table, averages = self.tables[key]
+        return self.linear(x) * table + averages["first"]  # type: ignore[no-any-return]
+
+
+def test_a_cache_of_tensors_is_filled_by_the_first_call_and_read_by_the_others() -> None:
+    plain = Cached().train()
+    module = add_tvm_dispatch(copy.deepcopy(plain), torch.randn(3, 4, dtype=torch.float64))
+    assert not module.tables
+    for _ in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        found = []
+        for called in (module, plain):
+            out = called(x)
+            found.append([out, *torch.autograd.grad(out.square().sum(), called.parameters())])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (2, {"the attribute tables changed": 1})
+    # What is exchanged later is noticed, and compiled no more.
+    for called in (module, plain):
+        called.tables.clear()
+    for _ in range(3):
+        x = torch.randn(3, 4, dtype=torch.float64)
+        torch.testing.assert_close(module(x), plain(x))
+    assert dispatch_report(module).tvm_calls == 2
