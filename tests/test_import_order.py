@@ -71,6 +71,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "draws",
             "durations",
             "facts",
+            "flow",
             "fast_paths",
             "foreign",
             "forwards",

@@ -79,8 +79,11 @@ class QuestionWatch(TorchFunctionMode):
         super().__init__()
         self.asks: set[Question] = set()
         self.complaints: dict[str, None] = {}
+        self._records = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and args[0] and not self._records:
+            self.complaints["turns gradients on where they are off"] = None
         if func in self._LAYOUT:
             self.asks.add(Question.LAYOUT)
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):

@@ -29,7 +29,6 @@ class InputKind(enum.Enum):
     BUFFER = "buffer"
     ATTRIBUTE = "attribute"
     CONSTANT = "constant"
-    NOISE = "noise"
 
 
 class OutputKind(enum.Enum):
