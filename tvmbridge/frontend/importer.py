@@ -116,8 +116,11 @@ class Importer:
 
     def _fold(self, node: fx.Node) -> relax.Expr:
         """Evaluate an operator that reads no tensor with PyTorch, once, at import."""
-        with torch.no_grad():
-            result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
+        try:
+            with torch.no_grad():
+                result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
+        except Exception as error:
+            raise UnsupportedOperatorError(f"{node.target} makes no tensor: {error}") from error
         return self.constant(result)
 
     def constant(self, tensor: torch.Tensor) -> relax.Var:
