@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -124,7 +125,9 @@ def impurities() -> Iterator[list[str]]:
         return genuine(hooks)
 
     def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
-        if not mode.mode:
+        # The patch's call and its stub stand between; PyTorch does so where it makes a fake tensor.
+        caller = sys._getframe(3).f_globals.get("__name__", "")
+        if not mode.mode and not caller.startswith("torch._subclasses."):
             found.append("leaves inference mode")
         return genuine(mode)
 
