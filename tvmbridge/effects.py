@@ -125,15 +125,16 @@ def impurities() -> Iterator[list[str]]:
         return genuine(hooks)
 
     def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
-        # The patch's call and its stub stand between; PyTorch does so where it makes a fake tensor.
+        # The patch's call and its stub stand between this function and who enters.
         caller = sys._getframe(3).f_globals.get("__name__", "")
-        if not mode.mode and not caller.startswith("torch._subclasses."):
+        if not mode.mode and not caller.startswith("torch._subclasses"):
             found.append("leaves inference mode")
         return genuine(mode)
 
     generators = Generators()
     try:
         with (
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
