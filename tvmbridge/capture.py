@@ -123,6 +123,7 @@ def capture_staged(
         foreign=seen.foreign,
         outside=seen.outside,
         asks=seen.asks,
+        infers=seen.infers,
     )
 
 

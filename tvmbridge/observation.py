@@ -58,6 +58,7 @@ class Observation:
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``strides`` are those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
+    ``infers``: it returns tensors that it makes in inference mode.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -74,6 +75,7 @@ class Observation:
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
+    infers: bool = False
 
 
 def observe(
@@ -166,6 +168,7 @@ def _observe(
         changes=outside.changed(),
         asks=frozenset(questions.asks | outside.asks),
         strides=strides,
+        infers=any(isinstance(t, torch.Tensor) and t.is_inference() for t in results),
     )
 
 
