@@ -45,6 +45,7 @@ def describe_inputs(
     state = (*module.named_parameters(), *module.named_buffers())
     owned = {t.data_ptr(): name for name, t in state if type(t) in (torch.Tensor, nn.Parameter)}
     named = {id(t): name for name, t in reversed(tensors_of(module).items())}
+    moved = _moved_parameters(module, program)
     for spec in program.graph_signature.input_specs:
         kind = _INPUT_KINDS.get(spec.kind)
         if kind is InputKind.USER:
@@ -59,6 +60,8 @@ def describe_inputs(
                 "which the bridge does not handle"
             )
         target = spec.target
+        if kind is InputKind.PARAMETER and target in moved:
+            kind = InputKind.BUFFER
         if kind is InputKind.CONSTANT:
             tensor = program.constants[spec.target or ""]
             if tensor.numel() and tensor.data_ptr() in owned:
@@ -108,21 +111,37 @@ def _check_one_device(inputs: list[InputDescriptor]) -> None:
         )
 
 
+def _moved_parameters(module: nn.Module, program: ExportedProgram) -> set[str]:
+    """The frozen parameters that forward writes, a moving average for example: buffers to us.
+
+    Raises:
+        UnsupportedOperatorError: forward writes a parameter that learns.
+    """
+    written = {
+        spec.target or ""
+        for spec in program.graph_signature.output_specs
+        if spec.kind is ExportOutputKind.PARAMETER_MUTATION
+    }
+    for name in sorted(written):
+        if module.get_parameter(name).requires_grad:
+            raise UnsupportedOperatorError(
+                f"forward writes into the parameter {name}; compiled code writes only into "
+                "buffers, frozen parameters and arguments: write it outside of forward"
+            )
+    return written
+
+
 def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
     values = _fake_values(program)
     kinds = {
         ExportOutputKind.USER_OUTPUT: OutputKind.USER,
         ExportOutputKind.BUFFER_MUTATION: OutputKind.BUFFER_MUTATION,
+        ExportOutputKind.PARAMETER_MUTATION: OutputKind.BUFFER_MUTATION,
         ExportOutputKind.USER_INPUT_MUTATION: OutputKind.INPUT_MUTATION,
     }
     outputs = []
     for spec in program.graph_signature.output_specs:
         kind = kinds.get(spec.kind)
-        if spec.kind is ExportOutputKind.PARAMETER_MUTATION:
-            raise UnsupportedOperatorError(
-                f"forward writes into the parameter {spec.target}; compiled code writes only into "
-                "buffers and arguments: make it a buffer, or write it outside of forward"
-            )
         if kind is None:
             raise UnsupportedOperatorError(
                 f"the graph has an output of kind {spec.kind.name}, which the bridge does not "

@@ -122,7 +122,7 @@ class Rehearsal:
         for output in self.captured.outputs:
             if output.kind is OutputKind.BUFFER_MUTATION:
                 path, _, name = (output.target or "").rpartition(".")
-                value = self.module.get_submodule(path)._buffers[name]
+                value = getattr(self.module.get_submodule(path), name)
             elif output.kind is OutputKind.INPUT_MUTATION:
                 value = leaves[positions[output.target or ""]]
             else:
