@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 from tvmbridge.whole import FunctionsKeptWhole
 
 LENGTHS = torch.tensor([6, 5, 4])
@@ -116,6 +116,34 @@ def test_what_the_data_forbids_raises_as_in_eager_pytorch() -> None:
     report = dispatch_report(module)
     assert report.tvm_calls >= 1
     assert not report.fallbacks
+
+
+def test_values_that_kernels_refuse_are_refused() -> None:
+    def forward(x: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            functional.binary_cross_entropy(x, x / 2),
+            functional.one_hot(k, num_classes=4),
+            x.index_copy(0, k, -x[:2]),
+        ]
+
+    x, k = torch.rand(3), torch.tensor([0, 2])
+    plain = Called(forward).eval()
+    module = copy.deepcopy(plain)
+    add_tvm_dispatch(module, (x, k))
+    for bad in ((x + 1, k), (x, k + 2), (x, -k)):
+        with pytest.raises((RuntimeError, IndexError)) as expected:
+            plain(*bad)
+        with pytest.raises(type(expected.value), match=r"\w+") as raised:
+            module(*bad)
+        assert str(expected.value).splitlines()[0] in str(raised.value)
+    torch.testing.assert_close(module(x, k), plain(x, k))
+    assert not dispatch_report(module).fallbacks
+
+
+def test_an_assertion_about_values_is_refused_by_name() -> None:
+    module = Called(lambda x: (torch._assert_async(x.sum() > 0), x * 2)[1]).eval()
+    with pytest.raises(BridgeError, match="asserts something of values"):
+        add_tvm_dispatch(module, torch.ones(2))
 
 
 def test_results_have_the_shapes_that_are_foretold() -> None:

@@ -41,6 +41,11 @@ _KEPT_WHOLE = (
     # Their parts let NaN through, which the kernels pass over.
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
+    # Their parts compute something of values and indices that the kernels refuse.
+    aten.binary_cross_entropy.default,
+    aten.index_copy.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
     # Its parts read a 0-d index as a number.
     aten.take.default,
     # Their parts round another way, which shows where integers are asked for.

@@ -51,7 +51,7 @@ def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
         return bool(classes == -1)
     if func is torch.Tensor.__getitem__:
-        return any(_is_mask(i) for i in (args[1] if type(args[1]) is tuple else (args[1],)))
+        return any(map(_reads_values, args[1] if type(args[1]) is tuple else (args[1],)))
     place = _BY_TENSOR.get(func)
     if place is None or kwargs.get("output_size") is not None:
         return False
@@ -61,5 +61,10 @@ def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return alone or any(isinstance(g, torch.Tensor) for g in given)
 
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+def _reads_values(index: Any) -> bool:
+    """Whether it is a mask, or one number, which PyTorch takes for a Python integer."""
+    if isinstance(index, slice):
+        return any(isinstance(i, torch.Tensor) for i in (index.start, index.stop, index.step))
+    if not isinstance(index, torch.Tensor):
+        return False
+    return index.dtype in (torch.bool, torch.uint8) or index.dim() == 0

@@ -80,8 +80,11 @@ class QuestionWatch(TorchFunctionMode):
         super().__init__()
         self.asks: set[Question] = set()
         self.complaints: dict[str, None] = {}
+        self._records = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and args[0] and not self._records:
+            self.complaints["turns gradients on where they are off"] = None
         if func in self._LAYOUT:
             self.asks.add(Question.LAYOUT)
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):
@@ -122,7 +125,7 @@ def impurities() -> Iterator[list[str]]:
         return genuine(hooks)
 
     def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
-        # The trace itself does, for each tensor that it makes a fake one of.
+        # The patch's call and its stub stand between this function and who enters.
         caller = sys._getframe(3).f_globals.get("__name__", "")
         if not mode.mode and not caller.startswith("torch._subclasses"):
             found.append("leaves inference mode")
@@ -139,6 +142,7 @@ def impurities() -> Iterator[list[str]]:
             patched_here(saved_tensors_hooks, "__enter__", enter),
             patched_here(torch.autograd, "grad", refusing("torch.autograd.grad")),
             patched_here(torch.autograd, "backward", refusing("Tensor.backward")),
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found

@@ -12,11 +12,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._decomp import decompositions
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from tvmbridge.patches import patched_here
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from tvmbridge.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_size
 
@@ -160,27 +159,27 @@ _LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
     torch.rnn_relu: partial(_one_state, rnn_relu),
 }
 _WHOLE = {function: _kept_whole(function) for function in _LAYERS}
-_TAKE_APART = _with_dropout(decompositions.lstm_impl)
 
 
 class RecurrentLayersKeptWhole(TorchFunctionMode):
     """Within it recurrent layers whose gradient is wanted are operators of ours.
 
-    What these cannot stand for is taken apart into its steps. By itself PyTorch may make one
-    operator of oneDNN of an LSTM's layer, whose workspace for its backward no trace foretells.
+    What these cannot stand for is taken apart into its steps.
+
+    Raises:
+        UnsupportedOperatorError: autocast makes of an LSTM what a trace does not show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _WHOLE and not kwargs and _is_one_tensor_with_gradient(args):
             if _is_plain(args):
                 return _WHOLE[func](*args)
-            if func is torch.lstm:
-                with patched_here(
-                    decompositions,
-                    "select_one_layer_lstm_function",
-                    lambda *_: decompositions.one_layer_lstm,
-                ):
-                    return _TAKE_APART(*args)
+            autocast = torch.is_autocast_enabled(args[0].device.type)
+            if func is torch.lstm and autocast and trains_by_onednn(args[0], *args[1]):
+                raise UnsupportedOperatorError(
+                    "an LSTM under autocast runs as oneDNN's layer in eager PyTorch, in another "
+                    "dtype than in a trace; call it outside of autocast"
+                )
         return func(*args, **(kwargs or {}))
 
 

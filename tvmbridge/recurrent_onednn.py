@@ -25,16 +25,22 @@ _LSTM = 2
 
 
 def trains_by_onednn(input: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor) -> bool:
-    """Whether PyTorch trains an LSTM of such tensors (all of one dtype and device) by oneDNN."""
-    bfloat16 = input.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Whether PyTorch trains an LSTM over ``input`` by oneDNN."""
     return (
         torch.backends.mkldnn.is_available()
         and torch._C._get_mkldnn_enabled()
         and input.device.type == "cpu"
-        and (input.dtype is torch.float32 or bfloat16)
+        and (input.dtype is torch.float32 or (input.dtype is torch.bfloat16 and _has_bfloat16()))
         and bool(input.numel())
         and hidden.shape[-1] == cell.shape[-1]
     )
+
+
+@lru_cache(maxsize=1)
+def _has_bfloat16() -> bool:
+    # An operator: outside of the modes that watch forward.
+    with _disable_current_modes():
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @lru_cache(maxsize=256)
@@ -114,11 +120,14 @@ def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     of_output, *of_states = arriving
     gradients = [of_output, *(None if g is None else g.unsqueeze(0) for g in of_states)]
     flags: list[Any] = [False, _LSTM, hidden.shape[-1], 1, has_biases, True, False, [], False]
+    # oneDNN writes into the workspace: a clone, for the graph may be kept for another backward.
+    workspace = workspace.view(torch.uint8).clone()
     to_input, *to_weights, to_bias, _, to_hidden, to_cell = aten.mkldnn_rnn_layer_backward(
-        *_arguments(*given), *results, *gradients, *flags, workspace.view(torch.uint8)
+        *_arguments(*given), *results, *gradients, *flags, workspace
     )
-    states = (to_hidden.squeeze(0), to_cell.squeeze(0))
-    return to_input, *states, *to_weights, to_bias
+    found = (to_input, to_hidden.squeeze(0), to_cell.squeeze(0), *to_weights, to_bias)
+    # In bfloat16 some are in float32.
+    return tuple(gradient.to(output.dtype) for gradient in found)
 
 
 def _foretold_backward(*args: Any) -> tuple[torch.Tensor, ...]:

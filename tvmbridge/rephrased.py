@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.dependence import DependenceError
@@ -17,12 +18,24 @@ from tvmbridge.errors import UnsupportedOperatorError
 
 _DATA: Any = torch.Tensor.data
 
+_ASKING = {
+    torch.Tensor.__bool__: "takes a way that a data-dependent value decides",
+    torch.Tensor.__int__: "needs a data-dependent value as a Python number",
+    torch.Tensor.__index__: "needs a data-dependent value as a Python number",
+    torch.Tensor.__float__: "needs a data-dependent value as a Python number",
+    torch.Tensor.__setitem__: (
+        "writes to x[i] where i is a tensor of one number: write x.index_copy_ or x.index_fill_ "
+        "with i.reshape(1)"
+    ),
+}
+
 
 class FunctionsRephrased(TorchFunctionMode):
     """Within it functions are called as said above.
 
     Raises:
-        DependenceError: forward assigns to ``tensor.data``.
+        DependenceError: forward assigns to ``tensor.data``, or asks for a number that only a call
+            knows.
         UnsupportedOperatorError: ``random_`` is given bounds that cannot be said otherwise.
     """
 
@@ -36,7 +49,12 @@ class FunctionsRephrased(TorchFunctionMode):
             )
         if func is torch.Tensor.random_:
             return _random(func, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        try:
+            return func(*args, **(kwargs or {}))
+        except GuardOnDataDependentSymNode as error:
+            if func in _ASKING:
+                raise DependenceError(_ASKING[func]) from error
+            raise
 
 
 def _random(func: Any, tensor: torch.Tensor, *bounds: Any, **named: Any) -> torch.Tensor:

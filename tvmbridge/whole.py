@@ -1,9 +1,10 @@
 """Functions that ask their data a question, kept whole while a module is traced.
 
 ``torch.cov`` asks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
-negative: a trace cannot answer. Each becomes one operator of our own that calls the function itself
-at each call, and so raises what it raises; its gradient is the one that PyTorch's autograd gives
-it. Only functions are here whose results have a shape that the arguments' shapes tell.
+negative, ``one_hot`` whether each class exists: a trace cannot answer. Each becomes one operator of
+our own that calls the function itself at each call, and so raises what it raises; its gradient is
+the one that PyTorch's autograd gives it. Only functions are here whose results have a shape that
+the arguments' shapes tell.
 
 Products are here for their gradient: PyTorch's formula looks for zeros, and on fake tensors takes
 another branch, which differs where a row has both zeros and NaN.
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.custom_operator import NAMESPACE, CustomOperator, register
+from tvmbridge.errors import UnsupportedOperatorError
 
 
 def _quantile(
@@ -77,6 +79,10 @@ def _put_by_mask(
     input: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
     return torch.index_put(input, (mask,), values, accumulate)
+
+
+def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    return input.new_empty([*input.shape, num_classes])
 
 
 _QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
@@ -166,6 +172,13 @@ _FUNCTIONS = (
         (torch.cumprod, torch.Tensor.cumprod),
     ),
     CustomOperator(
+        "one_hot",
+        "Tensor input, int num_classes",
+        functional.one_hot,
+        _one_hot,
+        (functional.one_hot,),
+    ),
+    CustomOperator(
         "put_by_mask",
         "Tensor input, Tensor mask, Tensor values, bool accumulate=False",
         _put_by_mask,
@@ -186,6 +199,7 @@ _OPERATORS: dict[Any, Any] = {
 
 
 _QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
+_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
@@ -194,6 +208,10 @@ class FunctionsKeptWhole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
+        if func is torch._assert_async or func in _ASSERTIONS:
+            raise UnsupportedOperatorError(
+                f"forward asserts something of values ({func}), which compiled code would not"
+            )
         if func is torch.Tensor.cumprod_ and _by_gradient(*args, **named):
             # Of a clone, for its gradient reads what is written now.
             product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **named)
@@ -203,6 +221,7 @@ class FunctionsKeptWhole(TorchFunctionMode):
             operator is None
             or "out" in named
             or (func in _QUANTILES and _by_learned(*args, **named))
+            or (func is functional.one_hot and not _with_classes(*args, **named))
             or (func in _PRODUCTS and not _by_gradient(*args, **named))
         ):
             return func(*args, **named)
@@ -212,6 +231,11 @@ class FunctionsKeptWhole(TorchFunctionMode):
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
     """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
     return isinstance(q, torch.Tensor) and q.requires_grad
+
+
+def _with_classes(input: torch.Tensor, num_classes: int = -1) -> bool:
+    """Whether the shape of the result is known, and the classes are looked at."""
+    return num_classes > 0
 
 
 def _by_gradient(input: torch.Tensor, *_: Any, **__: Any) -> bool:

@@ -21,6 +21,7 @@ class Flow:
 
     @property
     def width(self) -> int:
+        """How many rows of the concatenated weights are those of this one."""
         return (shape_of(self.weight) or ())[0]
 
 

@@ -42,11 +42,13 @@ class UnsupportedError(Exception):
 
 
 def require(condition: bool) -> None:
+    """Raise UnsupportedError unless ``condition`` holds."""
     if not condition:
         raise UnsupportedError
 
 
 def mentions(expr: Expr, var: tirx.Var) -> bool:
+    """Whether ``var`` occurs in ``expr``."""
     found = []
     tvm_ffi.structural_walk(expr, (tirx.Var, lambda v: found.append(v) if v.same_as(var) else None))
     return bool(found)

@@ -1,0 +1,51 @@
+"""What a checkpoint does once more in backward, in eager PyTorch, is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
+
+
+class Checkpointed(nn.Module):
+    """Normalises by batches, within a checkpoint."""
+
+    def __init__(self, kind: str, *, reentrant: bool) -> None:
+        super().__init__()
+        self.kind, self.reentrant = kind, reentrant
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, self.linear(x), use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "module":
+            return functional.relu(self.norm(x))
+        if self.kind == "function":
+            norm = self.norm
+            return functional.batch_norm(x, norm.running_mean, norm.running_var, training=True)
+        hidden = torch.zeros_like(x)
+        hidden[1:] = x[1:]
+        return functional.relu(hidden, inplace=True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["module", "function"])
+def test_statistics_that_are_moved_twice_are_refused(kind: str, reentrant: bool) -> None:
+    with pytest.raises(UnsupportedOperatorError, match="within a checkpoint, into a tensor that"):
+        add_tvm_dispatch(Checkpointed(kind, reentrant=reentrant).train(), torch.randn(3, 4))
+
+
+def test_what_is_made_within_may_be_written() -> None:
+    module = add_tvm_dispatch(Checkpointed("own", reentrant=False).train(), torch.randn(3, 4))
+    found = []
+    for called in (module, Checkpointed("own", reentrant=False).train()):
+        called.load_state_dict(module.state_dict())
+        out = called(torch.arange(12.0).reshape(3, 4))
+        found.append([out, *torch.autograd.grad(out.sum(), called.linear.parameters())])
+    torch.testing.assert_close(*found)
+    assert dispatch_report(module).tvm_calls == 1
