@@ -134,7 +134,6 @@ def impurities() -> Iterator[list[str]]:
     generators = Generators()
     try:
         with (
-            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),

@@ -145,6 +145,8 @@ def _observe(
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
         strides = tuple(map(dense_strides, results))
+        if any(isinstance(t, torch.Tensor) and t.is_inference() for t in results):
+            questions.asks.add(Question.INFERENCE)
     impure += [*questions.complaints, *outside.complaints]
     if needs_grad:
         impure += foreign.without_gradient()
