@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -199,3 +200,67 @@ def test_all_finite(dtype: torch.dtype) -> None:
     for bad in (float("inf"), float("-inf"), float("nan")):
         assert not all_finite([values, torch.tensor([1.0, bad], dtype=dtype)])
     assert not all_finite([torch.tensor([float("inf"), float("-inf")], dtype=dtype)])
+
+
+def several(backward: Callable[..., torch.Tensor], *, zeros: bool = True) -> type:
+    """A function of two outputs, with this backward of the input and the cotangents."""
+
+    class Several(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+            ctx.set_materialize_grads(zeros)
+            ctx.save_for_backward(x)
+            return x * 2, x.sqrt()
+
+        @staticmethod
+        def backward(ctx, *gradients):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN002, ANN205
+            return backward(ctx.saved_tensors[0], *gradients)
+
+    return Several
+
+
+class Pair(nn.Module):
+    """Both outputs of a function of two, which ``behind`` takes further, and one beside them."""
+
+    def __init__(self, function: type, behind: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.behind = behind
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = self.function.apply(self.scale * x)  # type: ignore[attr-defined]
+        return self.behind(first), self.behind(second), self.scale.sum()
+
+
+def no_change(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+ROWS = SAMPLE.abs()[:2]
+SEVERAL: dict[str, Callable[..., torch.Tensor]] = {
+    "infinite": lambda x, a, b: a * 2 + b / (2 * x.sqrt()),
+    "nan is hidden": lambda x, a, b: torch.nan_to_num(a * 2 + b / (2 * x.sqrt()), nan=7.0),
+    "zeros are asked for": lambda x, a, b: a * 2 + (b == 0).to(a.dtype),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_functions_get_zeros_for_outputs_that_are_not_used(kind: str) -> None:
+    module = Pair(several(SEVERAL[kind]), no_change)
+    ours = dispatched(module, x=ROWS)
+    for used in ([0], [0, 2], [1], [2]):
+        assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))
+    assert dispatch_report(ours).fallbacks == {}
+
+
+def test_what_functions_get_where_that_is_not_zeros_is_refused_by_name() -> None:
+    def by_presence(x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> Any:
+        return 2 * a if b is None else 5 * b if a is None else a * b
+
+    module = Pair(several(by_presence, zeros=False), no_change)
+    ours = dispatched(module, x=ROWS)
+    for used in ([0, 1], [0, 1, 2], [2]):
+        assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))
+    with pytest.raises(BridgeError, match="Several gets None for an output"):
+        gradients(ours, [0], ROWS)

@@ -62,6 +62,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cotangents",
             "conversions",
             "cumulative",
+            "custom_functions",
             "decompositions",
             "descriptors",
             "differentiate",

@@ -94,6 +94,7 @@ def trace_joint(
             gradient_reads=facts.gradient_reads,
             drawn=tuple(i.name for i in drawn),
             linear=not facts.custom,
+            functions=facts.functions,
         ),
         noise=noise,
         imported=imported,

@@ -12,6 +12,7 @@ from tvm import relax, te
 from tvmbridge.errors import BuildError
 from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
+from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.declare_results import DeclareResults
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
@@ -176,6 +177,7 @@ def build(
         BuildError: TVM cannot compile it for ``target``.
     """
     share_torch_threads()
+    fence_arithmetic()
     mod = fuse(mod, target, records, measure=measure)
     with target:
         unaligned = {

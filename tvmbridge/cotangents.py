@@ -18,6 +18,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.build import Built
+from tvmbridge.custom_functions import zeros_to_pass
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.layouts import Layout
 from tvmbridge.passes.base import flat_results, shape_of, shared_results
@@ -114,6 +115,7 @@ class PartialBackwards:
         function = parts.mod["backward"]
         count = len(parts.cotangent_of)
         gradients = tuple(i for i, reads in enumerate(parts.gradient_reads) if reads - absent)
+        passed = zeros_to_pass(parts.functions, absent)
         if not parts.linear:
             _refuse_unscaled(function, parts, absent, gradients)
         bindings = [b for block in function.body.blocks for b in block.bindings]
@@ -122,7 +124,11 @@ class PartialBackwards:
             "backward", function.params, bindings, [results[i] for i in gradients]
         )
         names = tuple(p.name for p in function.params[-count:])
-        dropped = DropCotangents(names, tuple(names[number] for number in sorted(absent)))
+        dropped = DropCotangents(
+            names,
+            tuple(names[number] for number in sorted(absent)),
+            tuple(names[number] for number in sorted(passed)),
+        )
         passes: list[AnyPass] = [dropped, ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
         built = self._build(mod, records=[])

@@ -62,6 +62,22 @@ _KEPT_WHOLE = (
     aten.col2im.default,
 )
 
+# Of halves: their kernels compute in float32 and round, or overflow, once.
+_ROUNDED_ONCE = (
+    aten.huber_loss.default,
+    aten.logit.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.special_entr.default,
+    aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar,
+    aten.special_xlog1py.self_scalar,
+    aten.xlogy.Tensor,
+    aten.xlogy.Scalar_Other,
+    aten.xlogy.Scalar_Self,
+)
+
 # Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
 _DRAWN_IN_PARTS = (
     "aten.scaled_dot_product",
@@ -119,7 +135,7 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     table = promoting_as_kernels(table)
     table.update(recurrent_decompositions(table))
     table[aten.sort.default] = sort_as_eager
-    table[aten.soft_margin_loss.default] = _unless_half(table[aten.soft_margin_loss.default])
+    table.update({op: _unless_half(table[op]) for op in _ROUNDED_ONCE if op in table})
     table[aten._safe_softmax.default] = _safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
@@ -146,11 +162,12 @@ def _of_dense_rows(parts: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Half precision stays whole where eager rounds, and overflows, between the parts."""
+    """Half precision stays whole."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
-        halves = (torch.float16, torch.bfloat16)
-        return NotImplemented if args[0].dtype in halves else parts(*args, **kwargs)
+        dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        halves = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+        return NotImplemented if halves else parts(*args, **kwargs)
 
     return decompose
 
@@ -199,7 +216,9 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     """
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
+    losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
     return table | {
+        **{op: _unless_half(whole[op]) for op in losses},
         aten.copy.default: _copy,
         aten.sort.default: sort_as_eager,
         aten.view.default: _view,

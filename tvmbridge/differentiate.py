@@ -12,6 +12,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.admission import note_use
+from tvmbridge.custom_functions import AppliedFunction
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
 from tvmbridge.passes.base import dtype_of, flat_results, free_prefix
@@ -30,7 +31,8 @@ class JointModule:
     cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
     which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
     those that it is computed from. ``drawn`` are the primals that are random draws. ``linear``: the
-    gradients are known to be linear in the cotangents, as PyTorch's own formulas are.
+    gradients are known to be linear in the cotangents, as PyTorch's own formulas are. ``functions``
+    are the custom autograd functions with several outputs.
     """
 
     mod: tvm.IRModule
@@ -42,6 +44,7 @@ class JointModule:
     gradient_reads: tuple[frozenset[int], ...] | None = None
     drawn: tuple[str, ...] = ()
     linear: bool = True
+    functions: tuple[AppliedFunction, ...] = ()
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:

@@ -134,7 +134,6 @@ def impurities() -> Iterator[list[str]]:
     generators = Generators()
     try:
         with (
-            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "seed", noting("seeds PyTorch's generator")),
             patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
@@ -142,6 +141,7 @@ def impurities() -> Iterator[list[str]]:
             patched_here(saved_tensors_hooks, "__enter__", enter),
             patched_here(torch.autograd, "grad", refusing("torch.autograd.grad")),
             patched_here(torch.autograd, "backward", refusing("Tensor.backward")),
+            patched_here(torch.inference_mode, "__enter__", infer),
             patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
         ):
             yield found

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch._functorch.utils
 
+from tvmbridge.custom_functions import AppliedFunction, FunctionWatch
 from tvmbridge.draws import captured_draw
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.flow import AutogradWatch, FlowWatch, custom_functions
+from tvmbridge.flow import AutogradWatch, FlowWatch
 from tvmbridge.layouts import Layout
 from tvmbridge.noise import OTHER_DRAWS
 from tvmbridge.reached import reached_by_gradients
@@ -38,7 +38,7 @@ class GradientFacts:
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
     ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
     ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
-    whose backward may be anything.
+    whose backward may be anything; ``functions`` are those that have several outputs.
     """
 
     lost: tuple[str, ...]
@@ -48,6 +48,7 @@ class GradientFacts:
     layouts: Mapping[int, Layout]
     draws: int
     custom: bool = False
+    functions: tuple[AppliedFunction, ...] = ()
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
@@ -61,7 +62,8 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
         watch, uses = FlowWatch(), AutogradWatch()
-        with custom_functions(watch), watch, uses:
+        functions = FunctionWatch(watch.reasons)
+        with functions.noticing(), watch, uses:
             outputs = rehearsal(leaves)
         watch.look_at(outputs, "an output")
         _refuse(rehearsal, outputs, uses)
@@ -72,6 +74,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         reached = reached_by_gradients(
             rehearsal, leaves, [outputs[i] for i in differentiable], layouts
         )
+        applied = functions.applied([outputs[i] for i in differentiable])
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
     flowing = [i for i, reads in reached.items() if reads]
@@ -82,7 +85,8 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         gradient_reads=tuple(reached[i] for i in flowing),
         layouts={n: v for n, i in enumerate(flowing) if (v := layouts[i]) is not None},
         draws=len(watch.draws),
-        custom=watch.custom,
+        custom=functions.custom,
+        functions=applied,
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from tvmbridge.custom_operator import refuse_numbers
 from tvmbridge.draws import eager_draw
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.hoist import is_random
-from tvmbridge.patches import patched_here
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(
@@ -70,7 +67,6 @@ class FlowWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.reasons: dict[str, None] = {}
         self.draws: list[str] = []
-        self.custom = False
         self._made_by: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,20 +141,3 @@ def _floating(value: Any) -> list[torch.Tensor]:
         for leaf in pytree.tree_leaves(value)
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
     ]
-
-
-@contextmanager
-def custom_functions(watch: FlowWatch) -> Iterator[None]:
-    """Note applied custom autograd functions, also those whose ``apply`` was bound before."""
-
-    def noting(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        # The patch's call and its stub stand between this function and Function.apply.
-        cls = sys._getframe(3).f_locals.get("cls")
-        name = getattr(cls, "__name__", "unnamed")
-        # Operators of ours have PyTorch's own formulas for a backward.
-        watch.custom |= not name.startswith("GeneratedBackwardFor_tvmbridge_")
-        watch.reasons[f"the custom autograd function {name} has a backward of its own"] = None
-        return unwrap(args)
-
-    with patched_here(torch._functorch.utils, "unwrap_dead_wrappers", noting):
-        yield

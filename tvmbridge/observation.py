@@ -58,7 +58,6 @@ class Observation:
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``strides`` are those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
-    ``infers``: it returns tensors that it makes in inference mode.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -75,7 +74,6 @@ class Observation:
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
-    infers: bool = False
 
 
 def observe(
@@ -147,6 +145,8 @@ def _observe(
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
         strides = tuple(map(dense_strides, results))
+        if any(isinstance(t, torch.Tensor) and t.is_inference() for t in results):
+            questions.asks.add(Question.INFERENCE)
     impure += [*questions.complaints, *outside.complaints]
     if needs_grad:
         impure += foreign.without_gradient()
@@ -168,7 +168,6 @@ def _observe(
         changes=outside.changed(),
         asks=frozenset(questions.asks | outside.asks),
         strides=strides,
-        infers=any(isinstance(t, torch.Tensor) and t.is_inference() for t in results),
     )
 
 

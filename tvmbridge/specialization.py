@@ -21,6 +21,7 @@ from tvmbridge.mode import Mode
 from tvmbridge.noise import draw_noise
 from tvmbridge.packing import Packing
 from tvmbridge.plain import other_answer
+from tvmbridge.reads import Question
 from tvmbridge.signature import Signature
 from tvmbridge.standins import without_inference_tensors
 from tvmbridge.state import ModuleState
@@ -90,7 +91,8 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
-        if self.compiled.captured.infers and not torch.is_inference_mode_enabled():
+        # The calls that add a dispatch may be in another mode than those that come.
+        if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
             return "forward returns tensors that it makes in inference mode"
         if self._records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"

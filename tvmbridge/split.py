@@ -12,6 +12,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.coloring import Coloring
 from tvmbridge.coloring.operators import operator_name
+from tvmbridge.custom_functions import AppliedFunction
 from tvmbridge.differentiate import JointModule
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
@@ -28,7 +29,8 @@ class SplitModule:
     reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
-    ``drawn`` are the random draws among the ``reads``. ``linear``: see :class:`JointModule`.
+    ``drawn`` are the random draws among the ``reads``. ``linear`` and
+    ``functions``: see :class:`JointModule`.
     """
 
     mod: tvm.IRModule
@@ -42,6 +44,7 @@ class SplitModule:
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
     linear: bool = True
+    functions: tuple[AppliedFunction, ...] = ()
 
     @property
     def residual_bytes(self) -> int:
@@ -74,6 +77,7 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
         drawn=tuple(_describe(v, bound) for v in coloring.drawn),
         linear=joint.linear,
+        functions=joint.functions,
     )
 
 

@@ -29,6 +29,7 @@ import tvm
 from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
+from tvmbridge.kernels.aten_call import zeros_call
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
 
 
@@ -40,10 +41,13 @@ class DropCotangents(RelaxPass):
         cotangents: names of the parameters that are cotangents; of several parameters of one name
             it is the last.
         absent: names of those that do not arrive.
+        passed: names of those among them that a custom autograd function gets as zeros, with which
+            it may do anything; they are made when backward runs, out of the compiler's sight.
     """
 
     cotangents: tuple[str, ...]
     absent: tuple[str, ...]
+    passed: tuple[str, ...] = ()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda function: self._rewrite(function, report))
@@ -56,8 +60,9 @@ class DropCotangents(RelaxPass):
         fresh = {p: relax.DataflowVar(p.name, p.ty) for p in absent}
         function = function.bind_params(fresh)
         arriving = [named[name] for name in self.cotangents if name in named]
-        flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()))
-        bindings = [b for zeros in fresh.values() for b in _zeros(zeros)]
+        passed = {zeros for zeros in fresh.values() if zeros.name in self.passed}
+        flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()) - passed)
+        bindings = [b for zeros in fresh.values() for b in _zeros(zeros, opaque=zeros in passed)]
         for block in function.body.blocks:
             for binding in block.bindings:
                 if flow.visit(binding):
@@ -107,13 +112,16 @@ class _Flow:
         return any(v in self.zero for v in relax.analysis.free_vars(value))
 
 
-def _zeros(var: relax.Var) -> list[relax.Binding]:
-    """Bindings that make ``var``, a tensor or a tuple of tensors, zeros of its type."""
+def _zeros(var: relax.Var, *, opaque: bool = False) -> list[relax.Binding]:
+    """Bindings that make ``var``, a tensor or a tuple of tensors, zeros of its type.
+
+    ``opaque``: by an ATen call, of whose result no pass knows that it is zero.
+    """
     if not isinstance(var.ty, relax.TupleType):
         shape = shape_of(var)
         if shape is None:
             raise ValueError(f"{var.name} is no tensor of static shape")
-        zeros = relax.op.zeros(shape, dtype_of(var))
+        zeros = (zeros_call if opaque else relax.op.zeros)(shape, dtype_of(var))
         return [relax.VarBinding(var, relax.BlockBuilder().normalize(zeros))]
     fields = [relax.DataflowVar(f"{var.name}_{i}", t) for i, t in enumerate(var.ty.fields)]
     whole = relax.BlockBuilder().normalize(relax.Tuple(fields))

@@ -35,7 +35,7 @@ INDEXING: Cases = {
     "uneven split": (lambda x: torch.split(x, [1, 3, 1], 1), (X,)),
     "split of a dimension in the front": (lambda x: torch.split(x, [1, 3]), (X,)),
     "chunk": (lambda x: x.chunk(4, -1), (X,)),
-    "roll and flip": (lambda x: (x.roll(2, -1), x.flip(0, -1)), (X,)),
+    "roll and flip": (lambda x: (x.roll(2, -1), x.flip(0, -1), x[0, 0].flip(0)), (X,)),
     "index_put": (lambda x, i: x.index_put((i,), x[0] * 0 + 1), (X, torch.tensor([1, -1]))),
     "scatter": (lambda x, i: x.scatter(0, i, 9.0), (X[0], torch.tensor([[1, 0, 3, 2, 1, 4]]))),
     "cat of mixed dtypes": (

@@ -29,6 +29,7 @@ LOST: dict[str, Callable[..., Any]] = {
     "in a softmax": lambda x, y: ((x + y) - y).softmax(-1),
     "negated": lambda x, y: (x + y) + (-y),
     "in two steps": lambda x, y: ((x + y) + y) - (y + y),
+    "products that are equal": lambda x, y: (x * x - y * y).sqrt(),
     "a product and its quotient": lambda x, y: ((x / 3e30) * (y * 1e-30)) / (y * 1e-30),
 }
 
@@ -41,6 +42,22 @@ FOLDED: dict[str, Callable[..., Any]] = {
     "a quotient of itself": lambda x: (x * 2) / (x * 2),
     "plus zero": lambda x: 1 / ((x * 1.0) + 0.0),
     "the sign of zero": lambda x: 1 / (-(x * 1.0)),
+    "the sign of a bent zero": lambda x: 1 / functional.elu(x, -1.0),
+    "the sign of a rounded quotient": lambda x: 1 / (x // 3),
+    "an inverse root as a power": lambda x: x**-0.5,
+    "an inverse square as a power": lambda x: x**-2,
+}
+
+# They wrap around.
+INTEGERS: dict[str, Callable[..., Any]] = {
+    "greater than before": lambda x, least: (x + 1) > x,
+    "doubled and halved": lambda x, least: ((x * 2) // 2, (x * 3) - x, (x * x) >= 0),
+    "less one": lambda x, least: torch.maximum(x, x - 1),
+    "the least one added": lambda x, least: (x + least, (x - least).long(), (x + least) % 7),
+    "the least one compared": lambda x, least: (x == least, x <= least, (x + least) == least),
+    "turned": lambda x, least: (-x, x.abs(), x.abs() >= 0, -x > x),
+    "widened": lambda x, least: ((x.int() + 2147483647).long() + 1, (x.long() + 2**31).int() < 0),
+    "hashed": lambda x, least: ((x * 73856093) ^ (x * 19349663)) % 1000,
 }
 
 
@@ -48,13 +65,30 @@ FOLDED: dict[str, Callable[..., Any]] = {
 def lost(dtype: torch.dtype) -> Together:
     x = torch.linspace(-1, 1, 24, dtype=dtype).reshape(4, 6) + 0.01
     y = torch.full((4, 6), 1e8 if dtype is torch.float32 else 1e18, dtype=dtype)
-    return Together({name: (function, (x, y)) for name, function in LOST.items()})
+    same = {"products that are equal": x.clone()}
+    return Together({name: (f, (x, same.get(name, y))) for name, f in LOST.items()})
 
 
 @functools.cache
 def folded(dtype: torch.dtype) -> Together:
     x = torch.tensor([INF, -INF, NAN, 0.0, -0.0, 1.5, -2.5, 3e38], dtype=dtype)
     return Together({name: (function, (x,)) for name, function in FOLDED.items()})
+
+
+@functools.cache
+def integers(dtype: torch.dtype) -> Together:
+    limits = torch.iinfo(dtype)
+    values = [limits.min, limits.max, limits.min + 1, limits.max - 1, -1, 0, 1, 7]
+    x = torch.tensor(values * 3, dtype=dtype)
+    return Together(
+        {n: (functools.partial(f, least=limits.min), (x,)) for n, f in INTEGERS.items()}
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_wrap_around(name: str, dtype: torch.dtype) -> None:
+    integers(dtype).assert_like_eager(name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

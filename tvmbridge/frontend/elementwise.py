@@ -133,8 +133,13 @@ def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> rel
         return relax.op.multiply(ctx.emit(relax.op.multiply(value, value)), value)
     if exponent == 0.5:
         return relax.op.sqrt(value)
+    if exponent == -0.5:
+        return relax.op.rsqrt(value)
+    one = ctx.tensor(1, result_dtype(node))
     if exponent == -1:
-        return relax.op.divide(ctx.tensor(1, result_dtype(node)), value)
+        return relax.op.divide(one, value)
+    if exponent == -2:
+        return relax.op.divide(one, ctx.emit(relax.op.multiply(value, value)))
     if math.prod(node.meta["val"].shape) > FEW_CALLS:
         raise Declined("many powers without a short form, for which PyTorch has vectors")
     return ctx.compiled_call(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from tvmbridge.admission import note_use
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
-from tvmbridge.kernels.aten_call import ATEN_CALL, emit_aten_call, packed_call
+from tvmbridge.kernels.aten_call import emit_aten_call, zeros_call
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
 from tvmbridge.noise import dropout_arguments
 from tvmbridge.types import CapturedGraph, InputKind, TensorSpec
@@ -117,8 +116,11 @@ class Importer:
 
     def _fold(self, node: fx.Node) -> relax.Expr:
         """Evaluate an operator that reads no tensor with PyTorch, once, at import."""
-        with torch.no_grad():
-            result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
+        try:
+            with torch.no_grad():
+                result = node.target(*node.args, **node.kwargs)  # type: ignore[operator]
+        except Exception as error:
+            raise UnsupportedOperatorError(f"{node.target} makes no tensor: {error}") from error
         return self.constant(result)
 
     def constant(self, tensor: torch.Tensor) -> relax.Var:
@@ -126,11 +128,7 @@ class Importer:
         if tensor.numel():
             return self.emit(constant(tensor))
         # A file of compiled code cannot hold an empty constant.
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        kwargs = {"dtype": {"dtype": dtype}}
-        spec = {"op": "aten.full.default", "args": [shape, 0], "kwargs": kwargs, "results": None}
-        type_ = relax.TensorType(shape, to_relax_dtype(tensor.dtype))
-        return self.emit(packed_call(ATEN_CALL, json.dumps(spec), [], type_))
+        return self.emit(zeros_call(list(tensor.shape), to_relax_dtype(tensor.dtype)))
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:

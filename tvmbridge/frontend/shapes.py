@@ -179,9 +179,9 @@ def _repeat(ctx: Importer, node: fx.Node, x: fx.Node, repeats: Sequence[int]) ->
 
 @converts(aten.flip.default, dtypes=MOVED)
 def _flip(ctx: Importer, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> relax.Expr:
-    value = ctx.value(x)
-    for dim in dims:
-        value = ctx.emit(relax.op.flip(value, dim % len(shape_of(x))))
+    value, rank = ctx.value(x), len(shape_of(x))
+    for dim in dims if rank else ():
+        value = ctx.emit(relax.op.flip(value, dim % rank))
     return value
 
 

@@ -131,6 +131,13 @@ def call_overload(
     return packed_call(ATEN_CALL, spec, tensors, type_)
 
 
+def zeros_call(shape: Sequence[int], dtype: str) -> relax.Call:
+    """An ATen call that makes zeros, of which no pass knows that they are."""
+    kwargs = {"dtype": {"dtype": dtype}}
+    spec = {"op": "aten.full.default", "args": [list(shape), 0], "kwargs": kwargs, "results": None}
+    return packed_call(ATEN_CALL, json.dumps(spec), [], relax.TensorType(list(shape), dtype))
+
+
 def _encode(
     value: Any, node: fx.Node, tensors: list[relax.Expr], values: Mapping[fx.Node, Any]
 ) -> Any:

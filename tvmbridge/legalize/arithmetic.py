@@ -1,4 +1,5 @@
-"""Legalisation of sums, differences, products, quotients and negation that nothing rearranges.
+"""Legalisation of sums, differences, products, quotients, negation and absolute values that nothing
+rearranges.
 
 TVM's simplifier works with floats as with integers: it takes ``(x + y) - y`` for ``x``, ``x - x``
 and ``x * 0`` for 0 and ``x + 1 + 2`` for ``x + 3``. Operators that are apart in the graph meet in
@@ -6,6 +7,9 @@ one expression once their kernels are fused. So the result of each operator, its
 its constants pass through their bits: the simplifier looks behind none of them, and LLVM, which
 keeps to IEEE arithmetic, removes all of it. Results and right operands go by integers of different
 signs, so that both sides of a difference are never the same expression.
+
+Integers of 32 and 64 bits wrap around in PyTorch, and never do for TVM and LLVM, which take
+``x + 1 > x`` for true and ``x * 2 // 2`` for x. Their results pass through the bits of a float.
 """
 
 from __future__ import annotations
@@ -23,12 +27,19 @@ from tvmbridge.legalize.lets import constant, dtype_of
 Binary = Callable[[Expr, Expr], Expr]
 
 _WIDTH = {"float32": 32, "float64": 64}
+_WRAPPING = {"int32": "float32", "int64": "float64"}
 
 
 def opaque(value: Expr, *, sign: str = "int") -> Expr:
-    """``value`` of float32 or float64, in a form that the simplifier does not look into."""
+    """A number of 32 or 64 bits, in a form that the simplifier does not look into."""
     dtype = dtype_of(value)
-    return tirx.reinterpret(dtype, tirx.reinterpret(f"{sign}{_WIDTH[dtype]}", value))
+    bits = _WRAPPING.get(dtype) or f"{sign}{_WIDTH[dtype]}"
+    return tirx.reinterpret(dtype, tirx.reinterpret(bits, value))
+
+
+def is_least(value: float, dtype: str) -> bool:
+    """Whether a number is the least of an integer dtype: TVM and LLVM reckon wrongly with it."""
+    return dtype in _WRAPPING and value == int(tirx.min_value(dtype).value)
 
 
 def _exactly(function: Binary, a: Expr, b: Expr) -> Expr:
@@ -42,26 +53,33 @@ def _exactly(function: Binary, a: Expr, b: Expr) -> Expr:
     return tirx.Cast(dtype, result) if wide != dtype else result
 
 
+def _wrapping(function: Binary, a: Expr, b: Expr) -> Expr:
+    """``function`` of two integers of one dtype, of which the lowest bits are kept."""
+    return opaque(function(a, b))
+
+
 def _number(arg: Expr, dtype: str) -> Expr | None:
     """A 0-d constant as an immediate; None for anything else."""
     if isinstance(arg, GenericConst) and not arg.value.shape and dtype not in HALF:
-        return constant(arg.value.numpy().item(), dtype)
+        value = arg.value.numpy().item()
+        return None if is_least(value, dtype) else constant(value, dtype)
     return None
 
 
 def arithmetic(function: Binary, name: str, others: LegalizeFunc) -> LegalizeFunc:
-    """The legalisation of an operator of two floats; ``others`` is that of all other dtypes."""
+    """The legalisation of an operator of two numbers; ``others`` is that of the other dtypes."""
 
     def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
         dtype = str(call.ty.dtype.dtype)
-        if dtype not in FLOATS:
+        if dtype not in FLOATS and dtype not in _WRAPPING:
             return others(bb, call)
+        exactly = _wrapping if dtype in _WRAPPING else _exactly
         numbers = [_number(arg, dtype) for arg in call.args]
         tensors = [arg if n is None else None for arg, n in zip(call.args, numbers, strict=True)]
 
         def element(sides: list[Expr | None]) -> Expr:
             a, b = (e if n is None else n for n, e in zip(numbers, sides, strict=True))
-            return _exactly(function, a, b)
+            return exactly(function, a, b)
 
         return emit_broadcast(bb, call, tensors, element, f"T_{name}", name)
 
@@ -71,22 +89,40 @@ def arithmetic(function: Binary, name: str, others: LegalizeFunc) -> LegalizeFun
 def negative(others: LegalizeFunc) -> LegalizeFunc:
     """The legalisation of negation: the sign bit of a float turns, that of a zero too."""
 
-    def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
-        dtype = str(call.ty.dtype.dtype)
-        if dtype not in _WIDTH:
-            return others(bb, call)
+    def element(x: Expr) -> Expr:
+        dtype = dtype_of(x)
+        if dtype in _WRAPPING:
+            return opaque(constant(0, dtype) - x)
         width = _WIDTH[dtype]
         sign = constant(-(2 ** (width - 1)), f"int{width}")
+        return tirx.reinterpret(dtype, tirx.reinterpret(f"int{width}", x) ^ sign)
+
+    return _of_elements(element, "negative", (*_WIDTH, *_WRAPPING), others)
+
+
+def absolute(others: LegalizeFunc) -> LegalizeFunc:
+    """The legalisation of absolute values; that of the least integer is the least integer."""
+
+    def element(x: Expr) -> Expr:
+        zero = constant(0, dtype_of(x))
+        return tirx.Select(x < zero, opaque(zero - x), x)
+
+    return _of_elements(element, "abs", tuple(_WRAPPING), others)
+
+
+def _of_elements(
+    element: Callable[[Expr], Expr], name: str, dtypes: tuple[str, ...], others: LegalizeFunc
+) -> LegalizeFunc:
+    """``element`` of each element of a tensor of one of ``dtypes``."""
+
+    def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
+        if str(call.ty.dtype.dtype) not in dtypes:
+            return others(bb, call)
 
         def compute(x: te.Tensor) -> te.Tensor:
-            def element(*i: Expr) -> Expr:
-                return tirx.reinterpret(dtype, tirx.reinterpret(f"int{width}", x(*i)) ^ sign)
-
-            return te.compute(x.shape, element, name="T_negative")
+            return te.compute(x.shape, lambda *i: element(x(*i)), name=f"T_{name}")
 
         attrs = {"op_pattern": ELEMENTWISE}
-        return bb.call_te(
-            compute, call.args[0], primfunc_name_hint="negative", primfunc_attrs=attrs
-        )
+        return bb.call_te(compute, call.args[0], primfunc_name_hint=name, primfunc_attrs=attrs)
 
     return legalize

@@ -14,6 +14,7 @@ from tvm import relax, tirx
 from tvm.ir import Call, Expr, GenericConst
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
+from tvmbridge.legalize.arithmetic import is_least
 from tvmbridge.legalize.broadcast import emit_broadcast
 from tvmbridge.legalize.functions import FLOATS, HALF, is_nan
 from tvmbridge.legalize.lets import constant
@@ -25,7 +26,7 @@ def _number(arg: Expr) -> int | float | None:
     """The value of a 0-d constant."""
     if isinstance(arg, GenericConst) and not arg.value.shape:
         value: int | float = arg.value.numpy().item()
-        return value
+        return None if is_least(value, str(arg.value.dtype)) else value
     return None
 
 

@@ -228,12 +228,14 @@ def erf(x: Expr) -> Expr:
 def gelu(x: Expr) -> Expr:
     """x Phi(x) = max(x, 0) - |x| / 2 erfc(|x| / sqrt 2): no cancellation in the negative tail.
 
-    Error below 1e-7 |x|; 0 below -6, where the result is below 6e-9; NaN in NaN out.
+    Error below 1e-7 |x|; 0 below -6, where the result is below 6e-9; NaN of NaN and, as PyTorch's
+    kernel has it, of infinities.
     """
     lets = Lets()
     x = lets.bind(x, "x")
     a = lets.bind(absolute(x), "a")
     cut = lets.bind(tirx.Select(a > _f32(6.0), _f32(6.0), a), "cut")
     tail = _half_power(lets, lets.bind(cut * horner(cut, _NORMAL_TAIL), "q"))
-    lost = lets.bind(tirx.Select(a > _f32(6.0), _f32(0.0), cut * _f32(0.5) * tail), "lost")
+    weight = lets.bind(tirx.Select(a > _f32(6.0), _f32(0.0), _f32(0.5) * tail), "weight")
+    lost = lets.bind(a * weight, "lost")
     return lets.close(tirx.Select(x < _f32(0.0), _f32(0.0), x) - lost)

@@ -18,6 +18,7 @@ from tvm import tirx
 from tvm.target import Target
 
 from tvmbridge.build import COMPILER_CONFIG
+from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.records.library import apply_trace
 from tvmbridge.schedules import schedule_function
 from tvmbridge.schedules.exact_indices import with_exact_indices
@@ -55,6 +56,7 @@ def set_up(module: str, target: str) -> list[float]:
     global _bench
     torch.set_grad_enabled(False)
     share_torch_threads()
+    fence_arithmetic()
     resolved = Target(target)
     mod = tvm.ir.load_json(module)
     function = mod["main"]

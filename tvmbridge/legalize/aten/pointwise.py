@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tvm import relax, tirx
 from tvm.ir import Call, Expr
 
@@ -23,6 +25,13 @@ def _computed(dtype: str) -> str:
     return "float32" if dtype in HALF else dtype
 
 
+def _held(number: int | float, dtype: str) -> int | float:
+    """``number``, or the infinity that a float of ``dtype`` makes of it."""
+    if dtype in FLOATS and abs(number) > torch.finfo(getattr(torch, dtype)).max:
+        return math.copysign(math.inf, number)
+    return number
+
+
 def pointwise(function: Scalar, *operands: str) -> Compile:
     """Loops that apply ``function`` to the operands, numbers or tensors, in the result's dtype."""
 
@@ -34,7 +43,7 @@ def pointwise(function: Scalar, *operands: str) -> Compile:
 
         def element(elements: list[Expr | None]) -> Expr:
             sides = [
-                constant(v, result) if e is None else tirx.Cast(result, e)
+                constant(_held(v, result), result) if e is None else tirx.Cast(result, e)
                 for v, e in zip(values, elements, strict=True)
             ]
             value = function(*[tirx.Cast(wide, side) for side in sides])
@@ -75,7 +84,8 @@ def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
         low = lets.bind(tirx.Select(x > zero, zero, x), "low")
         bent = FUNCTIONS["expm1"](opaque(low * constant(inner, dtype)))
         negative = opaque(bent) * constant(alpha * scale, dtype)
-        return lets.close(tirx.Select(x > zero, x * constant(scale, dtype), negative))
+        # A zero keeps its sign whatever alpha is.
+        return lets.close(tirx.Select(x >= zero, x * constant(scale, dtype), negative))
 
     return pointwise(function, "self")(bb, call, arguments)
 
@@ -92,6 +102,12 @@ def _divided(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     return pointwise(function, "self", "other")(bb, call, arguments)
 
 
+def _signed(magnitude: Expr, sign: Expr) -> Expr:
+    if dtype_of(sign) == "float64":
+        return tirx.call_pure_extern("float64", "copysign", magnitude, sign)
+    return copy_sign(magnitude, sign)
+
+
 def _floor_quotient(a: Expr, b: Expr) -> Expr:
     """The quotient rounded down, by the exact remainder, as Python and PyTorch define it."""
     lets, dtype = Lets(), dtype_of(a)
@@ -105,7 +121,7 @@ def _floor_quotient(a: Expr, b: Expr) -> Expr:
     lowered = lets.bind(tirx.Select(tirx.Or(below, above), opaque(exact - one), exact), "lowered")
     floor = lets.bind(tirx.floor(lowered), "floor")
     nearest = tirx.Select(opaque(lowered - floor) > constant(0.5, dtype), floor + one, floor)
-    signed = copy_sign(zero, plain) if dtype == "float32" else plain * zero
+    signed = _signed(zero, plain)
     value = lets.bind(tirx.Select(lowered.equal(zero), signed, nearest), "value")
     return lets.close(tirx.Select(b.equal(zero), plain, value))
 
