@@ -55,17 +55,22 @@ def test_results_have_the_shapes_that_are_foretold(kind: str, whole: bool) -> No
         torch.library.opcheck(_operator(kind), args, test_utils=("test_schema", "test_faketensor"))
 
 
-def _of_onednn() -> list[torch.Tensor]:
+def _of_onednn(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     shapes = [(STEPS, BATCH, 5), *[(BATCH, SIZE)] * 2, (4 * SIZE, 5), (4 * SIZE, SIZE)]
     shapes += [(4 * SIZE,), (4 * SIZE,)]
-    return [torch.randn(shape) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
-def test_onednn_s_results_have_the_shapes_that_are_foretold() -> None:
-    args = _of_onednn()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_onednn_s_results_have_the_shapes_and_dtypes_that_are_foretold(dtype: torch.dtype) -> None:
+    args = _of_onednn(dtype)
     size = workspace_size(args[0], args[1], args[5])
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(onednn_lstm_layer, (*args, size), test_utils=tests)
+    results = onednn_lstm_layer(*args, size)
+    backward = torch.ops.tvmbridge.onednn_lstm_layer_backward.default
+    given = (torch.ones_like(results[0]), None, None, *args, *results)
+    torch.library.opcheck(backward, given, test_utils=tests)
 
 
 def test_a_workspace_of_another_size_is_refused() -> None:

@@ -174,7 +174,8 @@ class RecurrentLayersKeptWhole(TorchFunctionMode):
         if func in _WHOLE and not kwargs and _is_one_tensor_with_gradient(args):
             if _is_plain(args):
                 return _WHOLE[func](*args)
-            if func is torch.lstm and trains_by_onednn(args[0], *args[1]):
+            autocast = torch.is_autocast_enabled(args[0].device.type)
+            if func is torch.lstm and autocast and trains_by_onednn(args[0], *args[1]):
                 raise UnsupportedOperatorError(
                     "an LSTM under autocast runs as oneDNN's layer in eager PyTorch, in another "
                     "dtype than in a trace; call it outside of autocast"

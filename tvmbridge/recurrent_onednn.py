@@ -120,8 +120,10 @@ def _run_backward(*args: Any) -> tuple[torch.Tensor, ...]:
     of_output, *of_states = arriving
     gradients = [of_output, *(None if g is None else g.unsqueeze(0) for g in of_states)]
     flags: list[Any] = [False, _LSTM, hidden.shape[-1], 1, has_biases, True, False, [], False]
+    # oneDNN writes into the workspace: a clone, for the graph may be kept for another backward.
+    workspace = workspace.view(torch.uint8).clone()
     to_input, *to_weights, to_bias, _, to_hidden, to_cell = aten.mkldnn_rnn_layer_backward(
-        *_arguments(*given), *results, *gradients, *flags, workspace.view(torch.uint8)
+        *_arguments(*given), *results, *gradients, *flags, workspace
     )
     found = (to_input, to_hidden.squeeze(0), to_cell.squeeze(0), *to_weights, to_bias)
     # In bfloat16 some are in float32.
