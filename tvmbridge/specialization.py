@@ -91,6 +91,7 @@ class Variant:
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
+        # The calls that add a dispatch may be in another mode than those that come.
         if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
             return "forward returns tensors that it makes in inference mode"
         if self._records_writes and in_checkpoint():  # of which eager would repeat the first
