@@ -255,8 +255,16 @@ def test_modes_within_forward_are_those_of_eager(kind: str) -> None:
 
 def test_forward_that_turns_a_mode_off_is_refused() -> None:
     module = Inner(torch.enable_grad).eval().requires_grad_(False)
-    with pytest.raises(BridgeError, match="turns gradients on"):
-        add_tvm_dispatch(module, sample())
+    with pytest.raises(BridgeError, match="turns gradients on"), torch.no_grad():
+        add_tvm_dispatch(module, sample().requires_grad_())
+    plain = copy.deepcopy(module)
+    add_tvm_dispatch(module, sample())
+    with torch.no_grad():
+        for x in (sample(), sample().requires_grad_()):
+            assert _traits(module(x)) == _traits(plain(x))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1
+    assert report.fallbacks == {"requires_grad of an input differs": 1}
     with pytest.raises(BridgeError, match="leaves inference mode"):
         add_tvm_dispatch(Inner(lambda: torch.inference_mode(False)), sample())
 

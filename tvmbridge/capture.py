@@ -123,7 +123,6 @@ def capture_staged(
         foreign=seen.foreign,
         outside=seen.outside,
         asks=seen.asks,
-        infers=seen.infers,
     )
 
 

@@ -84,7 +84,7 @@ class QuestionWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled and args[0] and not self._records:
-            self.complaints["turns gradients on where they are off"] = None
+            self.asks.add(Question.GRADIENTS)
         if func in self._LAYOUT:
             self.asks.add(Question.LAYOUT)
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):

@@ -58,7 +58,6 @@ class Observation:
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``strides`` are those of what it returns; see :func:`tvmbridge.layouts.dense_strides`.
-    ``infers``: it returns tensors that it makes in inference mode.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -75,7 +74,6 @@ class Observation:
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
-    infers: bool = False
 
 
 def observe(
@@ -137,6 +135,8 @@ def _observe(
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
+        if not needs_grad and any(getattr(r, "grad_fn", None) is not None for r in results):
+            impure.append("turns gradients on where they are off, for what it returns")
         read, after = set(reads), tensors_of(module)
         assigned = values_assigned(module, set(assignments))
         writes = written(before, snapshot(module))
@@ -170,7 +170,6 @@ def _observe(
         changes=outside.changed(),
         asks=frozenset(questions.asks | outside.asks),
         strides=strides,
-        infers=any(isinstance(t, torch.Tensor) and t.is_inference() for t in results),
     )
 
 

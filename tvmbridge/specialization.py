@@ -74,6 +74,8 @@ class Variant:
         self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
         self._asks = captured.asks
+        # Gradients that forward turns on flow where tensors require them.
+        self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.asks
         self._layouts = LayoutGuard(state, compiled)
         self._packing = packing
         self._packs = [
@@ -96,8 +98,8 @@ class Variant:
             return "forward returns tensors that it makes in inference mode"
         if self._records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
-        reason = self.state.changed(tensors, check_grad=self.compiled.recorded)
-        if reason is None and self.compiled.recorded:
+        reason = self.state.changed(tensors, check_grad=self._flags_matter)
+        if reason is None and self._flags_matter:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"

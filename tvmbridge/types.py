@@ -219,7 +219,6 @@ class CapturedGraph:
     further user outputs behind all others, from which views among the outputs are made again.
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
     that the graph is right for inputs like the sample's in that.
-    Where it ``infers``, results are tensors made in inference mode, whatever the caller's mode is.
     """
 
     program: ExportedProgram
@@ -242,7 +241,6 @@ class CapturedGraph:
     bases: tuple[HiddenBase, ...] = ()
     outside: tuple[OutsideValue, ...] = ()
     asks: frozenset[Question] = frozenset()
-    infers: bool = False
 
     @property
     def device(self) -> torch.device:

@@ -99,9 +99,16 @@ def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
 
 
 def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
-    """The dtype of a result, where PyTorch foretells it wrongly: of attention 2.11 only."""
+    """The dtype of a result, where PyTorch foretells it wrongly (of attention 2.11 alone)."""
+    operand: Any
+    if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
+        # The running statistics come in their own dtype.
+        for place in (3, 4):
+            operand = node.args[place]
+            if node.meta["val"][place] is fake and operand is not None:
+                return operand.meta["val"].dtype  # type: ignore[no-any-return]
     if node.target is torch.ops.aten.smooth_l1_loss_backward.default:
-        operand: Any = node.args[1]
+        operand = node.args[1]
         own: torch.dtype = operand.meta["val"].dtype
         return own
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -76,6 +76,8 @@ def _type(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
     """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
+    if not result.numel():  # Any strides are contiguous then, but not to compiled code.
+        return torch.empty(result.shape, dtype=result.dtype)
     result = result.contiguous()
     if result.is_neg():  # DLPack has no word for it.
         return result.resolve_neg()
