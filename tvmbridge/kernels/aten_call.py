@@ -106,7 +106,8 @@ def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
         for place in (3, 4):
             operand = node.args[place]
             if node.meta["val"][place] is fake and operand is not None:
-                return operand.meta["val"].dtype  # type: ignore[no-any-return]
+                found: torch.dtype = operand.meta["val"].dtype
+                return found
     if node.target is torch.ops.aten.smooth_l1_loss_backward.default:
         operand = node.args[1]
         own: torch.dtype = operand.meta["val"].dtype
