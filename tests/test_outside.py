@@ -273,3 +273,23 @@ def test_a_checkpoint_that_draws_again_is_refused(reentrant: bool) -> None:
         add_tvm_dispatch(Checkpointed(reentrant, 0.5).train(), x)
     module = add_tvm_dispatch(Checkpointed(reentrant, 0.5).eval().requires_grad_(False), x)
     assert module(x).shape == (2, 3)
+
+
+class Registry(dict[Any, Any]):
+    """Cannot be copied entry by entry."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(f"class {key}", value)
+
+
+REGISTRY = Registry()
+REGISTRY["a"] = 2.0
+
+
+def test_what_copies_itself_badly_is_watched_by_what_it_holds() -> None:
+    x = torch.randn(4)
+    module = add_tvm_dispatch(Model(lambda _: REGISTRY["class a"]).eval(), x)
+    torch.testing.assert_close(module(x), x * 2)
+    assert not dispatch_report(module).fallbacks
+    REGISTRY["a"] = 3.0
+    torch.testing.assert_close(module(x), x * 3)

@@ -62,9 +62,9 @@ def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _reads_values(index: Any) -> bool:
-    """Whether it is a mask, or one number, which PyTorch takes for a Python integer."""
+    """Whether it is a mask, or one unknown number, which PyTorch takes for a Python integer."""
     if isinstance(index, slice):
-        return any(isinstance(i, torch.Tensor) for i in (index.start, index.stop, index.step))
+        return not is_known((index.start, index.stop, index.step))
     if not isinstance(index, torch.Tensor):
         return False
-    return index.dtype in (torch.bool, torch.uint8) or index.dim() == 0
+    return index.dtype in (torch.bool, torch.uint8) or (index.dim() == 0 and not is_known(index))

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from tvmbridge.libraries import KEEPS_BOOKS
 from tvmbridge.mentions import Mentions, mentions_of
 
-# Of these nothing is read that is not watched, or that may change.
+# Of these nothing is read that is not watched, or that may change what is computed.
 _LIBRARIES = frozenset({"functorch", "numpy", "sympy", "torch", "torchgen", "tvm", "tvmbridge"})
 
 
@@ -68,7 +69,9 @@ def is_called_by_library(depth: int) -> bool:
 
 def _is_library(name: Any) -> bool:
     top = str(name).partition(".")[0]
-    return top in _LIBRARIES or top in sys.stdlib_module_names
+    if top in _LIBRARIES or top in sys.stdlib_module_names:
+        return True
+    return str(name).startswith(KEEPS_BOOKS)
 
 
 @contextmanager

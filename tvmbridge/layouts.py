@@ -40,8 +40,8 @@ class Layout:
             return None
         order = _order(shape, stride)
         moved = [d for d in order if shape[d] > 1]
-        # Dimensions of extent 1 lie anywhere.
-        in_place = moved == sorted(moved)
+        # Dimensions of extent 1 lie anywhere, and so does what has no elements.
+        in_place = moved == sorted(moved) or 0 in shape
         return cls(shape, stride, tuple(range(len(order))) if in_place else order)
 
     @property

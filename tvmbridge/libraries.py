@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 _COLLECTOR = "transformers.utils.output_capturing"
+# Modules whose globals are books about models, and no part of what these compute.
+KEEPS_BOOKS = "transformers.utils."
 # Attributes by which a library remembers that it has installed such hooks.
 BOOKKEEPING = frozenset({"_output_capturing_hooks_installed"})
 

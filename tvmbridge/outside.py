@@ -21,11 +21,19 @@ import numpy
 import torch
 from torch import nn
 
-from tvmbridge.contents import CONTAINERS, MISSING, attributes_of, is_constant, may_grow, same_value
+from tvmbridge.contents import (
+    CONTAINERS,
+    MISSING,
+    attributes_of,
+    is_constant,
+    may_grow,
+    same_value,
+    state_of,
+)
 from tvmbridge.executed import Executed, executed_functions
 from tvmbridge.mentions import Mention, Origin
 from tvmbridge.places import Cells, Place, bind, places
-from tvmbridge.reads import OutsideValue, Question
+from tvmbridge.reads import Holder, OutsideValue, Question
 from tvmbridge.standins import copied_values
 
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
@@ -162,9 +170,23 @@ def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
             )
 
 
+class _State:
+    """What an object holds, of one whose class does not copy it faithfully."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    def get(self, name: str, default: Any) -> Any:
+        return state_of(self._holder.get(name, default))
+
+
 def _watched(place: Place) -> OutsideValue:
-    copied = copied_values({0: place.value})[0]
-    return OutsideValue(place.holder, place.name, place.label, copied, place.key)
+    holder, value = place.holder, place.value
+    copied = copied_values({0: value})[0]
+    if not same_value(copied, value):
+        holder = _State(holder)
+        copied = copied_values({0: state_of(value)})[0]
+    return OutsideValue(holder, place.name, place.label, copied, place.key)
 
 
 class _Result:
