@@ -56,6 +56,7 @@ BY_PYTORCH = frozenset(
         "max of all",
         "detached factor",
         "take by a 2-d index",
+        "rows written",
         "slices with steps, and from behind",
         "padding",
         "cumulative sum and product",
