@@ -21,6 +21,8 @@ from tvmbridge.patches import patched_here
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
     "forward",
+    "_call_impl",
+    "_wrapped_call_impl",
     "call_super_init",
     "dump_patches",
     "_compiled_call_impl",  # of Module.compile(): the same forward by torch.compile

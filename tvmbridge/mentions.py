@@ -59,17 +59,18 @@ def mentions_of(code: CodeType) -> Mentions:
     instructions = [i for i in dis.get_instructions(code) if i.opname not in _BETWEEN]
     found = set(_chains(code, instructions))
     identity = any(
-        i.opname == "IS_OP" and not _is_fixed(instructions, place)
+        i.opname == "IS_OP" and not _is_fixed(code, instructions, place)
         for place, i in enumerate(instructions)
     )
     return Mentions(frozenset(found), identity)
 
 
-def _is_fixed(instructions: list[dis.Instruction], place: int) -> bool:
-    """Whether what is loaded before ``place`` is a constant, or is reached from a global."""
+def _is_fixed(code: CodeType, instructions: list[dis.Instruction], place: int) -> bool:
+    """Whether what is loaded before ``place`` is a constant, or is reached from outside."""
     for before in reversed(instructions[:place]):
         if before.opname not in _ATTRIBUTE:
-            return before.opname == "LOAD_CONST" or before.opname in _GLOBAL
+            free = before.opname == "LOAD_DEREF" and before.argval in code.co_freevars
+            return free or before.opname == "LOAD_CONST" or before.opname in _GLOBAL
     return False
 
 

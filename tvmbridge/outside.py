@@ -158,7 +158,9 @@ def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     """The value at the end of a mention, and whether the objects before it are others now."""
     *before, place = passed
     found = _setting(place)
-    if found is None and (_is_data(place.value) or _is_object(place.value)):
+    # What torch holds itself are dtypes and numbers.
+    of_torch = bool(before) and before[-1].value is torch
+    if found is None and not of_torch and (_is_data(place.value) or _is_object(place.value)):
         found = _watched(place)
     if found is None:
         return
@@ -244,6 +246,8 @@ def _is_data(value: Any) -> bool:
 
 def _is_object(value: Any) -> bool:
     """Whether ``value`` is a plain object of a user's class that holds data."""
+    if isinstance(value, CONTAINERS):
+        return False
     package = type(value).__module__.partition(".")[0]
     if package in sys.stdlib_module_names and type(value) is not types.SimpleNamespace:
         return False

@@ -50,7 +50,7 @@ def other_answer(
         return "a tensor starts within its memory, and forward asks for that"
     if Question.IDENTITY in asks:
         different = set(map(id, tensors))
-        if len(different) < len(tensors) or any(id(t) in different for t in own):
+        if len(different) < len(tensors) or not different.isdisjoint(map(id, own)):
             return "one tensor is given twice, and forward asks whether tensors are one"
     return None
 
