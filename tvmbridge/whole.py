@@ -36,9 +36,13 @@ def _quantile(
     return input.new_empty([*several, *kept])
 
 
-def _covariance(input: torch.Tensor, **_: Any) -> torch.Tensor:
+def _covariance(
+    input: torch.Tensor, aweights: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor:
     variables = 1 if input.dim() < 2 else input.shape[0]
     dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
+    if aweights is not None:
+        dtype = torch.promote_types(dtype, aweights.dtype)
     return input.new_empty([] if variables == 1 else [variables, variables], dtype=dtype)
 
 

@@ -146,7 +146,10 @@ class Author:
             except (RuntimeError, IndexError, ValueError):
                 return False
             state = torch.get_rng_state()
-        if not candidate.statement and not self._is_fit(scope[name]):
+        try:
+            if not candidate.statement and not self._is_fit(scope[name]):
+                return False
+        except RuntimeError:  # Eager refuses to look at a view that was written.
             return False
         if not candidate.statement:
             self._narrow |= scope[name].dtype is torch.float32

@@ -98,14 +98,23 @@ def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
     return [fake if i in read else None for i, fake in enumerate(fakes)]
 
 
+# Of their operands the fourth and the fifth are running statistics, new ones their last results.
+_MOVING_STATISTICS = frozenset(
+    {
+        torch.ops.aten._native_batch_norm_legit_functional.default,
+        torch.ops.aten._batch_norm_with_update_functional.default,
+    }
+)
+
+
 def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
     """The dtype of a result, where PyTorch foretells it wrongly (of attention 2.11 alone)."""
     operand: Any
-    if node.target is torch.ops.aten._native_batch_norm_legit_functional.default:
-        # The running statistics come in their own dtype.
-        for place in (3, 4):
+    if node.target in _MOVING_STATISTICS:
+        # They come in their own dtype.
+        for place, result in zip((3, 4), node.meta["val"][-2:], strict=True):
             operand = node.args[place]
-            if node.meta["val"][place] is fake and operand is not None:
+            if result is fake and operand is not None:
                 found: torch.dtype = operand.meta["val"].dtype
                 return found
     if node.target is torch.ops.aten.smooth_l1_loss_backward.default:
