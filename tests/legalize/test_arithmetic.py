@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tests.frontend.helpers import Together, assert_like_eager
+from tvmbridge import add_tvm_dispatch
 
 INF, NAN = float("inf"), float("nan")
 
@@ -112,3 +114,15 @@ def test_the_sign_of_a_zero_is_kept(dtype: torch.dtype) -> None:
         return tuple(torch.copysign(torch.ones_like(x), y) for y in (-x, x * 1.0, x * -1.0, x - 0))
 
     assert_like_eager(signs, x)
+
+
+def test_a_product_with_an_integer_zero_is_compiled() -> None:
+    """TVM makes pointers alone of the bits of an integer that is zero."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.baddbmm(x, y, y, beta=0)
+
+    x, y = torch.randint(9, (2, 3, 3)), torch.randint(9, (2, 3, 3))
+    module = add_tvm_dispatch(Scaled().eval(), (x, y))
+    assert torch.equal(module(x, y), Scaled()(x, y))
