@@ -22,7 +22,7 @@ from benchmarks.common import Row, parser, report
 from benchmarks.modules import MODULES
 from tvmbridge.capture import capture
 from tvmbridge.coloring import POLICIES, color
-from tvmbridge.joint import derive
+from tvmbridge.differentiation.joint import derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.split import SplitModule, split
 

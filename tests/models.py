@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from tvmbridge.capture import capture
-from tvmbridge.differentiate import JointModule, differentiate
+from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.frontend import import_graph
 from tvmbridge.types import PassRecord
 

@@ -12,7 +12,7 @@ from tvm.script import relax as R
 
 from tests.models import transformer_joint
 from tvmbridge.coloring import Coloring, color
-from tvmbridge.differentiate import JointModule
+from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.passes.base import dtype_of, flat_results
 
 

@@ -13,8 +13,8 @@ from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, assert_served, build, dispatched, step
 from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 from tvmbridge.compiled import compile_module
-from tvmbridge.decompositions import _table_with
 from tvmbridge.options import CompileOptions
+from tvmbridge.tracing.decompositions import _table_with
 
 RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
 # ``auto`` is one of the two; the other one is asked for by name.
@@ -213,8 +213,10 @@ def test_draws_that_export_loses_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         torch.ops.aten.dropout.default: lambda x, p, train: x.clone(),
         torch.ops.aten.native_dropout.default: lambda x, p, train: (x.clone(), x > 0),
     }
-    monkeypatch.setattr("tvmbridge.decompositions.recurrent_decompositions", lambda table: lost)
-    monkeypatch.setattr("tvmbridge.decompositions._table_with", _table_with.__wrapped__)
+    monkeypatch.setattr(
+        "tvmbridge.tracing.decompositions.recurrent_decompositions", lambda table: lost
+    )
+    monkeypatch.setattr("tvmbridge.tracing.decompositions._table_with", _table_with.__wrapped__)
     with pytest.raises(UnsupportedOperatorError, match="other random numbers"):
         dispatched(module, args, "relax")
     with torch.no_grad(), pytest.raises(UnsupportedOperatorError, match="other random numbers"):

@@ -16,7 +16,7 @@ from tvm.script import relax as R
 from tests.models import transformer_joint
 from tests.relax_helpers import CompiledFunctions, build_main, operators
 from tvmbridge.coloring import color
-from tvmbridge.differentiate import JointModule, differentiate
+from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of
 from tvmbridge.split import SplitModule, split

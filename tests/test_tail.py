@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.test_whole import Called
+from tests.tracing.test_whole import Called
 from tvmbridge import add_tvm_dispatch, dispatch_report, explain
 from tvmbridge.capture import capture
 from tvmbridge.errors import BridgeError, CaptureError, UnsupportedOperatorError

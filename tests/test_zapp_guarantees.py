@@ -16,7 +16,7 @@ from tvm.relax import op
 from tests.relax_helpers import build_main
 from tests.superfluous import superfluous
 from tvmbridge.capture import capture
-from tvmbridge.joint import derive
+from tvmbridge.differentiation.joint import derive
 from tvmbridge.options import CompileOptions
 from tvmbridge.types import PassRecord
 

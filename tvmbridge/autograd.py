@@ -12,8 +12,8 @@ import torch._C as _C
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
-from tvmbridge.layouts import Strides
-from tvmbridge.packing import Packing
+from tvmbridge.memory.layouts import Strides
+from tvmbridge.memory.packing import Packing
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputKind, OutputKind, TensorSpec
 

@@ -12,31 +12,31 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from tvmbridge.arguments import ArgumentWatch, watched_forward
-from tvmbridge.bases import WithBases
-from tvmbridge.composites import composites_prepared_for
-from tvmbridge.conversions import DropoutWithoutEffect
-from tvmbridge.decompositions import decomposition_table, kept_whole_under_autograd
-from tvmbridge.descriptors import (
+from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.head import cut_head
+from tvmbridge.libraries import register_caches
+from tvmbridge.memory.bases import WithBases
+from tvmbridge.noise import find_noise, tidy_draws
+from tvmbridge.observing.arguments import ArgumentWatch, watched_forward
+from tvmbridge.observing.descriptors import (
     OWN_GENERATOR,
     describe_inputs,
     describe_outputs,
     find_aliases,
     with_aliases,
 )
-from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
-from tvmbridge.head import cut_head
-from tvmbridge.libraries import register_caches
-from tvmbridge.noise import find_noise, tidy_draws
-from tvmbridge.refusal import (
+from tvmbridge.observing.refusal import (
     first_paragraph,
     raise_if_forward_refuses,
     user_line,
 )
-from tvmbridge.staging import Stage, staged
-from tvmbridge.standins import without_autocast, without_repetitions
+from tvmbridge.observing.staging import Stage, staged
 from tvmbridge.tail import Tail, TailWatch
-from tvmbridge.tracing import functions_replaced
+from tvmbridge.tracing.composites import composites_prepared_for
+from tvmbridge.tracing.conversions import DropoutWithoutEffect
+from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_under_autograd
+from tvmbridge.tracing.functions import functions_replaced
+from tvmbridge.tracing.standins import without_autocast, without_repetitions
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 

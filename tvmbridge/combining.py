@@ -10,10 +10,10 @@ from functools import partial
 import torch
 import tvm
 
-from tvmbridge.differentiate import JointModule
+from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.kernels.parallel import Layers, faster, worthwhile
+from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
-from tvmbridge.packing import Packing
 from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.combine_gradient_matmul import CombineGradientMatmul
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul

@@ -17,23 +17,23 @@ from tvmbridge.capture import capture_staged
 from tvmbridge.coloring import color
 from tvmbridge.combining import Combining, Packs
 from tvmbridge.cotangents import PartialBackwards
+from tvmbridge.differentiation.facts import NothingToDifferentiateError, refuse_other_draws
+from tvmbridge.differentiation.joint import Derivation, derive
+from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.durations import Stages
-from tvmbridge.facts import NothingToDifferentiateError, refuse_other_draws
 from tvmbridge.frontend import ImportedModule, import_graph
-from tvmbridge.joint import Derivation, derive
-from tvmbridge.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
-from tvmbridge.layouts import Strides, output_layouts
+from tvmbridge.memory.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
+from tvmbridge.memory.layouts import Strides, output_layouts
+from tvmbridge.memory.packing import Packing
+from tvmbridge.observing.staging import staged
 from tvmbridge.options import CompileOptions
-from tvmbridge.packing import Packing
 from tvmbridge.passes.base import shared_results
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.records import Coverage, Library
 from tvmbridge.records.library import EMPTY
 from tvmbridge.records.pending import note_missing
-from tvmbridge.rehearsal import Rehearsal
 from tvmbridge.runtime import LoadedModule
 from tvmbridge.split import SplitModule, split
-from tvmbridge.staging import staged
 from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
 
 

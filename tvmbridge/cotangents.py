@@ -18,9 +18,9 @@ import tvm
 from tvm import relax
 
 from tvmbridge.build import Built
-from tvmbridge.custom_functions import zeros_to_pass
+from tvmbridge.differentiation.custom_functions import zeros_to_pass
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
-from tvmbridge.layouts import Layout
+from tvmbridge.memory.layouts import Layout
 from tvmbridge.passes.base import flat_results, shape_of, shared_results
 from tvmbridge.passes.relax.constants import uniform_value
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents

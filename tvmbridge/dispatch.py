@@ -12,15 +12,15 @@ from tvmbridge.capture import normalize_sample
 from tvmbridge.checks import CheckPolicy
 from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.errors import CaptureError
+from tvmbridge.guarding.mode import Mode
+from tvmbridge.guarding.signature import Signature
+from tvmbridge.guarding.surroundings import refused_now
 from tvmbridge.inspect.check import Checker
 from tvmbridge.libraries import register_caches
-from tvmbridge.mode import Mode
+from tvmbridge.observing.refusal import refuse_at_sight
 from tvmbridge.options import CompileOptions
-from tvmbridge.refusal import refuse_at_sight
 from tvmbridge.report import DispatchReport, SpecializationReport
-from tvmbridge.signature import Signature
 from tvmbridge.specialization import Specialization
-from tvmbridge.surroundings import refused_now
 
 
 def add_tvm_dispatch(

@@ -17,22 +17,22 @@ from torch import nn
 
 from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError, NotApartError
-from tvmbridge.forwards import (
+from tvmbridge.guarding.forwards import (
     calling_module,
     forward_of_class,
     original_forward,
     rebound,
     with_own_forward,
 )
-from tvmbridge.mode import Mode
+from tvmbridge.guarding.mode import Mode
+from tvmbridge.guarding.plain import unusual_in
+from tvmbridge.guarding.state import ModuleState, StandsForForward
+from tvmbridge.guarding.surroundings import refused_now, tracing_here, undisturbed
+from tvmbridge.memory.packing import Packing
+from tvmbridge.observing.refusal import raise_if_forward_refuses
 from tvmbridge.options import CompileOptions
-from tvmbridge.packing import Packing
-from tvmbridge.plain import unusual_in
-from tvmbridge.refusal import raise_if_forward_refuses
 from tvmbridge.specialization import Checks, Specialization, Variant
-from tvmbridge.standins import STAND_IN, anything_requires_grad, without_inference_tensors
-from tvmbridge.state import ModuleState, StandsForForward
-from tvmbridge.surroundings import refused_now, tracing_here, undisturbed
+from tvmbridge.tracing.standins import STAND_IN, anything_requires_grad, without_inference_tensors
 from tvmbridge.turns import compiling
 
 logger = logging.getLogger(__name__)

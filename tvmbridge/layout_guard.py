@@ -14,16 +14,16 @@ from typing import Any
 import torch
 
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.layouts import Strides
+from tvmbridge.guarding.state import ModuleState
+from tvmbridge.guarding.surroundings import tracing_here, undisturbed
+from tvmbridge.memory.layouts import Strides
 from tvmbridge.noise import memory_order
-from tvmbridge.observation import Observation
+from tvmbridge.observing.observation import Observation
+from tvmbridge.observing.refusal import first_paragraph
+from tvmbridge.observing.staging import staged
 from tvmbridge.reads import Question
-from tvmbridge.refusal import first_paragraph
-from tvmbridge.staging import staged
-from tvmbridge.standins import without_inference_tensors
-from tvmbridge.state import ModuleState
 from tvmbridge.structure import unflatten
-from tvmbridge.surroundings import tracing_here, undisturbed
+from tvmbridge.tracing.standins import without_inference_tensors
 from tvmbridge.turns import compiling
 from tvmbridge.types import InputKind, OutputKind
 

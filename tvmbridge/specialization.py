@@ -10,23 +10,23 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tvmbridge.aliasing import made_again
-from tvmbridge.arguments import Arguments, rebuild
 from tvmbridge.autograd import TrainingCall
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.effects import no_draws_by
+from tvmbridge.guarding.mode import Mode
+from tvmbridge.guarding.plain import other_answer
+from tvmbridge.guarding.signature import Signature
+from tvmbridge.guarding.state import ModuleState
+from tvmbridge.guarding.surroundings import in_checkpoint
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.layout_guard import LayoutGuard
-from tvmbridge.mode import Mode
+from tvmbridge.memory.aliasing import made_again
+from tvmbridge.memory.packing import Packing
 from tvmbridge.noise import draw_noise
-from tvmbridge.packing import Packing
-from tvmbridge.plain import other_answer
+from tvmbridge.observing.arguments import Arguments, rebuild
+from tvmbridge.observing.effects import no_draws_by
 from tvmbridge.reads import Question
-from tvmbridge.signature import Signature
-from tvmbridge.standins import without_inference_tensors
-from tvmbridge.state import ModuleState
-from tvmbridge.surroundings import in_checkpoint
 from tvmbridge.tail import try_tail
+from tvmbridge.tracing.standins import without_inference_tensors
 from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 _OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)

@@ -12,8 +12,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.coloring import Coloring
 from tvmbridge.coloring.operators import operator_name
-from tvmbridge.custom_functions import AppliedFunction
-from tvmbridge.differentiate import JointModule
+from tvmbridge.differentiation.custom_functions import AppliedFunction
+from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
 from tvmbridge.types import TensorSpec, ValueDescriptor

@@ -10,7 +10,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tvmbridge.coloring import POLICIES, Coloring, JointGraph, color
-from tvmbridge.differentiate import JointModule
+from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.errors import UnsupportedOperatorError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tvm import relax
 
 from tvmbridge.coloring import POLICIES, JointGraph
-from tvmbridge.differentiate import JointModule
+from tvmbridge.differentiation.differentiate import JointModule
 
 SHAPE = (3, 4)
 DTYPES = ("float16", "float32", "float64")

@@ -3,7 +3,8 @@
 Where the other cases of this kind are: ``test_traps.py`` (indexing, promotion, NaN, precision,
 sizes), ``test_aten_calls.py`` and ``test_compiled.py`` (bounds, windows), ``tests/test_norms.py``
 (batch and instance norm in both modes), ``tests/test_dropout.py`` and ``tests/test_noise.py``
-(dropout of every kind), ``tests/test_dispatch.py`` and ``tests/test_state.py`` (writes through
+(dropout of every kind), ``tests/test_dispatch.py`` and ``tests/guarding/test_state.py`` (writes
+through
 views), ``tests/gradients/test_traps.py`` (gradients), ``tests/architectures`` (GPT-2).
 """
 

@@ -28,7 +28,7 @@ SERVING = (
     Plant(
         "an output in another order of memory that is a residual",
         "runtime",
-        "tvmbridge.laying_out",
+        "tvmbridge.memory.laying_out",
         "residuals = set(roots[num_outputs:])",
         "residuals: set[object] = set()",
         (_LAYOUTS,),
@@ -116,10 +116,10 @@ SERVING = (
     Plant(
         "checks of distributions ignored",
         "runtime",
-        "tvmbridge.validation",
+        "tvmbridge.tracing.validation",
         "    if not all(checks):",
         "    if checks is None:",
-        ("tests/test_validation.py",),
+        ("tests/tracing/test_validation.py",),
     ),
     Plant(
         "strided memory read as dense",
@@ -140,7 +140,7 @@ SERVING = (
     Plant(
         "the shape not checked",
         "guard",
-        "tvmbridge.signature",
+        "tvmbridge.guarding.signature",
         "if leaf.shape != shape:",
         "if False:",
         (_DISPATCH, "-k", "own_forward"),
@@ -148,15 +148,15 @@ SERVING = (
     Plant(
         "a constant argument not checked",
         "guard",
-        "tvmbridge.signature",
+        "tvmbridge.guarding.signature",
         "if leaf is not value and not same_value(leaf, value):",
         "if False:",
-        (_DISPATCH, "tests/test_modules.py", "tests/test_arguments.py"),
+        (_DISPATCH, "tests/test_modules.py", "tests/observing/test_arguments.py"),
     ),
     Plant(
         "a changed submodule not noticed",
         "guard",
-        "tvmbridge.state",
+        "tvmbridge.guarding.state",
         "if place.get(key, MISSING) is not expected:",
         "if False:",
         (_DISPATCH, "-k", "own_forward"),
@@ -164,15 +164,15 @@ SERVING = (
     Plant(
         "a changed attribute not noticed",
         "guard",
-        "tvmbridge.state",
+        "tvmbridge.guarding.state",
         'return f"{value} changed" if value else None',
         "return None",
-        ("tests/test_state.py", "-k", "attribute"),
+        ("tests/guarding/test_state.py", "-k", "attribute"),
     ),
     Plant(
         "untied parameters not noticed",
         "guard",
-        "tvmbridge.state",
+        "tvmbridge.guarding.state",
         "if self.tensor(alias) is not self.tensor(name):",
         "if False:",
         (_DISPATCH, "-k", "tied"),
@@ -180,7 +180,7 @@ SERVING = (
     Plant(
         "frozen parameters not noticed",
         "guard",
-        "tvmbridge.state",
+        "tvmbridge.guarding.state",
         "if check_grad and tensor.requires_grad is not requires_grad:",
         "if False:",
         (_DISPATCH, "-k", "own_forward"),

@@ -19,7 +19,7 @@ from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.coloring.recompute_cheap import recompute_cheap
 from tvmbridge.coloring.save_all import save_all
-from tvmbridge.differentiate import JointModule
+from tvmbridge.differentiation.differentiate import JointModule
 
 Policy = Callable[[JointGraph], frozenset[relax.Var]]
 

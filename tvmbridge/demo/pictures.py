@@ -10,7 +10,7 @@ from torch import nn
 
 from tvmbridge import capture, to_relax, visualize
 from tvmbridge.coloring import color
-from tvmbridge.differentiate import differentiate
+from tvmbridge.differentiation.differentiate import differentiate
 from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import lowering_passes, run_passes
 from tvmbridge.types import PassRecord

@@ -13,7 +13,7 @@ from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import Converter
 from tvmbridge.kernels.aten_call import true_dtype
 from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
-from tvmbridge.promotion import kernel_dtypes
+from tvmbridge.tracing.promotion import kernel_dtypes
 from tvmbridge.types import TensorSpec
 
 # Elements of a result each of which is a call of the C library: for more PyTorch has vectors.

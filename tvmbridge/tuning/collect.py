@@ -13,13 +13,13 @@ from tvmbridge.build import fuse
 from tvmbridge.compiled import lower_module
 from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.durations import Stages
-from tvmbridge.forwards import with_own_forward
-from tvmbridge.laying_out import lay_out_functions
+from tvmbridge.guarding.forwards import with_own_forward
+from tvmbridge.memory.laying_out import lay_out_functions
+from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
-from tvmbridge.packing import Packing
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
-from tvmbridge.standins import anything_requires_grad
+from tvmbridge.tracing.standins import anything_requires_grad
 from tvmbridge.types import PassRecord
 
 

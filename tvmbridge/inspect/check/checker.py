@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.arguments import Arguments
 from tvmbridge.checks import CheckPolicy
 from tvmbridge.errors import NumericsError
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
 from tvmbridge.inspect.compare.inputs import title
+from tvmbridge.observing.arguments import Arguments
+from tvmbridge.observing.refusal import first_paragraph
 from tvmbridge.options import CompileOptions
-from tvmbridge.refusal import first_paragraph
 from tvmbridge.specialization import Variant
 from tvmbridge.types import InputKind, OutputKind
 

@@ -14,8 +14,8 @@ from tvmbridge.inspect.compare.comparison import STAGES, Comparison
 from tvmbridge.inspect.compare.precision import Precision
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.verdict import FLOOR, Measure
+from tvmbridge.observing.refusal import first_paragraph
 from tvmbridge.options import CompileOptions
-from tvmbridge.refusal import first_paragraph
 
 _NOT_AN_OPERATOR = (
     "compiled anew from the module as it is now, every stage agrees with PyTorch: the departure is "

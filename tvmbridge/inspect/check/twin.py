@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.arguments import Arguments, ArgumentWatch
 from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
 from tvmbridge.inspect.compare.sample import Sample
-from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.observing.arguments import Arguments, ArgumentWatch
+from tvmbridge.tracing.standins import tensors_of, without_autocast
 from tvmbridge.types import HiddenBase
 
 Generators = list[tuple[torch.Generator, torch.Tensor]]

@@ -17,9 +17,9 @@ from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Stage
 from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.inspect.compare.verdict import AGREES, MISTAKE, ROUNDING, verdict
+from tvmbridge.observing.refusal import first_paragraph
 from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import AnyPass
-from tvmbridge.refusal import first_paragraph
 
 STAGES = ("eager", "captured", "imported", "passes", "compiled")
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tvmbridge.aliasing import aliases_of
-from tvmbridge.arguments import ArgumentWatch
-from tvmbridge.bases import bases_of
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace
-from tvmbridge.standins import tensors_of, without_autocast
+from tvmbridge.memory.aliasing import aliases_of
+from tvmbridge.memory.bases import bases_of
+from tvmbridge.observing.arguments import ArgumentWatch
+from tvmbridge.tracing.standins import tensors_of, without_autocast
 from tvmbridge.types import HiddenBase
 
 # Runs with moved roundings; the largest of the departures is the scale of rounding.

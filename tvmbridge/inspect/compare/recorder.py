@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tvmbridge.hoist import is_random
+from tvmbridge.differentiation.hoist import is_random
 from tvmbridge.inspect.compare.trace import FOREIGN, TraceBuilder, source_line, tensors_in
 from tvmbridge.noise import RRELU_NAME, base_name
 

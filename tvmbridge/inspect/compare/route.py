@@ -20,8 +20,8 @@ from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Stage, stages_of
 from tvmbridge.inspect.compare.trace import Trace, tensors_in
+from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
-from tvmbridge.packing import Packing
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights
 from tvmbridge.pipeline import AnyPass, observed_passes
 from tvmbridge.types import PassRecord

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.libraries import register_caches
-from tvmbridge.standins import STAND_IN
+from tvmbridge.tracing.standins import STAND_IN
 
 
 @dataclass

@@ -13,19 +13,19 @@ from torch import fx, nn
 
 from tvmbridge.capture import capture, normalize_sample
 from tvmbridge.compiled import LoweredModule, lower_module
-from tvmbridge.composites import composites_prepared_for
-from tvmbridge.contents import MISSING
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
+from tvmbridge.guarding.surroundings import undisturbed
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import user_source
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse
+from tvmbridge.memory.packing import Packing
 from tvmbridge.noise import find_noise
+from tvmbridge.observing.contents import MISSING
+from tvmbridge.observing.refusal import first_paragraph, user_line
 from tvmbridge.options import CompileOptions
-from tvmbridge.packing import Packing
-from tvmbridge.refusal import first_paragraph, user_line
-from tvmbridge.standins import anything_requires_grad
-from tvmbridge.surroundings import undisturbed
+from tvmbridge.tracing.composites import composites_prepared_for
+from tvmbridge.tracing.standins import anything_requires_grad
 from tvmbridge.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 
 

@@ -1,0 +1,1 @@
+"""The joint function of forward and backward, from either source."""

@@ -1,0 +1,217 @@
+"""The joint function by PyTorch's own derivative formulas.
+
+The module's forward runs on fake tensors under PyTorch's autograd, its gradient with it, and every
+ATen operator that either executes is recorded. The recording is the joint function, exactly as
+eager PyTorch computes it: ``detach``, ``no_grad``, custom autograd functions and the conventions of
+each derivative are in it because PyTorch itself applied them. Then the draws are hoisted, writes
+are made functional, and the frontend turns it into Relax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tvmbridge.differentiation.differentiate import JointModule
+from tvmbridge.differentiation.facts import GradientFacts
+from tvmbridge.differentiation.hoist import hoist_draws
+from tvmbridge.differentiation.rehearsal import Rehearsal
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
+from tvmbridge.passes.base import free_prefix
+from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
+from tvmbridge.pipeline import recorded_passes, run_passes, zapp_passes
+from tvmbridge.tracing.conversions import checks_of_numbers
+from tvmbridge.tracing.decompositions import joint_decomposition_table, sort_as_eager
+from tvmbridge.types import NoiseDescriptor, PassRecord, TensorSpec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TracedJoint:
+    """A joint function with the noise that it takes, how it was imported, and from what graph.
+
+    The placeholders of ``graph`` stand for primals, cotangents and draws, in this order.
+    """
+
+    joint: JointModule
+    noise: tuple[NoiseDescriptor, ...]
+    imported: ImportedModule
+    graph: fx.GraphModule
+
+
+def trace_joint(
+    rehearsal: Rehearsal, facts: GradientFacts, records: list[PassRecord]
+) -> TracedJoint:
+    """The joint function of a module, with PyTorch's derivatives.
+
+    Args:
+        rehearsal: the module's forward.
+        facts: which outputs have a cotangent, and which primals a gradient.
+        records: what each pass did is appended here.
+
+    Raises:
+        UnsupportedOperatorError: an operator of forward or backward cannot be compiled.
+    """
+    traced = _record(rehearsal, facts)
+    _check_strided_views(traced)
+    given_names = [d.name for d in rehearsal.inputs]
+    noise = hoist_draws(
+        traced.graph,
+        rehearsal.mode,
+        rehearsal.captured.noise,
+        facts.draws,
+        free_prefix("noise_", given_names),
+    )
+    functional = _functionalize(traced, rehearsal)
+    prefix = free_prefix(COTANGENT_PREFIX, given_names)
+    cotangents = tuple(f"{prefix}{number}" for number in facts.cotangent_of)
+    names = [*given_names, *cotangents, *(n.name for n in noise)]
+    placeholders = functional.graph.find_nodes(op="placeholder")
+    inputs = [
+        GraphInput(name, TensorSpec.of(node.meta["val"]), node)
+        for name, node in zip(names, placeholders, strict=True)
+    ]
+    count = len(rehearsal.inputs)
+    given, arriving = inputs[:count], inputs[count : count + len(cotangents)]
+    drawn = _in_calling_order(inputs[count + len(cotangents) :], noise)
+    imported = import_fx_graph(functional, [*given, *drawn, *arriving], "joint")
+    passes = [*recorded_passes(), *zapp_passes(cotangents)]
+    return TracedJoint(
+        joint=JointModule(
+            mod=run_passes(imported.mod, passes, records),
+            primals=tuple(i.name for i in [*given, *drawn]),
+            cotangents=cotangents,
+            cotangent_of=facts.cotangent_of,
+            num_outputs=len(rehearsal.outputs),
+            wanted=facts.wanted,
+            gradient_reads=facts.gradient_reads,
+            drawn=tuple(i.name for i in drawn),
+            linear=not facts.custom,
+            functions=facts.functions,
+        ),
+        noise=noise,
+        imported=imported,
+        graph=functional,
+    )
+
+
+def _in_calling_order(
+    inputs: Sequence[GraphInput], noise: Sequence[NoiseDescriptor]
+) -> list[GraphInput]:
+    """Inputs for the draws, in the order of a call: masks come last."""
+    pairs = list(zip(inputs, noise, strict=True))
+    plain = [i for i, n in pairs if n.drop_probability is None]
+    return plain + [i for i, n in pairs if n.drop_probability is not None]
+
+
+def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
+    """Every operator of forward and its gradient: ``(primals..., cotangents...) -> results``."""
+    count = len(rehearsal.inputs)
+    position = {d.name: i for i, d in enumerate(rehearsal.inputs)}
+    wanted = [position[name] for name in facts.wanted]
+    if not wanted:
+        raise UnsupportedOperatorError(
+            "the outputs require a gradient, but none of it reaches an input or a parameter"
+        )
+
+    def joint(*values: torch.Tensor) -> list[torch.Tensor]:
+        leaves = rehearsal.leaves_of(values[:count])
+        outputs = rehearsal(leaves)
+        gradients = torch.autograd.grad(
+            [outputs[number] for number in facts.cotangent_of],
+            [leaves[i] for i in wanted],
+            values[count:],
+        )
+        return [*(o.detach() for o in outputs), *gradients]
+
+    with rehearsal.mode:
+        fakes = rehearsal.fakes()
+        specs = [rehearsal.outputs[number].spec for number in facts.cotangent_of]
+        fakes += [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs if s]
+        # Here strides are known still: from here on inputs are dense.
+        table: dict[Any, Callable[..., Any]] = {
+            aten.native_batch_norm.default: _batch_norm,
+            aten.sort.default: sort_as_eager,
+        }
+        return _traced(joint, fakes, table)
+
+
+def _traced(
+    function: Callable[..., Any],
+    fakes: Sequence[torch.Tensor],
+    table: dict[Any, Callable[..., Any]],
+) -> fx.GraphModule:
+    try:
+        with checks_of_numbers():
+            traced = make_fx(function, table, _allow_non_fake_inputs=True)(*fakes)
+    except BridgeError:
+        raise
+    except Exception as error:
+        raise UnsupportedOperatorError(
+            f"PyTorch cannot trace the gradient: {str(error).strip().splitlines()[0]}"
+        ) from error
+    assert isinstance(traced, fx.GraphModule)
+    return traced
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """The overload whose schema says whether running statistics are written."""
+    if not training:
+        norm = aten._native_batch_norm_legit_no_training.default
+        return norm(x, weight, bias, mean, variance, momentum, eps)
+    if mean is None or variance is None:
+        norm = aten._native_batch_norm_legit.no_stats
+        return norm(x, weight, bias, training, momentum, eps)
+    norm = aten._native_batch_norm_legit.default
+    return norm(x, weight, bias, mean, variance, training, momentum, eps)
+
+
+def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModule:
+    """The same graph without writes, taken apart by our table, of dense inputs."""
+    given = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
+    run = torch.func.functionalize(_SameDtypes(traced).run, remove="mutations")
+    with rehearsal.mode, torch.no_grad():
+        # Compiled code gets them so; the shapes of some results depend on it.
+        fakes = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
+        functional = _traced(run, fakes, joint_decomposition_table())
+    functional.graph.eliminate_dead_code()
+    return functional
+
+
+class _SameDtypes(fx.Interpreter):
+    """Runs a graph; results keep their dtypes, also where parts of an operator have others."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        recorded = node.meta.get("val")
+        if isinstance(result, torch.Tensor) and isinstance(recorded, torch.Tensor):
+            return result.to(recorded.dtype)
+        return result
+
+
+def _check_strided_views(traced: fx.GraphModule) -> None:
+    """Refuse ``as_strided`` of memory that compiled code lays out in another way."""
+    for node in traced.graph.nodes:
+        if str(node.target).startswith("aten.as_strided"):
+            base = node.args[0].meta["val"]
+            whole = base.untyped_storage().nbytes() == base.numel() * base.element_size()
+            if not (base.is_contiguous() and whole):
+                raise UnsupportedOperatorError(
+                    f"{node.target} of a tensor that is not contiguous depends on its strides"
+                )

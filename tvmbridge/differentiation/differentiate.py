@@ -1,0 +1,151 @@
+"""Differentiation: a forward module becomes the joint function of forward and backward.
+
+``joint(primals..., cotangents...) -> (outputs..., gradients...)``, flat, in one dataflow block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from tvmbridge.admission import note_use
+from tvmbridge.differentiation.custom_functions import AppliedFunction
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
+from tvmbridge.passes.base import dtype_of, flat_results, free_prefix
+from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX, AppendCotangents
+from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
+from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
+from tvmbridge.types import PassRecord
+
+
+@dataclass(frozen=True)
+class JointModule:
+    """A joint function with its calling convention.
+
+    ``mod["joint"]`` takes ``primals`` then ``cotangents`` (names) and returns ``num_outputs``
+    outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
+    cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
+    which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
+    those that it is computed from. ``drawn`` are the primals that are random draws. ``linear``: the
+    gradients are known to be linear in the cotangents, as PyTorch's own formulas are. ``functions``
+    are the custom autograd functions with several outputs.
+    """
+
+    mod: tvm.IRModule
+    primals: tuple[str, ...]
+    cotangents: tuple[str, ...]
+    cotangent_of: tuple[int, ...]
+    num_outputs: int
+    wanted: tuple[str, ...]
+    gradient_reads: tuple[frozenset[int], ...] | None = None
+    drawn: tuple[str, ...] = ()
+    linear: bool = True
+    functions: tuple[AppliedFunction, ...] = ()
+
+
+def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
+    """Operators of ``main`` that a gradient must pass and that have no admitted rule."""
+    function = mod["main"]
+    active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
+    missing: dict[str, None] = {}
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            if not isinstance(call, relax.Call) or binding.var not in active:
+                continue
+            if not isinstance(call.op, tvm.ir.Op) or not is_admitted(call):
+                missing[rule_name(call) if isinstance(call.op, tvm.ir.Op) else str(call.op)] = None
+            else:
+                note_use("rules", rule_name(call), dtypes_of(call))
+    return list(missing)
+
+
+def differentiate(
+    mod: tvm.IRModule,
+    wanted: Sequence[str],
+    outputs: Sequence[int],
+    records: list[PassRecord],
+) -> JointModule:
+    """The joint function of ``mod["main"]`` by TVM's Gradient.
+
+    Args:
+        mod: a module with the pure function ``main``.
+        wanted: names of the parameters of ``main`` whose gradients are asked for.
+        outputs: numbers of the outputs that may have a cotangent.
+        records: what each pass did is appended here.
+
+    Raises:
+        UnsupportedOperatorError: operators without a gradient rule, all of them by name.
+    """
+    install_rules()
+    mod = run_passes(mod, lowering_passes(), records)
+    missing = missing_rules(mod, wanted)
+    if missing:
+        raise UnsupportedOperatorError(
+            f"no gradient rule for {', '.join(missing)}; take joint='aot' (or 'auto'), which uses "
+            "PyTorch's own derivatives"
+        )
+    function = mod["main"]
+    for parameter in function.params:
+        if parameter.name in wanted and dtype_of(parameter) == "bfloat16":
+            raise UnsupportedOperatorError(
+                f"TVM's Gradient takes no bfloat16, and {parameter.name} wants a gradient; take "
+                "joint='aot' (or 'auto'), which uses PyTorch's own derivatives"
+            )
+    results = flat_results(function)
+    active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
+    differentiable = tuple(i for i in outputs if is_floating(results[i]) and results[i] in active)
+    if not differentiable:
+        raise UnsupportedOperatorError(
+            "no output depends on an input or parameter that requires a gradient"
+        )
+    prefix = free_prefix(COTANGENT_PREFIX, [p.name for p in function.params])
+    append = AppendCotangents(differentiable, prefix)
+    mod = run_passes(mod, [StopGradients(tuple(wanted)), append], records)
+    joint = _flatten_adjoint(_gradient(mod, wanted, records), len(results))
+    cotangents = tuple(f"{prefix}{i}" for i in differentiable)
+    joint = run_passes(joint, zapp_passes(cotangents), records)
+    return JointModule(
+        mod=joint,
+        primals=tuple(p.name for p in function.params),
+        cotangents=cotangents,
+        cotangent_of=differentiable,
+        num_outputs=len(results),
+        wanted=tuple(wanted),
+    )
+
+
+def _gradient(
+    mod: tvm.IRModule, wanted: Sequence[str], records: list[PassRecord]
+) -> relax.Function:
+    parameters = {p.name: p for p in mod["main"].params}
+    gradient = relax.transform.Gradient(
+        "main", require_grads=[parameters[name] for name in wanted], target_index=0
+    )
+    return run_passes(mod, [gradient], records)["main_adjoint"]
+
+
+def _flatten_adjoint(adjoint: relax.Function, num_outputs: int) -> tvm.IRModule:
+    """``((scalar, outputs...), (gradients...))`` -> ``(outputs..., gradients...)``."""
+    bound = {b.var: b.value for block in adjoint.body.blocks for b in block.bindings}
+
+    def fields(expr: relax.Expr) -> list[relax.Expr]:
+        while isinstance(expr, relax.Var):
+            expr = bound[expr]
+        assert isinstance(expr, relax.Tuple)
+        return list(expr.fields)
+
+    primal, gradients = fields(adjoint.body.body)
+    results = [*fields(primal)[1 : 1 + num_outputs], *fields(gradients)]
+    builder = relax.BlockBuilder()
+    with builder.function("joint", list(adjoint.params)):
+        with builder.dataflow():
+            for binding in adjoint.body.blocks[0].bindings:
+                builder.emit_normalized(binding)
+            output = builder.emit_output(relax.Tuple(results))
+        builder.emit_func_output(output)
+    return builder.get()

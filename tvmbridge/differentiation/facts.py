@@ -1,0 +1,131 @@
+"""What eager PyTorch does when a module is differentiated, and what the captured graph lost of it.
+
+The captured graph is forward alone. TVM's Gradient differentiates it, and would be silently wrong
+wherever PyTorch does not differentiate forward as it is written: at ``detach`` and under
+``no_grad``, in custom autograd functions, at operators whose decomposition has another derivative
+than PyTorch's formula (at kinks, where one side is infinite). A rehearsal of forward finds these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tvmbridge.differentiation.custom_functions import AppliedFunction, FunctionWatch
+from tvmbridge.differentiation.draws import captured_draw
+from tvmbridge.differentiation.flow import AutogradWatch, FlowWatch
+from tvmbridge.differentiation.reached import reached_by_gradients
+from tvmbridge.differentiation.rehearsal import Rehearsal
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.memory.layouts import Layout
+from tvmbridge.noise import OTHER_DRAWS
+from tvmbridge.types import OutputKind
+
+
+class NothingToDifferentiateError(UnsupportedOperatorError):
+    """No output of a module requires a gradient: it runs forward alone."""
+
+
+@dataclass(frozen=True)
+class GradientFacts:
+    """How eager PyTorch differentiates a module.
+
+    ``lost`` are the reasons why the captured graph alone must not be differentiated.
+    ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
+    of the primals that get one, and ``gradient_reads`` says for each of these from which
+    cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
+    ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
+    ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
+    whose backward may be anything; ``functions`` are those that have several outputs.
+    """
+
+    lost: tuple[str, ...]
+    cotangent_of: tuple[int, ...]
+    wanted: tuple[str, ...]
+    gradient_reads: tuple[frozenset[int], ...]
+    layouts: Mapping[int, Layout]
+    draws: int
+    custom: bool = False
+    functions: tuple[AppliedFunction, ...] = ()
+
+
+def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
+    """Rehearse forward once on fake tensors and look at its gradient.
+
+    Raises:
+        NothingToDifferentiateError: no computed output requires a gradient.
+        UnsupportedOperatorError: forward does with autograd what compiled code cannot repeat at
+            each call (hooks, gradients left in buffers).
+    """
+    with rehearsal.mode:
+        leaves = rehearsal.leaves_of(rehearsal.fakes())
+        watch, uses = FlowWatch(), AutogradWatch()
+        functions = FunctionWatch(watch.reasons)
+        with functions.noticing(), watch, uses:
+            outputs = rehearsal(leaves)
+        watch.look_at(outputs, "an output")
+        _refuse(rehearsal, outputs, uses)
+        differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
+        if not differentiable:
+            raise NothingToDifferentiateError("no computed output requires a gradient")
+        layouts: dict[int, Layout | None] = {}
+        reached = reached_by_gradients(
+            rehearsal, leaves, [outputs[i] for i in differentiable], layouts
+        )
+        applied = functions.applied([outputs[i] for i in differentiable])
+    if not _draws_alike(watch, rehearsal):
+        watch.reasons[OTHER_DRAWS] = None
+    flowing = [i for i, reads in reached.items() if reads]
+    return GradientFacts(
+        lost=tuple(watch.reasons),
+        cotangent_of=tuple(differentiable),
+        wanted=tuple(rehearsal.inputs[i].name for i in flowing),
+        gradient_reads=tuple(reached[i] for i in flowing),
+        layouts={n: v for n, i in enumerate(flowing) if (v := layouts[i]) is not None},
+        draws=len(watch.draws),
+        custom=functions.custom,
+        functions=applied,
+    )
+
+
+def refuse_other_draws(rehearsal: Rehearsal) -> None:
+    """Rehearse forward without gradients and compare the random numbers that are drawn.
+
+    Raises:
+        UnsupportedOperatorError: the captured graph does not draw what eager PyTorch draws.
+    """
+    watch = FlowWatch()
+    with rehearsal.mode, watch:
+        rehearsal([f.detach() for f in rehearsal.fakes()])
+    if not _draws_alike(watch, rehearsal):
+        raise UnsupportedOperatorError(OTHER_DRAWS)
+
+
+def _draws_alike(watch: FlowWatch, rehearsal: Rehearsal) -> bool:
+    return watch.draws == [captured_draw(n) for n in rehearsal.captured.noise]
+
+
+def _refuse(rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: AutogradWatch) -> None:
+    """Raise for what neither source of the joint function can repeat."""
+    if uses.found:
+        raise UnsupportedOperatorError(
+            f"forward uses {', '.join(uses.found)}, which compiled code would not call again"
+        )
+    for output, described in zip(outputs, rehearsal.outputs, strict=True):
+        if described.kind is not OutputKind.USER and output.requires_grad:
+            raise UnsupportedOperatorError(
+                f"forward writes a value that requires a gradient into {described.target}"
+            )
+    held = list(rehearsal.captured.constant_tensors.items())
+    held += [
+        (d.name, t)
+        for d, t in zip(rehearsal.inputs, rehearsal.originals, strict=True)
+        if not d.requires_grad
+    ]
+    for name, tensor in held:
+        if tensor.requires_grad:
+            raise UnsupportedOperatorError(
+                f"{name} requires a gradient, but is neither a parameter nor an input"
+            )

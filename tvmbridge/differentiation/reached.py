@@ -1,0 +1,50 @@
+"""Which outputs give which primals a gradient in eager PyTorch, and how these gradients lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from tvmbridge.differentiation.rehearsal import Rehearsal
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.memory.layouts import Layout, layout_of
+from tvmbridge.observing.refusal import first_paragraph
+
+
+def reached_by_gradients(
+    rehearsal: Rehearsal,
+    leaves: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    layouts: dict[int, Layout | None],
+) -> dict[int, frozenset[int]]:
+    """For each wanted primal the numbers of the ``outputs`` that give it a gradient.
+
+    The ``layouts`` of those gradients are put there, the first where there are several.
+    """
+    wanted = rehearsal.wanted
+    reached: dict[int, frozenset[int]] = {position: frozenset() for position in wanted}
+    for number, output in enumerate(outputs):
+        try:
+            gradients = torch.autograd.grad(
+                output,
+                [leaves[position] for position in wanted],
+                torch.ones_like(output),
+                retain_graph=True,
+                allow_unused=True,
+            )
+        except DataDependentOutputException as error:
+            raise UnsupportedOperatorError(
+                f"the derivative of an operator of forward reads values of tensors ({error}), "
+                "which are not known before a call"
+            ) from error
+        except Exception as error:
+            raise UnsupportedOperatorError(
+                f"PyTorch cannot differentiate forward on fake tensors: {first_paragraph(error)}"
+            ) from error
+        for position, gradient in zip(wanted, gradients, strict=True):
+            if gradient is not None:
+                reached[position] |= {number}
+                layouts.setdefault(position, layout_of(gradient))
+    return reached

@@ -1,0 +1,158 @@
+"""Rehearsal: the module's own forward, run on other tensors and in eager PyTorch.
+
+The captured graph says what forward computes, but not everything of how its gradient is to be
+computed: export drops ``detach``, ``no_grad`` regions and the backward of custom autograd
+functions. Whoever needs that knowledge runs the module's own Python again, on fake tensors, with
+PyTorch's autograd recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.memory.bases import WithBases
+from tvmbridge.memory.views import laid_out, shares_elements
+from tvmbridge.observing.arguments import ArgumentWatch
+from tvmbridge.observing.refusal import first_paragraph
+from tvmbridge.structure import unflatten
+from tvmbridge.tail import TailWatch
+from tvmbridge.tracing.functions import run_on_fakes
+from tvmbridge.tracing.standins import (
+    tensors_replaced,
+    without_autocast,
+)
+from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
+
+
+class Rehearsal:
+    """A module's forward as a function of its primals.
+
+    ``inputs`` describes the primals (user inputs, parameters, buffers). A call returns the
+    computed outputs in the order of ``captured.outputs``: final values of written buffers, and
+    results. The module's own tensors, attributes and random state are left as they are.
+
+    Args:
+        module: the captured module, in the mode that it was captured in.
+        args: positional arguments of the sample.
+        kwargs: its keyword arguments.
+        captured: the captured graph, whose convention is followed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        captured: CapturedGraph,
+    ) -> None:
+        self.module = module
+        self.captured = captured
+        self.inputs = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
+        self.outputs = [o for o in captured.outputs if o.is_computed]
+        self.leaves, self.structure = pytree.tree_flatten((args, dict(kwargs)))
+        self.originals = [self._original(d) for d in self.inputs]
+        self.written = {o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION}
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @property
+    def wanted(self) -> list[int]:
+        """The positions of the primals that require a gradient."""
+        return [i for i, d in enumerate(self.inputs) if d.requires_grad]
+
+    def _original(self, descriptor: InputDescriptor) -> torch.Tensor:
+        if descriptor.kind is InputKind.USER:
+            value: torch.Tensor = self.leaves[descriptor.position or 0]
+            return value
+        path, _, name = (descriptor.target or "").rpartition(".")
+        return getattr(self.module.get_submodule(path), name)
+
+    def fakes(self) -> list[torch.Tensor]:
+        """Fake primals with the shapes and strides of the sample; none requires a gradient."""
+        return [self.mode.from_tensor(t.detach(), static_shapes=True) for t in self.originals]
+
+    def leaves_of(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """``primals`` as leaves of an autograd graph: those wanted require a gradient."""
+        detached = [p.detach() for p in primals]
+        for position in self.wanted:
+            detached[position].requires_grad_()
+        return detached
+
+    def __call__(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run forward on ``primals``.
+
+        Raises:
+            UnsupportedOperatorError: it does not return what the captured graph returns.
+        """
+        leaves = list(self.leaves)
+        held: dict[int, torch.Tensor] = {}
+        for descriptor, original, primal in zip(self.inputs, self.originals, primals, strict=True):
+            if descriptor.kind is InputKind.BUFFER or descriptor.name in self.written:
+                primal = _cloned(primal)
+            if descriptor.kind is InputKind.USER:
+                leaves[descriptor.position or 0] = primal
+            else:
+                held[id(original)] = primal
+        args, kwargs = unflatten(leaves, self.structure)
+        with ExitStack() as stack:
+            stack.enter_context(without_autocast())
+            stack.enter_context(torch.enable_grad())
+            # cuDNN's batch norm writes statistics that its schema does not declare.
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(run_on_fakes(self.module))
+            stack.enter_context(tensors_replaced(self.module, held))
+            differentiated = any(p.requires_grad for p in primals)
+            forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
+            with_bases = WithBases(forward, self.captured.bases)
+            results = pytree.tree_leaves(_called(with_bases, args, kwargs))
+            return self._ordered(results, leaves)
+
+    def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:
+        """Written buffers and inputs, computed results, in the order of the captured outputs."""
+        users = iter(results)
+        positions = {d.name: d.position or 0 for d in self.inputs}
+        ordered: list[torch.Tensor] = []
+        for output in self.captured.outputs:
+            if output.kind is OutputKind.BUFFER_MUTATION:
+                path, _, name = (output.target or "").rpartition(".")
+                value = getattr(self.module.get_submodule(path), name)
+            elif output.kind is OutputKind.INPUT_MUTATION:
+                value = leaves[positions[output.target or ""]]
+            else:
+                value = next(users, None)
+            if output.spec is None or output.alias is not None:
+                continue
+            if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
+                torch.Size(output.spec.shape),
+                output.spec.dtype,
+            ):
+                found = TensorSpec.of(value) if isinstance(value, torch.Tensor) else value
+                raise UnsupportedOperatorError(
+                    f"run again, forward returns {found} for {output.name}, captured as "
+                    f"{output.spec}"
+                )
+            ordered.append(value)
+        return ordered
+
+
+def _cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone of the same strides, by which draws into it go."""
+    return tensor.clone() if shares_elements(tensor) else laid_out(tensor, tensor.stride())
+
+
+def _called(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    try:
+        return forward(*args, **kwargs)
+    except BridgeError:
+        raise
+    except Exception as error:
+        raise UnsupportedOperatorError(
+            f"forward cannot be run again on fake tensors: {first_paragraph(error)}"
+        ) from error

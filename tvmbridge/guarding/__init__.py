@@ -1,0 +1,1 @@
+"""What compiled code assumes, compared at each call with what is."""

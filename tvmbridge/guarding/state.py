@@ -1,0 +1,284 @@
+"""The live state of a module: its tensors at each call, and what must not have changed.
+
+Parameters are looked up by name in their owners at every call, so replaced, retied, loaded and
+optimised parameters are always seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from tvmbridge.guarding.guard import ValueGuard
+from tvmbridge.guarding.plain import PLAIN
+from tvmbridge.libraries import acts
+from tvmbridge.observing.contents import MISSING
+from tvmbridge.types import CapturedGraph, InputKind
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# Of every module in the process; the dispatched module's own call runs them, but its submodules
+# are not called.
+_GLOBAL_HOOKS = tuple(
+    getattr(nn_module, f"_global{name}")
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+)
+_HELD = ("_parameters", "_buffers", "_modules")
+
+_REPLACED = "a submodule was replaced"
+_PATCHED = "the forward of a submodule was replaced"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An entry of one of a module's dicts, and what must stand there."""
+
+    owner: nn.Module
+    held: str  # the name of the dict among the attributes; "" is the dict of attributes itself
+    key: str
+    expected: Any = None
+    reason: str = ""
+
+
+class ModuleState:
+    """Finds the tensors that compiled code reads, and says what has changed since capture.
+
+    Args:
+        module: the dispatched module.
+        captured: its graph; the inputs that are tensors of the module, its tied weights, and the
+            attributes that forward read are taken from it.
+    """
+
+    def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
+        kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+        inputs = [d for d in captured.inputs if d.kind in kinds]
+        self.names = tuple(d.target or "" for d in inputs)
+        self._expected = [
+            (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
+        ]
+        based = [o.alias for o in captured.outputs if o.alias is not None]
+        bases = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
+        self._ties = list(captured.aliases.items())
+        self._places = {
+            name: _entry(module, name)
+            for name in (*self.names, *bases, *(n for tie in self._ties for n in tie))
+        }
+        self._modules = list(module.modules())
+        self._structure = list(_structure(module))
+        self._sizes = [
+            (m, held, len(m.__dict__[held]))
+            for m in self._modules
+            for held in _HELD
+            if held in m.__dict__
+        ]
+        self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
+        self._values = ValueGuard.of(module, captured.values, captured.outside)
+        self._assigned = [
+            (module.get_submodule(path), name, value)
+            for (path, name), value in captured.assigned.items()
+        ]
+        constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
+        self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
+        self._bind({})
+
+    def _bind(self, memo: Mapping[int, Any]) -> None:
+        """Look up the dicts that are read at each call, or their copies in ``memo``."""
+
+        def copied(value: Any) -> Any:
+            return memo.get(id(value), value)
+
+        def dict_of(owner: nn.Module, held: str) -> dict[str, Any]:
+            # A copy that is being made has no entries yet, but those of its dicts are made.
+            return copied(owner.__dict__[held]) if held else copied(owner).__dict__
+
+        self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
+        self._slots = [self._found[name] for name in self.names]
+        self._entries = [
+            (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
+        ]
+        self._assignments = [(dict_of(o, ""), n, value) for o, n, value in self._assigned]
+        self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
+        self._lengths = [length for _, _, length in self._sizes]
+        # Who iterates over submodules depends on their order.
+        several = [m for m in self._modules if len(m._modules) > 1]
+        self._families = [dict_of(m, "_modules") for m in several]
+        self._orders = [tuple(m._modules) for m in several]
+        children = self._modules[1:]
+        self._members = [copied(m) for m in self._modules]
+        self._types = [type(m) for m in self._modules]
+        self._hooks = [dict_of(m, name) for m in children for name in _HOOKS if name in m.__dict__]
+        self._hooks += _GLOBAL_HOOKS if children else ()
+
+    def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
+        """The same expectations of a deep copy of the module, found through the copy's ``memo``.
+
+        Everything looked up here is older in the module's ``__dict__`` than its dispatch, so it
+        has been copied before.
+        """
+        other = copy.copy(self)
+        other._bind(memo)
+        other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
+        other._values = self._values.rebound(memo)
+        other._modules = [memo[id(m)] for m in self._modules]
+        other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
+        other._structure = [
+            replace(e, owner=memo[id(e.owner)], expected=memo.get(id(e.expected), e.expected))
+            for e in self._structure
+        ]
+        # A copy of what was written before is not what was captured either.
+        fresh = [
+            (memo.get(id(t), t), _written(t) == signs, requires_grad)
+            for t, signs, requires_grad in self._constants
+        ]
+        other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
+        other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
+        return other
+
+    @property
+    def module(self) -> nn.Module:
+        """The dispatched module."""
+        return self._modules[0]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The tensors of now, in the order of :attr:`names`; None where missing."""
+        return [owner.get(name) for owner, name in self._slots]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The tensor of now that has this name, and that an output shares memory with."""
+        owner, key = self._found[name]
+        return owner.get(key)
+
+    def rebind(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the module hold another tensor."""
+        owner, key = self._found[name]
+        owner[key] = tensor
+
+    def assign(self) -> None:
+        """Give attributes the values that each call of forward gives them."""
+        for attributes, name, value in self._assignments:
+            attributes[name] = value
+
+    def replaced(self) -> bool:
+        """Whether a submodule is no longer the one that was captured."""
+        return any(
+            reason == _REPLACED and place.get(key) is not expected
+            for place, key, expected, reason in self._entries
+        )
+
+    def _restructured(self) -> str | None:
+        for place, key, expected, reason in self._entries:
+            if place.get(key, MISSING) is not expected:
+                now = place.get(key, MISSING)
+                if reason is not _PATCHED or _own(now) is not _own(expected):
+                    return reason
+        # Whole lists at once: this runs at every call.
+        if list(map(len, self._dicts)) != self._lengths:
+            return "a submodule, parameter or buffer was added or removed"
+        if list(map(tuple, self._families)) != self._orders:
+            return "the order of submodules changed"
+        if list(map(type, self._members)) != self._types:
+            return "the class of a submodule changed"
+        for class_, forward in self._classes:
+            if class_.forward is not forward:
+                return _PATCHED
+        if any(self._hooks) and any(h and acts(h.values()) for h in self._hooks):
+            return "a submodule has hooks"
+        return None
+
+    def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
+        """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
+        reason = self._restructured()
+        if reason is not None:
+            return reason
+        for tensor, (shape, dtype, device, requires_grad) in zip(
+            tensors, self._expected, strict=True
+        ):
+            if type(tensor) not in PLAIN:
+                return _not_plain(tensor)
+            assert tensor is not None
+            if tensor.dtype is not dtype:
+                return "the dtype of a parameter or buffer changed"
+            if tensor.layout is not torch.strided:
+                return "the layout of a parameter or buffer changed"
+            if tensor.device != device:
+                return "the device of a parameter or buffer changed"
+            if tensor.shape != shape:
+                return "the shape of a parameter or buffer changed"
+            if check_grad and tensor.requires_grad is not requires_grad:
+                return "requires_grad of a parameter changed"
+        for alias, name in self._ties:
+            if self.tensor(alias) is not self.tensor(name):
+                return "tied parameters were untied"
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
+                return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
+        value = self.value_changed()
+        return f"{value} changed" if value else None
+
+    def value_changed(self) -> str | None:
+        """What forward reads, beside tensors, and is not as it was captured."""
+        return self._values.changed()
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Signs that ``tensor`` is as it was: its version and where its memory is."""
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
+def _not_plain(tensor: Any) -> str:
+    if tensor is None:
+        return "a parameter or buffer is missing"
+    return "a parameter or buffer is not a plain tensor"
+
+
+class StandsForForward:
+    """What is installed as an instance's ``forward`` and does the same.
+
+    ``own`` is the forward that the instance had; None: it has that of its class.
+    """
+
+    own: Callable[..., Any] | None
+
+
+def _own(forward: Any) -> Any:
+    """The forward in an instance's dict; a dispatcher counts as what it stands for."""
+    if not isinstance(forward, StandsForForward):
+        return forward
+    return MISSING if forward.own is None else forward.own
+
+
+def _structure(module: nn.Module) -> Iterator[_Entry]:
+    for parent in module.modules():
+        for name, child in parent._modules.items():
+            yield _Entry(parent, "_modules", name, child, _REPLACED)
+        for held in ("_parameters", "_buffers"):
+            for name, tensor in parent.__dict__[held].items():
+                if tensor is None:
+                    yield _Entry(parent, held, name, None, "a parameter or buffer was added")
+        if parent is module:
+            continue
+        changed = "the training flag of a submodule changed"
+        yield _Entry(parent, "", "training", parent.training, changed)
+        yield _Entry(parent, "", "forward", parent.__dict__.get("forward", MISSING), _PATCHED)
+
+
+def _entry(module: nn.Module, dotted: str) -> _Entry:
+    """Where the tensor called ``dotted`` is; it may come to be there later."""
+    path, _, name = dotted.rpartition(".")
+    owner = module.get_submodule(path)
+    for held in ("_parameters", "_buffers"):
+        if name in owner.__dict__[held]:
+            return _Entry(owner, held, name)
+    return _Entry(owner, "", name)

@@ -1,0 +1,256 @@
+"""Outside: the globals, free variables, class attributes and settings that forward reads.
+
+They stand in compiled code as constants, as attributes of the module do, and are watched with them.
+A function says by its bytecode what it may read; which functions run is seen while forward is
+observed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tvmbridge.observing.contents import (
+    CONTAINERS,
+    MISSING,
+    attributes_of,
+    is_constant,
+    may_grow,
+    same_value,
+    state_of,
+)
+from tvmbridge.observing.executed import Executed, executed_functions
+from tvmbridge.observing.mentions import Mention, Origin
+from tvmbridge.observing.places import Cells, Place, bind, places
+from tvmbridge.reads import Holder, OutsideValue, Question
+from tvmbridge.tracing.standins import copied_values
+
+_GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
+# Tracing switches them off meanwhile.
+_EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
+# Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
+_SETTINGS = frozenset(
+    {
+        "get_deterministic_debug_mode",
+        "get_float32_matmul_precision",
+        "get_num_interop_threads",
+        "get_num_threads",
+        "is_anomaly_check_nan_enabled",
+        "is_anomaly_enabled",
+        "is_deterministic_algorithms_warn_only_enabled",
+        "is_warn_always_enabled",
+    }
+)
+
+
+class OutsideReads:
+    """Collects what the functions of users that run may read outside of the module.
+
+    ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, str], OutsideValue] = {}
+        self._names: set[str] = set()
+        self._cells: list[Cells] = []
+        # Code of functions within functions that ran, whose free variables are made at each run.
+        self._inner: set[int] = set()
+        self.asks: set[Question] = set()
+        self.complaints: list[str] = []
+
+    def collecting(self) -> AbstractContextManager[None]:
+        """Within it functions that run in this thread are looked at before they do."""
+        return executed_functions(self._note)
+
+    def _note(self, executed: Executed) -> None:
+        self._names |= set(executed.code.co_names)
+        if executed.mentions.compares_identity:
+            self.asks.add(Question.IDENTITY)
+        own = id(executed.code) not in self._inner
+        self._inner.update(map(id, _codes_within(executed.code)))
+        for mention in executed.mentions.found:
+            if mention.origin is Origin.FREE and not own:
+                continue
+            passed = places(executed, mention)
+            if passed:
+                self._look_at(passed)
+            elif mention == Mention(Origin.GLOBAL, "id"):
+                self.asks.add(Question.IDENTITY)
+
+    def _look_at(self, passed: Sequence[Place]) -> None:
+        value = passed[-1].value
+        if value is torch.default_generator:
+            self.complaints.append("uses torch.default_generator")
+        elif _is_class_of_some_tensors(value):
+            self.asks.add(Question.CLASS)
+        for found in _values(passed):
+            if isinstance(found.holder, Cells):
+                self._cells.append(found.holder)
+            self._values.setdefault(found.key, found)
+            if any(place.value in _EXCHANGED for place in passed[:-1]):
+                self.complaints.append(f"reads {found.label}, which is exchanged in a trace,")
+
+    def values(self, module: nn.Module) -> tuple[OutsideValue, ...]:
+        """What was collected, and the attributes of the module's classes that are mentioned."""
+        for found in _of_classes({type(m) for m in module.modules()}, self._names):
+            self._values.setdefault(found.key, found)
+        return tuple(self._values.values())
+
+    def changed(self) -> tuple[str, ...]:
+        """What is not as it was found; generators of random numbers are put back."""
+        changed = bind(self._cells)
+        changed += [value.label for value in self._values.values() if _has_changed(value)]
+        restore_generators(self._values.values())
+        return tuple(changed)
+
+
+def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes_within(constant)
+
+
+def _is_class_of_some_tensors(value: Any) -> bool:
+    return isinstance(value, type) and value is not torch.Tensor and issubclass(value, torch.Tensor)
+
+
+def _has_changed(found: OutsideValue) -> bool:
+    value = found.holder.get(found.name, MISSING)
+    return value is not found.expected if found.itself else not same_value(value, found.expected)
+
+
+def restore_generators(values: Iterable[OutsideValue]) -> None:
+    """Give the generators of random numbers among ``values`` the states back that they had."""
+    for found in values:
+        value, expected = found.holder.get(found.name, MISSING), found.expected
+        if isinstance(value, numpy.random.Generator):
+            value.bit_generator.state = expected.bit_generator.state
+        elif isinstance(value, numpy.random.RandomState):
+            value.set_state(expected.get_state())
+        elif isinstance(value, random.Random):
+            value.setstate(expected.getstate())
+
+
+def _of_classes(classes: Iterable[type], names: set[str]) -> Iterator[OutsideValue]:
+    """The data among the attributes of users' classes that are called by one of ``names``."""
+    for cls in {base: None for c in classes for base in c.__mro__}:
+        if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name in names & cls.__dict__.keys():
+            if _is_data(cls.__dict__[name]):
+                label = f"{cls.__name__}.{name}"
+                yield _watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
+
+
+def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
+    """The value at the end of a mention, and whether the objects before it are others now."""
+    *before, place = passed
+    found = _setting(place)
+    # What torch holds itself are dtypes and numbers.
+    of_torch = bool(before) and before[-1].value is torch
+    if found is None and not of_torch and (_is_data(place.value) or _is_object(place.value)):
+        found = _watched(place)
+    if found is None:
+        return
+    yield found
+    for each in before:
+        if not isinstance(each.value, types.ModuleType):
+            yield OutsideValue(
+                each.holder, each.name, each.label, each.value, each.key, itself=True
+            )
+
+
+class _State:
+    """What an object holds, of one whose class does not copy it faithfully."""
+
+    def __init__(self, holder: Holder) -> None:
+        self._holder = holder
+
+    def get(self, name: str, default: Any) -> Any:
+        return state_of(self._holder.get(name, default))
+
+
+def _watched(place: Place) -> OutsideValue:
+    holder, value = place.holder, place.value
+    copied = copied_values({0: value})[0]
+    if not same_value(copied, value):
+        holder = _State(holder)
+        copied = copied_values({0: state_of(value)})[0]
+    return OutsideValue(holder, place.name, place.label, copied, place.key)
+
+
+class _Result:
+    """What a function without arguments returns: the same object as long as it is equal."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._last: Any = MISSING
+
+    def get(self, name: str, default: Any) -> Any:
+        now = self._function()
+        if not same_value(now, self._last):
+            self._last = now
+        return self._last
+
+
+def _setting(place: Place) -> OutsideValue | None:
+    """A setting of PyTorch or of the process that is read by what stands at ``place``."""
+    value = place.value
+    if value is os.environ or value is os.getenv:
+        variables = os.environ._data  # type: ignore[attr-defined]
+        label, key = "os.environ", (id(os.environ), "")
+        return OutsideValue({"": variables}, "", label, dict(variables), key)
+    reader = None
+    if isinstance(value, contextvars.ContextVar):
+        reader = _Result(functools.partial(value.get, MISSING))
+    elif _reads_setting(value):
+        reader = _Result(value)
+    if reader is None:
+        return None
+    return OutsideValue(reader, "", place.label, reader.get("", None), (id(value), ""))
+
+
+def _reads_setting(value: Any) -> bool:
+    """Whether ``value`` is a function of PyTorch, without arguments, that returns a setting."""
+    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return False
+    if (value.__module__ or "").startswith("torch.backends"):
+        return value.__name__.endswith("_enabled") and not value.__name__.startswith("set_")
+    return value.__name__ in _SETTINGS
+
+
+def _is_data(value: Any) -> bool:
+    """Whether ``value`` is a constant, or a container in which there is or may come one.
+
+    Keys of a mapping alone are none: registries of functions have such.
+    """
+    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray)):
+        return True
+    if not isinstance(value, CONTAINERS):
+        return False
+    held = value.values() if isinstance(value, Mapping) else value
+    return (may_grow(value) and not held) or any(map(_is_data, list(held)))
+
+
+def _is_object(value: Any) -> bool:
+    """Whether ``value`` is a plain object of a user's class that holds data."""
+    if isinstance(value, CONTAINERS):
+        return False
+    package = type(value).__module__.partition(".")[0]
+    if package in sys.stdlib_module_names and type(value) is not types.SimpleNamespace:
+        return False
+    if isinstance(value, (type, torch.Tensor, nn.Module)) or package in ("torch", "numpy"):
+        return False
+    return any(map(_is_data, attributes_of(value).values()))

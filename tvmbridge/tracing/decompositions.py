@@ -1,0 +1,301 @@
+"""The decomposition table of the capture: what stays whole and what is taken apart, and how."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C import DispatchKey
+from torch._decomp import core_aten_decompositions
+from torch.export import default_decompositions
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tvmbridge.tracing.promotion import promoting_as_kernels
+from tvmbridge.tracing.recurrent import recurrent_decompositions
+
+aten = torch.ops.aten
+
+# Operators that stay whole: the frontend or a kernel does better with them than with their parts.
+# So does every random operator: its parts would draw other numbers than eager PyTorch.
+_KEPT_WHOLE = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.rms_norm.default,
+    # PyTorch 2.11 takes them for a clamp, which treats a bound of NaN in another way.
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_bicubic2d.vec,
+    # Their parts answer infinities otherwise: they multiply by weights of 0.
+    aten.upsample_linear1d.vec,
+    aten.upsample_trilinear3d.vec,
+    # Their parts let NaN through, which the kernels pass over.
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    # Their parts compute something of values and indices that the kernels refuse.
+    aten.binary_cross_entropy.default,
+    aten.index_copy.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
+    # Its parts read a 0-d index as a number.
+    aten.take.default,
+    # Their parts round another way, which shows where integers are asked for.
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+    # A number that fills a tensor is one loop, sums of overlapping windows are one nest.
+    aten.fill.Scalar,
+    aten.col2im.default,
+)
+
+# Of halves: their kernels compute in float32 and round, or overflow, once.
+_ROUNDED_ONCE = (
+    aten.huber_loss.default,
+    aten.logit.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.special_entr.default,
+    aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar,
+    aten.special_xlog1py.self_scalar,
+    aten.xlogy.Tensor,
+    aten.xlogy.Scalar_Other,
+    aten.xlogy.Scalar_Self,
+)
+
+# Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
+_DRAWN_IN_PARTS = (
+    "aten.scaled_dot_product",
+    "aten._scaled_dot_product",
+    "aten.lstm",
+    "aten.gru",
+    "aten.rnn_relu",
+    "aten.rnn_tanh",
+)
+
+# What autograd writes that consists of moves and element-wise operators.
+_JOINT_TAKEN_APART = (
+    aten._unsafe_view.default,
+    aten.addcdiv.default,
+    aten.addcmul.default,
+    aten.baddbmm.default,
+    aten.detach.default,
+    aten.diagonal_backward.default,
+    aten.fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.native_dropout_backward.default,
+    aten.new_empty.default,
+    aten.select_backward.default,
+    aten.select_scatter.default,
+    aten.silu.default,
+    aten.slice_backward.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.zero.default,
+)
+
+
+def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]]:
+    """Overload -> decomposition, for ``ExportedProgram.run_decompositions``.
+
+    Args:
+        differentiated: attention is taken apart, because TVM's Gradient needs its parts and
+            because its dropout must be drawn outside; otherwise it stays one kernel.
+    """
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return dict(_table_with(differentiated, tuple(registered)))
+
+
+@lru_cache(maxsize=2)
+def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
+    """The table while PyTorch knows these operators; it takes longer to make than a small module
+    to be traced."""
+    table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
+    random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
+    for op in (*_KEPT_WHOLE, *random):
+        if not str(op).startswith(_DRAWN_IN_PARTS):
+            table.pop(op, None)
+    table = promoting_as_kernels(table)
+    table.update(recurrent_decompositions(table))
+    table[aten.sort.default] = sort_as_eager
+    table.update({op: _unless_half(table[op]) for op in _ROUNDED_ONCE if op in table})
+    table[aten._safe_softmax.default] = _safe_softmax
+    sdpa = aten.scaled_dot_product_attention.default
+    if differentiated:
+        table[sdpa] = _attention
+    else:
+        table[sdpa] = _attention_with_dropout
+    table[aten.rrelu.default] = _rrelu
+    for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
+        if op in table:
+            table[op] = _of_dense_rows(table[op])
+    return table
+
+
+def _of_dense_rows(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """The parts of a dense operand: of another they write into a tensor with its strides."""
+
+    def decompose(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.stride() == torch.empty(x.shape, device="meta").stride():
+            return parts(x, *args, **kwargs)
+        result = parts(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+        return _copy(torch.empty_like(x), result)
+
+    return decompose
+
+
+def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Half precision stays whole."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        halves = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+        return NotImplemented if halves else parts(*args, **kwargs)
+
+    return decompose
+
+
+def _rrelu(
+    x: torch.Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Randomized leaky ReLU by its draw: a slope for each element, 1 where it is positive."""
+    if not training:
+        return aten.leaky_relu(x, (lower + upper) / 2)
+    slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
+    functional = aten.rrelu_with_noise_functional
+    return functional(x, slopes, lower, upper, True, generator=generator)[0]
+
+
+def _attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
+    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
+    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return _attention(*args, **kwargs) if dropout_p else NotImplemented
+
+
+# PyTorch takes them apart before a table is asked.
+_WHOLE_UNDER_AUTOGRAD = (aten.multi_margin_loss.default,)
+
+
+@contextmanager
+def kept_whole_under_autograd() -> Iterator[None]:
+    """Within it tracing leaves operators whole for which PyTorch has a decomposition of its own."""
+    with ExitStack() as stack:
+        for op in _WHOLE_UNDER_AUTOGRAD:
+            stack.enter_context(mock.patch.dict(op.py_kernels))
+            op.py_kernels.pop(DispatchKey.Autograd, None)
+            op._dispatch_cache.clear()
+            stack.callback(op._dispatch_cache.clear)
+        yield
+
+
+def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Overload -> decomposition, for a joint function that PyTorch's autograd has written.
+
+    What is not in it stays PyTorch's own kernel, with PyTorch's own result.
+    """
+    whole = core_aten_decompositions()
+    table = {op: whole[op] for op in _JOINT_TAKEN_APART}
+    losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
+    return table | {
+        **{op: _unless_half(whole[op]) for op in losses},
+        aten.copy.default: _copy,
+        aten.sort.default: sort_as_eager,
+        aten.view.default: _view,
+        aten._safe_softmax.default: _safe_softmax,
+    }
+
+
+def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+    """Equal elements that lie in one place stay in order in eager, which knows the stride of 0."""
+    if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
+        return NotImplemented
+    return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
+
+
+def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
+    """A view also where another decomposition has made ``x`` with strides that allow none."""
+    with _disable_current_modes():
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        try:
+            meta.view(shape)
+        except RuntimeError:
+            pass
+        else:
+            return NotImplemented
+    return x.clone(memory_format=torch.contiguous_format).view(shape)
+
+
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device.
+
+    The order of ``x``'s strides is kept: where ``x`` is a view of a tensor that is written, that
+    tensor is a view of the result.
+    """
+    result = source.to(x.device, x.dtype).expand(x.shape)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    if order == list(range(x.dim())) or result.stride() == x.stride():
+        return result
+    back = [order.index(d) for d in range(x.dim())]
+    return result.permute(order).contiguous().permute(back)
+
+
+def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
+    masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    result = torch.softmax(torch.where(masked, zero, x), dim=dim, dtype=dtype)
+    return torch.where(masked, zero.to(result.dtype), result)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = torch.matmul(query, key.transpose(-2, -1)) * factor
+    if is_causal:
+        rows, columns = (torch.arange(scores.shape[d], device=scores.device) for d in (-2, -1))
+        attn_mask = rows[:, None] >= columns
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # Added, as PyTorch does: what stands behind a mask still spoils a gradient if it is NaN.
+        closed = torch.zeros(attn_mask.shape, dtype=scores.dtype, device=scores.device)
+        attn_mask = torch.where(attn_mask, closed, -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    # A causal mask leaves each row its first column; any other may close a row altogether.
+    may_close = attn_mask is not None and not is_causal
+    weights = aten._safe_softmax(scores, -1) if may_close else torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return torch.matmul(weights, value)

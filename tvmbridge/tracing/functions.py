@@ -1,0 +1,56 @@
+"""What forward runs within wherever it is traced, so that every trace sees the same functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from tvmbridge.tracing.checkpoints import plain_checkpoints
+from tvmbridge.tracing.conversions import checks_of_numbers, conversions_without_effect
+from tvmbridge.tracing.cumulative import cumulative_averages_on_tensors
+from tvmbridge.tracing.empties import FunctionsOfNothing
+from tvmbridge.tracing.fast_paths import fast_paths_taken_apart
+from tvmbridge.tracing.fills import FillsByMask
+from tvmbridge.tracing.promotion import KernelPromotion
+from tvmbridge.tracing.recurrent import RecurrentLayersKeptWhole
+from tvmbridge.tracing.rephrased import FunctionsRephrased
+from tvmbridge.tracing.standins import as_captured
+from tvmbridge.tracing.uniforms import UniformComparisons
+from tvmbridge.tracing.whole import FunctionsKeptWhole
+
+
+@contextmanager
+def functions_replaced(module: nn.Module) -> Iterator[None]:
+    """Within it functions that a trace would take for something else are called by their stand-ins.
+
+    Args:
+        module: what is traced.
+    """
+    with (
+        # First, so that it is asked last: what it calls the others do not see.
+        RecurrentLayersKeptWhole(),
+        cumulative_averages_on_tensors(module),
+        conversions_without_effect(),
+        KernelPromotion(),
+        FunctionsKeptWhole(),
+        FillsByMask(),
+        FunctionsOfNothing(),
+        FunctionsRephrased(),
+        UniformComparisons(),
+        fast_paths_taken_apart(module),
+    ):
+        yield
+
+
+@contextmanager
+def run_on_fakes(module: nn.Module) -> Iterator[None]:
+    """Within it forward runs on fake tensors as it is exported, with autograd as in eager."""
+    with (
+        plain_checkpoints(),
+        as_captured(),
+        checks_of_numbers(),
+        functions_replaced(module),
+    ):
+        yield

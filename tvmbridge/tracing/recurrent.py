@@ -1,0 +1,205 @@
+"""Recurrent layers, kept whole one layer and one direction at a time.
+
+Between the layers of a stack there is dropout, whose masks are drawn outside of compiled code. The
+decomposition that comes with PyTorch takes a stack apart into its steps, and without its dropout;
+it stays for calls that no operator of ours stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.tracing.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
+from tvmbridge.tracing.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_size
+
+aten = torch.ops.aten
+
+_STACKS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+_PACKED = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Decomposition = Callable[..., Any]
+
+
+def recurrent_decompositions(table: dict[Any, Decomposition]) -> dict[Any, Decomposition]:
+    """Those of ``table`` for recurrent layers, made right for dropout.
+
+    A packed sequence with dropout is not taken apart.
+    """
+    stacks = {op: _with_dropout(table[op]) for op in _STACKS if op in table}
+    packed = {op: _unless_dropout(table[op]) for op in _PACKED if op in table}
+    return stacks | packed
+
+
+def _unless_dropout(whole: Decomposition) -> Decomposition:
+    def decompose(*args: Any) -> Any:
+        dropout, train = args[6:8]
+        if dropout and train:
+            return NotImplemented
+        return _with_states_of(whole(*args), args[2])
+
+    return decompose
+
+
+def _with_states_of(results: Sequence[torch.Tensor], state: Any) -> tuple[torch.Tensor, ...]:
+    """``results`` with final states shaped like the first ones: PyTorch 2.11 adds a dimension."""
+    output, *finals = results
+    return output, *(f.reshape(s.shape) for f, s in zip(finals, _listed(state), strict=True))
+
+
+def _listed(state: Any) -> list[torch.Tensor]:
+    return list(state) if isinstance(state, list | tuple) else [state]
+
+
+def _with_dropout(whole: Decomposition) -> Decomposition:
+    """A stack by ``whole``, which takes stacks without dropout, of one layer after the other."""
+
+    def layer(
+        x: torch.Tensor,
+        state: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        bidirectional: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        results = whole(x, state, params, has_biases, 1, 0.0, False, bidirectional, False)
+        return _with_states_of(results, state)
+
+    return _stack_of(layer)
+
+
+def _stack_of(layer: Callable[..., tuple[torch.Tensor, ...]]) -> Decomposition:
+    """PyTorch's function for a stack, of one for a layer; drawing dropout as PyTorch does."""
+
+    def stack(
+        x: torch.Tensor,
+        state: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        x = x.transpose(0, 1) if batch_first else x
+        per_layer = len(params) // num_layers
+        states = [s.chunk(num_layers) for s in _listed(state)]
+        finals: list[list[torch.Tensor]] = []
+        for i in range(num_layers):
+            own = [s[i] for s in states]
+            given: Any = own if isinstance(state, list | tuple) else own[0]
+            weights = params[i * per_layer : (i + 1) * per_layer]
+            x, *final = layer(x, given, weights, has_biases, bidirectional)
+            finals.append(final)
+            if dropout and train and i < num_layers - 1:
+                x = torch.dropout(x, dropout, True)
+        x = x.transpose(0, 1) if batch_first else x
+        return x, *(torch.cat(layers) for layers in zip(*finals, strict=True))
+
+    return stack
+
+
+def _kept_whole(function: Any) -> Decomposition:
+    """A stack by our operators for the layers of PyTorch's ``function``."""
+    one_direction = _LAYERS[function]
+
+    def layer(
+        x: torch.Tensor,
+        state: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        bidirectional: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        directions = 2 if bidirectional else 1
+        per_direction = len(params) // directions
+        found = []
+        for i in range(directions):
+            weights: list[Any] = list(params[i * per_direction : (i + 1) * per_direction])
+            if not has_biases:
+                weights[2:2] = [None, None]
+            states = [s[i] for s in _listed(state)]
+            output, *finals = one_direction(x.flip(0) if i else x, *states, *weights)
+            found.append((output.flip(0) if i else output, *finals))
+        outputs, *of_states = zip(*found, strict=True)
+        return torch.cat(outputs, -1), *(torch.stack(s) for s in of_states)
+
+    return _stack_of(layer)
+
+
+def _lstm_layer(
+    x: torch.Tensor, hidden: torch.Tensor, cell: torch.Tensor, *weights: Any
+) -> tuple[torch.Tensor, ...]:
+    """One layer in one direction by the kernel that PyTorch trains it by."""
+    if len(weights) == 4 and trains_by_onednn(x, hidden, cell):
+        size = workspace_size(x, hidden, weights[2])
+        results: tuple[torch.Tensor, ...] = onednn_lstm_layer(x, hidden, cell, *weights, size)
+        return results[:3]
+    gates = linear(x, weights[0], weights[2])
+    projection = weights[4] if len(weights) == 5 else None
+    results = lstm(gates, hidden, cell, weights[1], weights[3], projection)
+    return results[:3]
+
+
+def _one_state(steps: Any, x: torch.Tensor, hidden: torch.Tensor, *weights: Any) -> Any:
+    """The outputs and the final state of a layer that has one state."""
+    return steps(linear(x, weights[0], weights[2]), hidden, weights[1], weights[3])[:2]
+
+
+_LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
+    torch.lstm: _lstm_layer,
+    torch.gru: partial(_one_state, gru),
+    torch.rnn_tanh: partial(_one_state, rnn_tanh),
+    torch.rnn_relu: partial(_one_state, rnn_relu),
+}
+_WHOLE = {function: _kept_whole(function) for function in _LAYERS}
+
+
+class RecurrentLayersKeptWhole(TorchFunctionMode):
+    """Within it recurrent layers whose gradient is wanted are operators of ours.
+
+    What these cannot stand for is taken apart into its steps.
+
+    Raises:
+        UnsupportedOperatorError: autocast makes of an LSTM what a trace does not show.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _WHOLE and not kwargs and _is_one_tensor_with_gradient(args):
+            if _is_plain(args):
+                return _WHOLE[func](*args)
+            autocast = torch.is_autocast_enabled(args[0].device.type)
+            if func is torch.lstm and autocast and trains_by_onednn(args[0], *args[1]):
+                raise UnsupportedOperatorError(
+                    "an LSTM under autocast runs as oneDNN's layer in eager PyTorch, in another "
+                    "dtype than in a trace; call it outside of autocast"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _is_one_tensor_with_gradient(args: Sequence[Any]) -> bool:
+    """Whether the call is of a tensor, not a packed sequence, and a gradient is wanted."""
+    if not torch.is_grad_enabled() or isinstance(args[2], torch.Tensor):
+        return False
+    return any(tensor.requires_grad for tensor in _tensors(args))
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    return [args[0], *_listed(args[1]), *args[2]]
+
+
+def _is_plain(args: Sequence[Any]) -> bool:
+    """Whether the tensors are alike, and nothing changes what is computed with them."""
+    x, *others = _tensors(args)
+    return (
+        x.dtype in _FLOATING
+        and all((t.dtype, t.device) == (x.dtype, x.device) for t in others)
+        and not torch.is_autocast_enabled(x.device.type)
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
