@@ -23,7 +23,7 @@ from tvmbridge.memory.aliasing import made_again
 from tvmbridge.memory.packing import Packing
 from tvmbridge.noise import draw_noise
 from tvmbridge.observing.arguments import Arguments, rebuild
-from tvmbridge.observing.effects import no_draws_by
+from tvmbridge.observing.generators import no_draws_by
 from tvmbridge.reads import Question
 from tvmbridge.tail import try_tail
 from tvmbridge.tracing.standins import without_inference_tensors
