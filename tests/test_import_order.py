@@ -63,7 +63,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "split",
         }
     ),
-    frozenset({"compiled"}),
+    frozenset({"compiled", "lowering"}),
     frozenset({"autograd"}),
     frozenset({"layout_guard"}),
     frozenset({"specialization"}),
