@@ -57,6 +57,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "frontend",
             "head",
             "noise",
+            "outputs",
             "report",
             "runtime",
             "siblings",

@@ -60,8 +60,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
-        kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
-        inputs = [d for d in captured.inputs if d.kind in kinds]
+        inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
         self._expected = [
             (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
