@@ -134,7 +134,7 @@ def _observe(
         assignments.clear()
         others.forget()
         fake_args, fake_kwargs = unflatten(given, structure)
-        outside = OutsideReads()
+        outside = OutsideReads(module)
         forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
         with (
             made,
@@ -178,7 +178,7 @@ def _observe(
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
-        outside=outside.values(module),
+        outside=outside.values(),
         changes=outside.changed(),
         asks=frozenset(questions.asks | outside.asks),
         strides=strides,
