@@ -77,6 +77,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ops", nargs="+", help="operators, by their name in OpInfo")
     add("--dtypes", nargs="+", default=["float32"], help="such as float32 int64")
     add("--modes", nargs="+", default=["forward"], choices=MODES, help="forward, or gradients by")
+    add(
+        "--values",
+        default="samples",
+        choices=["samples", "special"],
+        help="those of the samples, or NaN, infinities, signed zeros and extremes strewn over them",
+    )
     add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
     add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
     add("--resume", action="store_true", help="keep what the file has")
@@ -108,6 +114,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         timeout=options.timeout,
         workers=options.workers,
         admit=options.admit,
+        special=options.values == "special",
         deadline=time.monotonic() + 60 * options.minutes,
     )
     finished = 0
@@ -129,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_docs:
         write_document()
         return 0
+    if options.values == "special" and (options.admit or options.write_results or options.quick):
+        raise SystemExit("--values special is a check of its own: it proves and writes nothing")
     rows = read_rows(options.read) if options.read else _run(options)
     print(describe(rows))
     if options.admit:
