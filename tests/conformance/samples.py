@@ -9,7 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.conformance.case import Case, case_of, variants
-from tests.conformance.coverage import UNDEFINED_VALUES, operators
+from tests.conformance.coverage import UNDEFINED_VALUES, operators, special_operators
+from tests.conformance.made import Made
 
 # Eager PyTorch answers an infinity with NaN or not by where in the tensor it stands (gelu), or is
 # never given one (the derivative of softmax).
@@ -114,6 +115,8 @@ def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
     if name.split(":")[0] in UNDEFINED_VALUES | _SIZED_BY_VALUES:
         return []
     torch.manual_seed(0)
-    samples = operators()[name].sample_inputs("cpu", dtype, requires_grad=gradient)
+    op = special_operators()[name]
+    samples = op.sample_inputs("cpu", dtype, requires_grad=gradient)
     plain = [case_of(str(i), sample) for i, sample in enumerate(samples)]
-    return _choose([case for case in plain if case.ordinary], limit)
+    ordinary = [case for case in plain if case.ordinary]
+    return ordinary if isinstance(op, Made) else _choose(ordinary, limit)
