@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from tests.random_graphs.check import Outcome, is_valid
+from tests.random_graphs.check import is_valid
+from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Program
 
 
