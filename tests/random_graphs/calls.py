@@ -17,7 +17,7 @@ torch.cat([{x}.flatten()[:1], {x}.flatten()])[1:].view({x}.shape)|{x}[None].clon
 
 # Other tensors for the same argument.
 OTHERS = """{x}.detach()|{x} * 1|{x}.detach().requires_grad_()|{x}.float()|{x}.double()|{x}.half()
-{x}[..., None]|{x}[0]|{x}.view({x}.shape)|{x}.clone()|{y}|{y}.expand_as({x})|{x}[..., :1]|{x}.detach()
+{x}[..., None]|{x}[0]|{x}.view({x}.shape)|{x}.clone()|{y}|{y}.expand_as({x})|{x}[..., :1]
 nn.Parameter({x}.detach())|{x}.tolist()|None|1.5|{y}.detach()|{x}.detach().numpy()|{x}.to(torch.int64)""".replace(
     "\n", "|"
 ).split("|")
@@ -32,7 +32,7 @@ module.p0.register_hook(lambda g: g * 2) if module.p0.requires_grad else None|mo
 module.register_forward_hook(lambda m, a, r: r)|module.zero_grad(set_to_none=False)
 module.register_forward_pre_hook(lambda m, a: None)|torch.optim.SGD(module.parameters(), 0.1).step()
 torch.optim.Adam(module.parameters(), 0.01).step()|module.requires_grad_(False)
-module.requires_grad_(True)|module.register_buffer('extra', torch.ones(1))|module.train()|module.eval()
+module.requires_grad_(True)|module.register_buffer('extra', torch.ones(1))|module.eval()
 module.load_state_dict(module.state_dict())|module.p0 = nn.Parameter(module.p0[..., :1].detach())
 module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
 module.p0.data = module.p0.data.repeat_interleave(2, -1)[..., ::2]|torch.randn(3)
@@ -75,7 +75,9 @@ def layouts(draw: st.DrawFn, leaf: Leaf, *, written: bool) -> str:
     if leaf.values == "normal" and leaf.shape and draw(st.integers(0, 2)) == 0:
         text = draw(st.sampled_from(LAYOUTS if len(leaf.shape) > 1 else LAYOUTS[1:]))
         text = text.format(x=leaf.name)
-    return f"({text}) * 1" if written and leaf.requires_grad and text == leaf.name else text
+    if written and leaf.requires_grad:
+        return f"({text}).detach()" if draw(st.integers(0, 3)) else f"({text}) * 1"
+    return text
 
 
 @st.composite

@@ -20,9 +20,10 @@ torch.add({a}.float(), {b}.bfloat16(), alpha=2)""".replace("\n", "|").split("|")
 
 # Of any tensor, also one of no floating point.
 ANY = """{i} * 2|{i} * 0.5|{i} + True|{i}.sum()|{i}.to(torch.uint8) + 1|{i}.to(torch.int16) * 2
-{i}.to(torch.int8) - {i}.to(torch.uint8)|torch.logical_or({i}, {i} == 0)|{i} / 2|{i}.to(torch.int32) // 2
-torch.true_divide({i}, 3)|{i}.to(torch.int16) + torch.tensor(3)|{i}.any()|{i}.all()
-{i}.sum(dtype=torch.int32)|({i} > 0).float().mean()|torch.zeros_like({i}, dtype=torch.float32)
+{i}.to(torch.int8) - {i}.to(torch.uint8)|torch.logical_or({i}, {i} == 0)|{i} / 2
+{i}.to(torch.int32) // 2|torch.true_divide({i}, 3)|{i}.to(torch.int16) + torch.tensor(3)
+{i}.any()|{i}.all()|{i}.sum(dtype=torch.int32)|({i} > 0).float().mean()
+torch.zeros_like({i}, dtype=torch.float32)
 {i}.new_ones(2)|torch.result_type({i}, 1.0) == torch.float32 and {i} or {i} * 2
 torch.where({i} > 0, 1, 0)|torch.where({i} > 0, 1.5, {i})|{i}.to(torch.int32) % 2
 torch.arange({i}.numel()) * 0.5|torch.full(({i}.numel(),), 2) + {i}.flatten()|{i}.numel() + {i}
@@ -40,9 +41,9 @@ torch.softmax({a}[:0], -1)|{a}[:0].mean()|{a}[[]]|{a}[:0].expand(0, *{a}.shape[1
     "\n", "|"
 ).split("|")
 
-SCALARS = """{a}.sum()|{a}.mean()|{a}.flatten()[0]|{a}.sum().reshape(())|{a}.sum() * {a}|{a}.sum()[None]
-{a}.sum().expand({a}.shape)|torch.stack([{a}.sum(), {a}.mean()])|{a}.sum().unsqueeze(-1)
-{a}.sum().sum(0)|{a}.mean().softmax(0)|{a}.mean().cumsum(0)|{a}.sum().squeeze()|{a}.sum().view(1)
+SCALARS = """{a}.sum()|{a}.mean()|{a}.flatten()[0]|{a}.sum().reshape(())|{a}.sum() * {a}
+{a}.sum()[None]|{a}.sum().expand({a}.shape)|torch.stack([{a}.sum(), {a}.mean()])
+{a}.sum().unsqueeze(-1)|{a}.sum().sum(0)|{a}.mean().softmax(0)|{a}.mean().cumsum(0)|{a}.sum().squeeze()|{a}.sum().view(1)
 torch.full((), 2.0, dtype={a}.dtype) * {a}|{a}.sum().sum(-1, keepdim=True)|{a}.mean().expand(2, 3)
 {a}.sum().flatten()|{a}.mean().max(0)[0]|{a}.sum().clone()|{a}.sum() + {a}.mean()""".replace(
     "\n", "|"

@@ -20,8 +20,9 @@ nn.BatchNorm1d({c}, track_running_stats=False)|nn.GroupNorm(1, {c})
 nn.BatchNorm1d({c}, momentum=None)|nn.InstanceNorm1d({c}, affine=True)
 nn.Conv1d({c}, 2, 2, padding=1)|nn.Dropout1d(0.5)""".replace("\n", "|").split("|")
 
-PICTURES = """nn.Conv2d({c}, 2, 2, padding=1)|nn.BatchNorm2d({c})|nn.Dropout2d(0.5)|nn.MaxPool2d(2, 1)
-nn.AvgPool2d(2, 1)|nn.Conv2d({c}, {c}, 1, groups={c})|nn.ConvTranspose2d({c}, 2, 2)
+PICTURES = """nn.Conv2d({c}, 2, 2, padding=1)|nn.BatchNorm2d({c})|nn.Dropout2d(0.5)
+nn.MaxPool2d(2, 1)|nn.AvgPool2d(2, 1)|nn.Conv2d({c}, {c}, 1, groups={c})
+nn.ConvTranspose2d({c}, 2, 2)
 nn.AdaptiveAvgPool2d(1)|nn.Sequential(nn.Conv2d({c}, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
 nn.Upsample(scale_factor=2)""".replace("\n", "|").split("|")
 

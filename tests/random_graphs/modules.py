@@ -114,11 +114,10 @@ def _leaves(draw: st.DrawFn, author: Author) -> list[str]:
 # What is returned besides, of a value {v}, an argument {x} or nothing.
 EXTRAS = """{v}|{v}.detach()|{v}[..., :1]|{v}.view(-1)|{v}[..., 1:]|{v}.mT|{x}|{x}[..., :1]|self.p0
 None|{x}.shape[0]|self.training|{v}.shape|1.5|'text'|({v}, None)|[{x}]|{{'inner': {v}}}|{x}.detach()
-{v}.requires_grad|self.p0 * 2|{v}.unbind(0)|{v}.chunk(2, -1)|{x}.view({x}.shape)|{v}.dtype|[]|{v} + 0
-{v}.transpose(0, -1)|{x} is {v}|len({v})|{v}.expand(2, *{v}.shape)|{v}.clone()|{v}.is_contiguous()
-{v}.max(0)|{v}.flatten()[::2]|torch.broadcast_tensors({v}, {v})|{v}.data""".replace(
-    "\n", "|"
-).split("|")
+{v}.requires_grad|self.p0 * 2|{v}.unbind(0)|{v}.chunk(2, -1)|{x}.view({x}.shape)|[]
+{v} + 0|{v}.transpose(0, -1)|{x} is {v}|len({v})|{v}.expand(2, *{v}.shape)|{v}.clone()
+{v}.is_contiguous()|{v}.max(0)|{v}.flatten()[::2]
+torch.broadcast_tensors({v}, {v})|{v}.data""".replace("\n", "|").split("|")
 
 
 def _returned(draw: st.DrawFn, author: Author) -> str:

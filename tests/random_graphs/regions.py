@@ -37,9 +37,8 @@ LITERALS = ["True", "False", "2", "0", "1.5", "-0.5", "'sum'", "'mean'", "None",
 # What is made of an attribute or an argument {n} that is a number or a truth.
 NUMBERS = """{a} * {n}|{a} + {n}|{a} ** {n} if {n} == 2 else {a}|{a}.sum() if {n} else {a}
 {a} if {n} is None else {a} * 0.5|F.dropout({a}, abs({n}) / 4, self.training)
-{a} * (3 if isinstance({n}, bool) else 2)|torch.full_like({a}, {n}) + {a}|{a} / ({n} + 3)""".replace(
-    "\n", "|"
-).split("|")
+{a} * (3 if isinstance({n}, bool) else 2)
+torch.full_like({a}, {n}) + {a}|{a} / ({n} + 3)""".replace("\n", "|").split("|")
 
 WORDS = """F.mse_loss({a}, {a} * 0.5, reduction={n})|{a}.sum() if {n} == 'sum' else {a}.mean()
 getattr({a}, {n})()""".replace("\n", "|").split("|")

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.conformance.runner import Worker, WorkerDied
+from tests.random_graphs.modules import modules
 from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Program
-from tests.random_graphs.modules import modules
 from tests.random_graphs.strategy import programs
 
 # A worker's compilers leave memory behind; a new one starts with little.

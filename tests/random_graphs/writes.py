@@ -27,13 +27,15 @@ torch.add({a}, 1, out={a}.detach().clone())|{a}.real.mul_(2)
 SLICES = """{b}[:1].copy_({a}.detach().mean())|{b}[0] = {a}.detach().sum()|{b}[1:] += 1|{b} += 1
 {b}.copy_(torch.roll({b}, 1))|{b}.data = {b} * 0.5|{b}.set_({b} + 1)|{b}[:] = {b}.flip(0)
 {b}.mul_(0.5).add_({a}.detach().amax())|{b}.data.add_(1)|{b}.zero_()|{b}.data[:1] = 2
-{b} = {b}.detach() * 0.5|{b}[-1:].lerp_({a}.detach().flatten()[:1], 0.5)|{b} = {a}.detach().mean()[None]
-{b}.normal_()|{b}[..., 0] = {b}[..., -1]|{b} = {b}""".replace("\n", "|").split("|")
+{b} = {b}.detach() * 0.5|{b}[-1:].lerp_({a}.detach().flatten()[:1], 0.5)
+{b} = {a}.detach().mean()[None]|{b}.normal_()|{b}[..., 0] = {b}[..., -1]|{b} = {b}""".replace(
+    "\n", "|"
+).split("|")
 
 COUNTS = """{c} += 1|{c}.add_(1)|{c}[0] += {a}.shape[0]|{c}.fill_(3)|{c} = {c} + 1|{c}.mul_(2)
 {c}.copy_({c} + 1)|{c}.data += 1""".replace("\n", "|").split("|")
 
-COUNTED = ["{a} * {c}", "{a} + {c}.sum()", "{a} / (1 + {c}.abs())", "{a} * ({c} > 0)"]
+COUNTED = ["{a} + {c}", "{a} - {c}.sum()", "{a} / (1 + {c}.abs())", "{a} * ({c} > 0)"]
 
 
 def through(draw: st.DrawFn, author: Author) -> Candidate | None:
@@ -55,10 +57,10 @@ def slices(draw: st.DrawFn, author: Author) -> Candidate | None:
     buffers = [x for x in author.leaves if x.kind == "buffer" and x.values == "normal"]
     if not buffers:
         leaf = Leaf("b0", "buffer", (3,), author.dtype, "normal")
-        return Candidate(f"{author.leaf(leaf)} * {a}.mean()", (a,))
+        return Candidate(f"{author.leaf(leaf)} + {a}.mean()", (a,))
     name = f"self.{draw(st.sampled_from(buffers)).name}"
     if draw(st.integers(0, 2)) == 0:
-        return Candidate(f"{a}.sum() * {name}", (a,))
+        return Candidate(f"{a}.sum() + {name}", (a,))
     text = draw(st.sampled_from(SLICES)).format(a=a, b=name)
     return Candidate(text, (a,), statement=True, draws="normal_" in text)
 
