@@ -21,6 +21,8 @@ from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import shared_results
+from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library
 from tvmbridge.records.library import EMPTY
 from tvmbridge.records.pending import note_missing
@@ -152,6 +154,8 @@ def build_lowered(
     derivation, imported = lowered.derivation, lowered.imported
     layouts = lowered.layouts
     mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
+    if parts is not None and parts.functions:
+        mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
     with stages.measure("build"):
         use_records = options.tuning_records
         library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY

@@ -189,10 +189,12 @@ class Dispatcher(StandsForForward):
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
-        for variant in specialization.variants.values():
-            tensors = variant.state.tensors()
-            if all(t is not None for t in tensors):
-                return any(t.requires_grad for t in tensors if t is not None)
+        states = [v.state for v in specialization.variants.values()]
+        if any(state.requires_grad() for state in states):
+            return True
+        # What was compiled for tells nothing of submodules that were inserted since.
+        if any(state.is_whole() for state in states):
+            return False
         return anything_requires_grad(self.module, ())
 
     def compile(

@@ -152,6 +152,15 @@ class ModuleState:
         """The tensors of now, in the order of :attr:`names`; None where missing."""
         return [owner.get(name) for owner, name in self._slots]
 
+    def requires_grad(self) -> bool:
+        """Whether a tensor that compiled code reads, or has as a constant, requires a gradient."""
+        tensors = [*self.tensors(), *(t for t, *_ in self._constants)]
+        return any(t.requires_grad for t in tensors if t is not None)
+
+    def is_whole(self) -> bool:
+        """Whether all of the module's tensors that forward reads are looked up here."""
+        return all(t is not None for t in self.tensors()) and self._restructured() is None
+
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor of now that has this name, and that an output shares memory with."""
         owner, key = self._found[name]

@@ -131,20 +131,21 @@ class _Run:
     It is made, and runs, in the modes that forward is run in.
     """
 
-    def __init__(self, fakes: _Fakes, foreign_modules: ForeignModules) -> None:
-        self.outside = OutsideReads()
+    def __init__(self, module: nn.Module, fakes: _Fakes, foreign_modules: ForeignModules) -> None:
+        self.outside = OutsideReads(module)
         self.foreign = ForeignTensors(fakes.beside)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
         self.results: list[Any] = []
+        self._module = module
         self._fakes = fakes
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
-    def run(self, module: nn.Module, made: Made) -> pytree.TreeSpec:
+    def run(self, made: Made) -> pytree.TreeSpec:
         """Run forward; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
-        forward = TailWatch(ArgumentWatch(module.forward), differentiated=self._records)
+        forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
         with (
             made,
             self.foreign,
@@ -190,8 +191,8 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
         before = StateBefore(module, fakes.held.values())
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(fakes, others)
-        structure = run.run(module, made)
+        run = _Run(module, fakes, others)
+        structure = run.run(made)
         impure += run.gradient_modes()
         read, after = set(reads), tensors_of(module)
         assigned = values_assigned(module, set(assignments))
@@ -213,7 +214,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
         impure=(*impure, *run.complaints(), *_iterators_among(values)),
         foreign=tuple(run.foreign.found.values()),
         foreign_modules=tuple(others.stateful()),
-        outside=run.outside.values(module),
+        outside=run.outside.values(),
         changes=run.outside.changed(),
         asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
