@@ -71,6 +71,12 @@ class Variant:
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self._records_writes = self._training is not None and self._outputs.writes
 
+    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Variant:
+        """The same code for a deep copy of the module, with counters at zero."""
+        copied = Variant(self.state.rebound(memo), self.compiled, packing)
+        copied.fills_first = self.fills_first and not self.calls
+        return copied
+
     def is_to_be_renewed(self) -> bool:
         """Whether the first call, which forward served itself, has not made the code fit."""
         if not self.fills_first or self.calls:
@@ -202,6 +208,10 @@ class Specialization:
         self.failures: dict[Mode, str] = {}
         self.last_use = 0
 
+    def compiled(self) -> list[tuple[Mode, Variant]]:
+        """The variants of now by mode; another thread may compile one meanwhile."""
+        return list(self.variants.items())
+
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
 
@@ -209,9 +219,9 @@ class Specialization:
         """
         copy = Specialization(self.signature)
         copy.variants = {
-            mode: Variant(v.state.rebound(memo), v.compiled, packing)
-            for mode, v in self.variants.items()
-            if not v.state.replaced()
+            mode: variant.rebound(memo, packing)
+            for mode, variant in self.compiled()
+            if not variant.state.replaced()
         }
         copy.failures = dict(self.failures)
         copy.last_use = self.last_use

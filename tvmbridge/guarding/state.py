@@ -205,9 +205,22 @@ class ModuleState:
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
-        reason = self._restructured()
+        reason = self._restructured() or self._exchanged(tensors, check_grad)
         if reason is not None:
             return reason
+        for alias, name in self._ties:
+            if self.tensor(alias) is not self.tensor(name):
+                return "tied parameters were untied"
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
+                return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
+        value = self.value_changed()
+        return f"{value} changed" if value else None
+
+    def _exchanged(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
+        """In what ``tensors`` are others than the code was compiled for."""
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
@@ -224,16 +237,7 @@ class ModuleState:
                 return "the shape of a parameter or buffer changed"
             if check_grad and tensor.requires_grad is not requires_grad:
                 return "requires_grad of a parameter changed"
-        for alias, name in self._ties:
-            if self.tensor(alias) is not self.tensor(name):
-                return "tied parameters were untied"
-        for constant, signs, requires_grad in self._constants:
-            if _written(constant) != signs:
-                return "a tensor that forward has as a constant was written"
-            if check_grad and constant.requires_grad is not requires_grad:
-                return "requires_grad of a tensor that forward has as a constant changed"
-        value = self.value_changed()
-        return f"{value} changed" if value else None
+        return None
 
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
