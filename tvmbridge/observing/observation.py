@@ -45,6 +45,7 @@ from tvmbridge.observing.leaks import (
     saved_without_circles,
 )
 from tvmbridge.observing.outside import OutsideReads
+from tvmbridge.observing.settings import settings_kept
 from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
@@ -143,10 +144,10 @@ def _observe(
             QuestionWatch() as questions,
             others.noticing_new_ones(),
             outside.collecting(),
+            settings_kept() as settings,
         ):
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
-        if torch.is_grad_enabled() != needs_grad:
-            impure.append("leaves another gradient mode than it found")
+            impure += [f"leaves {name} changed" for name in settings.changed()]
         if not needs_grad and any(getattr(r, "grad_fn", None) is not None for r in results):
             impure.append("turns gradients on where they are off, for what it returns")
         read, after = set(reads), tensors_of(module)
