@@ -101,7 +101,7 @@ def special_operators() -> dict[str, Any]:
 
 
 # Beside those that OpInfo has among its elementwise operators.
-_LOCAL = frozenset({"addcdiv", "addcmul", "lerp", "masked_fill", "nn.functional.pad", "where"})
+_LOCAL = frozenset({"addcdiv", "masked_fill", "nn.functional.pad", "where"})
 
 # The one or the other of two equal numbers is the result: 0.0 or -0.0, told by the instruction.
 _CHOOSING = frozenset({"clamp", "clamp_max", "clamp_min", "max", "maximum", "min", "minimum"})

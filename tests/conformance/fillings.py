@@ -34,8 +34,8 @@ class Filling:
 
     @property
     def overflows(self) -> bool:
-        """Whether sums of its values may have no number in their dtype."""
-        return bool(_HUGE & set(self.kinds))
+        """Whether sums, products or quotients of its values may have no number in their dtype."""
+        return bool({*_HUGE, "tiny"} & set(self.kinds))
 
 
 _HUGE = frozenset({"largest", "lowest"})

@@ -68,9 +68,9 @@ MADE: tuple[Made, ...] = (
     Made("powers", expressions.POWERS, _FLOATS, local=True),
     Made("reductions", expressions.REDUCTIONS, _FLOATS),
     Made("pairs", expressions.PAIRS, _FLOATS, count=2),
-    Made("reduced scatters", expressions.REDUCE, _FLOATS, count=2),
+    Made("scatter_reductions", expressions.REDUCE, _FLOATS, count=2),
     Made("integers", integer_expressions.INTEGER, _INTEGERS, gradient=False),
     Made(
-        "pairs of integers", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False
+        "integer_pairs", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False
     ),
 )
