@@ -213,7 +213,8 @@ def _within_what_eager_is_off(
         return near & ~zeros & ~exact
     edge = torch.finfo(ours.dtype).max / 16
     overflown = ~(wide.abs() < edge).all(0) & ~(ours.abs() < edge)
-    return near | (overflown if strict.overflow else False)
+    unsettled = wide.isfinite().any(0) & ~wide.isfinite().all(0)
+    return near | (overflown | unsettled if strict.overflow else False)
 
 
 def _equal_small(answer: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
