@@ -163,12 +163,16 @@ POWERS: tuple[Expression, ...] = tuple(
     for function in (lambda x, n=n: x**n, lambda x, n=n: n**x)
 )
 
-PAIRS: tuple[Expression, ...] = (
+# Their gradients are differences of what is nearly equal: told by the order of products alone.
+CANCELLED: tuple[Expression, ...] = (
     lambda x, y: (x + y) - y,
     lambda x, y: (x * y) / y,
     lambda x, y: (x / y) * y,
     lambda x, y: x * y - y * x,
     lambda x, y: (x - y).abs() - (y - x).abs(),
+)
+
+PAIRS: tuple[Expression, ...] = (
     lambda x, y: torch.maximum(x, y) + torch.minimum(x, y),
     lambda x, y: torch.where(x < y, x, y),
     lambda x, y: torch.where(x.isnan(), y, x / y),

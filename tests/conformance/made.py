@@ -67,10 +67,9 @@ MADE: tuple[Made, ...] = (
     Made("numbers", expressions.NUMBERS, _FLOATS, local=True),
     Made("powers", expressions.POWERS, _FLOATS, local=True),
     Made("reductions", expressions.REDUCTIONS, _FLOATS),
+    Made("cancelled", expressions.CANCELLED, _FLOATS, count=2, gradient=False),
     Made("pairs", expressions.PAIRS, _FLOATS, count=2),
     Made("scatter_reductions", expressions.REDUCE, _FLOATS, count=2),
     Made("integers", integer_expressions.INTEGER, _INTEGERS, gradient=False),
-    Made(
-        "integer_pairs", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False
-    ),
+    Made("integer_pairs", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False),
 )
