@@ -212,7 +212,8 @@ def _within_what_eager_is_off(
         exact = torch.stack([_equal_small(answer, known[0]) for answer in known]).all(0)
         return near & ~zeros & ~exact
     edge = torch.finfo(ours.dtype).max / 16
-    overflown = ~(wide.abs() < edge).all(0) & ~(ours.abs() < edge)
+    beyond = ~(wide.abs() < edge).all(0) | (strict.magnitude > edge)
+    overflown = beyond & ~(ours.abs() < edge)
     unsettled = wide.isfinite().any(0) & ~wide.isfinite().all(0)
     return near | (overflown | unsettled if strict.overflow else False)
 
