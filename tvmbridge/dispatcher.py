@@ -24,6 +24,7 @@ from tvmbridge.guarding.forwards import (
     rebound,
     with_own_forward,
 )
+from tvmbridge.guarding.hooks import hooked_submodule
 from tvmbridge.guarding.mode import Mode
 from tvmbridge.guarding.plain import unusual_in
 from tvmbridge.guarding.state import ModuleState, StandsForForward
@@ -155,6 +156,8 @@ class Dispatcher(StandsForForward):
             unusual = unusual_in(self.module)
             if unusual is not None:
                 return unusual
+            if hooked_submodule(self.module) is not None:
+                return "a submodule has hooks"
             if mode not in specialization.variants and mode not in specialization.failures:
                 try:
                     self.compile(specialization, mode, args, kwargs)

@@ -13,26 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 
 from tvmbridge.guarding.guard import ValueGuard
+from tvmbridge.guarding.hooks import GLOBAL_HOOKS, HOOKS
 from tvmbridge.guarding.plain import PLAIN
 from tvmbridge.libraries import acts
 from tvmbridge.observing.contents import MISSING
 from tvmbridge.types import CapturedGraph, InputKind
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-# Of every module in the process; the dispatched module's own call runs them, but its submodules
-# are not called.
-_GLOBAL_HOOKS = tuple(
-    getattr(nn_module, f"_global{name}")
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-)
 _HELD = ("_parameters", "_buffers", "_modules")
 
 _REPLACED = "a submodule was replaced"
@@ -115,8 +103,8 @@ class ModuleState:
         children = self._modules[1:]
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
-        self._hooks = [dict_of(m, name) for m in children for name in _HOOKS if name in m.__dict__]
-        self._hooks += _GLOBAL_HOOKS if children else ()
+        self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
+        self._hooks += GLOBAL_HOOKS if children else ()
 
     def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
         """The same expectations of a deep copy of the module, found through the copy's ``memo``.

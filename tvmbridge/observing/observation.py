@@ -38,6 +38,7 @@ from tvmbridge.observing.leaks import (
     saved_without_circles,
 )
 from tvmbridge.observing.outside import OutsideReads
+from tvmbridge.observing.settings import settings_kept
 from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
@@ -137,6 +138,7 @@ class _Run:
         self.views = ViewWatch()
         self.questions = QuestionWatch()
         self.results: list[Any] = []
+        self._left_changed: list[str] = []
         self._module = module
         self._fakes = fakes
         self._foreign_modules = foreign_modules
@@ -153,19 +155,13 @@ class _Run:
             self.questions,
             self._foreign_modules.noticing_new_ones(),
             self.outside.collecting(),
+            settings_kept() as settings,
         ):
             self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
+            self._left_changed = settings.changed()
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
             self.questions.asks.add(Question.INFERENCE)
         return structure
-
-    def gradient_modes(self) -> Iterator[str]:
-        """What forward does with the modes of autograd; nothing else may have set them since."""
-        if torch.is_grad_enabled() != self._records:
-            yield "leaves another gradient mode than it found"
-        recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
-        if recorded and not self._records:
-            yield "turns gradients on where they are off, for what it returns"
 
     def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
         """What its results share memory with; ``after`` are the module's tensors of now."""
@@ -174,7 +170,11 @@ class _Run:
 
     def complaints(self) -> list[str]:
         """What it asked, read or would have differentiated and compiled code cannot."""
-        found = [*self.questions.complaints, *self.outside.complaints]
+        found = [f"leaves {name} changed" for name in self._left_changed]
+        recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
+        if recorded and not self._records:
+            found.append("turns gradients on where they are off, for what it returns")
+        found += [*self.questions.complaints, *self.outside.complaints]
         return found + (self.foreign.without_gradient() if self._records else [])
 
 
@@ -193,7 +193,6 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
             noted_so_far.clear()
         run = _Run(module, fakes, others)
         structure = run.run(made)
-        impure += run.gradient_modes()
         read, after = set(reads), tensors_of(module)
         assigned = values_assigned(module, set(assignments))
         writes = before.written()

@@ -30,6 +30,7 @@ from tvmbridge.observing.contents import (
     same_value,
     state_of,
 )
+from tvmbridge.observing.definitions import Codes, exactly, named, of_class
 from tvmbridge.observing.executed import Executed, executed_functions
 from tvmbridge.observing.mentions import Mention, Origin
 from tvmbridge.observing.places import Cells, Place, bind, places
@@ -116,9 +117,10 @@ class OutsideReads:
         classes = {type(m) for m in modules}
         classes |= {type(v) for m in modules for v in vars(m).values()}
         classes |= {type(f.holder.get(f.name, None)) for f in self._values.values()}
-        for found in _of_classes(classes, self._names):
+        for found in _of_classes(classes, self._names | {"forward"}):
             self._values.setdefault(found.key, found)
-        return tuple(self._values.values())
+        codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
+        return (*self._values.values(), codes)
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was found; generators of random numbers are put back."""
@@ -178,6 +180,7 @@ def _of_classes(classes: Iterable[type], names: set[str]) -> Iterator[OutsideVal
             if _is_data(cls.__dict__[name]):
                 label = f"{cls.__name__}.{name}"
                 yield _watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
+        yield from of_class(cls, names)
 
 
 def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
@@ -188,14 +191,11 @@ def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     of_torch = bool(before) and before[-1].value is torch
     if found is None and not of_torch and (_is_data(place.value) or _is_object(place.value)):
         found = _watched(place)
-    if found is None:
-        return
-    yield found
-    for each in before:
+    ends = [found] if found is not None else list(named(passed))
+    yield from ends
+    for each in before if ends else ():
         if not isinstance(each.value, types.ModuleType):
-            yield OutsideValue(
-                each.holder, each.name, each.label, each.value, each.key, itself=True
-            )
+            yield exactly(each)
 
 
 class _State:
