@@ -27,7 +27,6 @@ from tvmbridge.memory.layouts import Strides, output_layouts
 from tvmbridge.memory.packing import Packing
 from tvmbridge.observing.staging import staged
 from tvmbridge.options import CompileOptions
-from tvmbridge.passes.base import shared_results
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
 from tvmbridge.records import Coverage, Library
 from tvmbridge.records.library import EMPTY
@@ -275,9 +274,9 @@ def build_lowered(
         loaded=loaded,
         target=lowered.target,
         num_outputs=lowered.num_outputs,
-        copied_outputs=shared_results(mod, "forward", lowered.num_outputs)
+        copied_outputs=built.shared["forward"].intersection(range(lowered.num_outputs))
         | shared_residuals(mod, layouts.outputs, lowered.num_outputs),
-        copied_gradients=(frozenset() if parts is None else shared_results(mod, "backward")),
+        copied_gradients=frozenset() if parts is None else built.shared["backward"],
         layouts=layouts,
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
