@@ -18,7 +18,7 @@ torch.cat([{x}.flatten()[:1], {x}.flatten()])[1:].view({x}.shape)|{x}[None].clon
 # Other tensors for the same argument.
 OTHERS = """{x}.detach()|{x} * 1|{x}.detach().requires_grad_()|{x}.float()|{x}.double()|{x}.half()
 {x}[..., None]|{x}[0]|{x}.view({x}.shape)|{x}.clone()|{y}|{y}.expand_as({x})|{x}[..., :1]
-nn.Parameter({x}.detach())|{x}.tolist()|None|1.5|{y}.detach()|{x}.detach().numpy()|{x}.to(torch.int64)""".replace(
+nn.Parameter({x}.detach())|{x}.tolist()|None|1.5|{y}.detach()|{x}.to(torch.int64)""".replace(
     "\n", "|"
 ).split("|")
 

@@ -54,9 +54,9 @@ THEMES: dict[str, list[Family]] = {
 
 REGIONS = {
     "quiet": [
-        "torch.no_grad()",
+        *["torch.no_grad()"] * 6,
         "torch.set_grad_enabled(False)",
-        "torch.enable_grad()",
+        "torch.set_grad_enabled(self.training)",
         "torch.no_grad(), torch.enable_grad()",
         "torch.inference_mode()",
     ],
@@ -135,7 +135,8 @@ def _returned(draw: st.DrawFn, author: Author) -> str:
     """What nothing read, and now and then other things, in a structure."""
     inputs = [x.name for x in author.leaves if x.kind == "input" and x.is_tensor]
     made = [name for name in author.names if name.startswith("v")] or inputs
-    chosen = [name for name in reversed(made) if name not in author.used][:3] or made[-1:]
+    # All of them: compiled code leaves out what nobody reads, and what it would raise.
+    chosen = [name for name in reversed(made) if name not in author.used] or made[-1:]
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
         template = draw(st.sampled_from(EXTRAS))
         chosen.append(
