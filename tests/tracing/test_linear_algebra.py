@@ -62,5 +62,5 @@ def test_results_gradients_and_errors_are_those_of_eager_pytorch(batch: tuple[in
         with pytest.raises(type(expected.value)) as raised:
             module(*bad)
         assert str(expected.value) in str(raised.value)
-    assert dispatch_report(module).tvm_calls == 2 + len(FUNCTIONS) - 1
+    assert dispatch_report(module).tvm_calls == 2  # what raises is not counted
     assert not dispatch_report(module).fallbacks
