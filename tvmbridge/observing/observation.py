@@ -64,7 +64,8 @@ class Observation:
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
     ``assigned`` are those that it gives a constant value before it may read them, with that value;
     ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
-    ``rebound`` are the buffers that it exchanges for others rather than writing into them.
+    ``rebound`` are the buffers that it exchanges for others rather than writing into them, with the
+    strides of those.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
@@ -78,7 +79,7 @@ class Observation:
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
     sharing: Sharing
-    rebound: frozenset[str]
+    rebound: Mapping[str, tuple[int, ...] | None]
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
@@ -160,6 +161,7 @@ def _observe(
         rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
         refuse_exchanged(rebound, results, sharing)
         strides = tuple(map(dense_strides, results))
+        exchanged = {n: dense_strides(after[n]) for n in rebound}
         if any(isinstance(t, torch.Tensor) and t.is_inference() for t in results):
             questions.asks.add(Question.INFERENCE)
     impure += [*questions.complaints, *outside.complaints]
@@ -175,7 +177,7 @@ def _observe(
         writes,
         returned,
         sharing,
-        frozenset(rebound),
+        exchanged,
         tuple(impure),
         tuple(foreign.found.values()),
         tuple(others.stateful()),
