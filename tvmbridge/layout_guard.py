@@ -27,7 +27,6 @@ from tvmbridge.tracing.standins import without_inference_tensors
 from tvmbridge.turns import compiling
 from tvmbridge.types import InputKind, OutputKind
 
-_OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
 _SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
 # Of more layouts than that calls are not served: observing each would take longer than its call.
 _MAX_LAYOUTS = 64
@@ -50,7 +49,7 @@ class LayoutGuard:
         self._state = state
         self._compiled = compiled
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
-        held = [d for d in captured.inputs if d.kind in _OF_MODULE]
+        held = [d for d in captured.inputs if d.kind.is_of_module]
         # Random numbers stand in the order of memory, which follows that of the inputs.
         noise = bool(captured.noise)
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]

@@ -23,10 +23,9 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.borders import inside, is_border
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 
 @dataclass(frozen=True)
@@ -34,19 +33,11 @@ class RemoveBorders(RelaxPass):
     """Replace each border by what it hands on."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        removed = map_functions(mod, lambda f: _BorderMutator(report).visit_expr(f))
+        def inside_of(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:
+            if not is_border(call):
+                return call
+            report.rewrote()
+            return inside(call)
+
+        removed = map_calls(mod, inside_of)
         return removed if report.rewrites else mod
-
-
-@mutator
-class _BorderMutator(PyExprMutator):
-    def __init__(self, report: PassReport) -> None:
-        super().__init__()
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if not is_border(call):
-            return call
-        self.report.rewrote()
-        return inside(call)

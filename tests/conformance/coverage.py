@@ -9,6 +9,7 @@ from typing import Any
 from torch.testing._internal import common_methods_invocations
 
 from tests.conformance.extras import EXTRAS
+from tests.conformance.made import MADE
 
 # Random operators are wrapped to seed the generator themselves, which no capture can follow.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
@@ -90,6 +91,12 @@ def operators() -> dict[str, Any]:
     """The covered operators by full name, those that OpInfo lacks behind the others."""
     covered = [op for op in common_methods_invocations.op_db if is_covered(op)]
     return {full_name(op): op for op in (*covered, *EXTRAS)}
+
+
+@functools.cache
+def special_operators() -> dict[str, Any]:
+    """The covered operators, and those that are made for special values."""
+    return {**operators(), **{full_name(op): op for op in MADE}}
 
 
 def left_out() -> Counter[str]:

@@ -60,8 +60,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
-        kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
-        inputs = [d for d in captured.inputs if d.kind in kinds]
+        inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
         self._expected = [
             (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
@@ -153,6 +152,15 @@ class ModuleState:
         """The tensors of now, in the order of :attr:`names`; None where missing."""
         return [owner.get(name) for owner, name in self._slots]
 
+    def requires_grad(self) -> bool:
+        """Whether a tensor that compiled code reads, or has as a constant, requires a gradient."""
+        tensors = [*self.tensors(), *(t for t, *_ in self._constants)]
+        return any(t.requires_grad for t in tensors if t is not None)
+
+    def is_whole(self) -> bool:
+        """Whether all of the module's tensors that forward reads are looked up here."""
+        return all(t is not None for t in self.tensors()) and self._restructured() is None
+
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor of now that has this name, and that an output shares memory with."""
         owner, key = self._found[name]
@@ -197,9 +205,22 @@ class ModuleState:
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
-        reason = self._restructured()
+        reason = self._restructured() or self._exchanged(tensors, check_grad)
         if reason is not None:
             return reason
+        for alias, name in self._ties:
+            if self.tensor(alias) is not self.tensor(name):
+                return "tied parameters were untied"
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
+                return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
+        value = self.value_changed()
+        return f"{value} changed" if value else None
+
+    def _exchanged(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
+        """In what ``tensors`` are others than the code was compiled for."""
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
@@ -216,16 +237,7 @@ class ModuleState:
                 return "the shape of a parameter or buffer changed"
             if check_grad and tensor.requires_grad is not requires_grad:
                 return "requires_grad of a parameter changed"
-        for alias, name in self._ties:
-            if self.tensor(alias) is not self.tensor(name):
-                return "tied parameters were untied"
-        for constant, signs, requires_grad in self._constants:
-            if _written(constant) != signs:
-                return "a tensor that forward has as a constant was written"
-            if check_grad and constant.requires_grad is not requires_grad:
-                return "requires_grad of a tensor that forward has as a constant changed"
-        value = self.value_changed()
-        return f"{value} changed" if value else None
+        return None
 
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
