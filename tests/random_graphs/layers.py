@@ -26,7 +26,7 @@ nn.ConvTranspose2d({c}, 2, 2)
 nn.AdaptiveAvgPool2d(1)|nn.Sequential(nn.Conv2d({c}, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
 nn.Upsample(scale_factor=2)""".replace("\n", "|").split("|")
 
-CAST = {"float64": ".double()", "float32": ""}
+CAST = {"float64": ".double()", "float32": "", "bfloat16": ".bfloat16()"}
 
 
 def layer(draw: st.DrawFn, author: Author) -> Candidate | None:

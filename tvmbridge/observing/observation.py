@@ -57,7 +57,8 @@ class Observation:
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
     ``assigned`` are those that it gives a constant value before it may read them, with that value;
     ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
-    ``rebound`` are the buffers that it exchanges for others rather than writing into them.
+    ``rebound`` are the buffers that it exchanges for others rather than writing into them, with the
+    strides of those.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
@@ -71,7 +72,7 @@ class Observation:
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
     sharing: Sharing
-    rebound: frozenset[str]
+    rebound: Mapping[str, tuple[int, ...] | None]
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
@@ -202,6 +203,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
         rebound = before.rebound(after)
         refuse_exchanged(rebound, run.results, sharing)
         strides = tuple(map(dense_strides, run.results))
+        exchanged = {name: dense_strides(after[name]) for name in rebound}
     values = values_read(module, read)
     return Observation(
         values=values,
@@ -209,7 +211,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
         writes=writes,
         structure=structure,
         sharing=sharing,
-        rebound=frozenset(rebound),
+        rebound=exchanged,
         impure=(*impure, *run.complaints(), *_iterators_among(values)),
         foreign=tuple(run.foreign.found.values()),
         foreign_modules=tuple(others.stateful()),

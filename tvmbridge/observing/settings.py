@@ -38,6 +38,12 @@ def _default_device() -> Any:
     return None if context is None else context.device
 
 
+def _put_grad_mode(mode: bool) -> None:
+    # Unseen by those who watch what forward does.
+    with _C.DisableTorchFunction():
+        torch.set_grad_enabled(mode)
+
+
 def _deterministic() -> tuple[bool, bool]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled(), warns
@@ -51,7 +57,7 @@ _SETTINGS = (
     _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     _Setting("the default device", _default_device, torch.set_default_device),
     _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    _Setting("the gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    _Setting("the gradient mode", torch.is_grad_enabled, _put_grad_mode),
     _Setting("inference mode", torch.is_inference_mode_enabled, lambda _: None),
     _Setting(
         "deterministic algorithms",
@@ -141,9 +147,10 @@ def settings_kept() -> Iterator[Settings]:
     """Settings are as before afterwards, whatever runs within it."""
     settings = Settings()
     try:
-        infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         # What is entered within it ends with it; it says of gradients what it thinks best.
-        with _C._InferenceMode(infers), torch.set_grad_enabled(records):
+        infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        with _C._InferenceMode(infers):
+            _put_grad_mode(records)
             yield settings
     finally:
         settings.restore()
