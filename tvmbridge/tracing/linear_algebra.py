@@ -1,8 +1,8 @@
 """Linear algebra that raises for some values, such as the inverse of a singular matrix.
 
-``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a check
-of that, which a trace takes for an effect. While a module is traced the check is an operator that
-the result passes through; it raises what PyTorch raises.
+``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a
+check of that, which a trace takes for an effect. While a module is traced the check is an operator
+that the result passes through; it raises what PyTorch raises.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def _cholesky(A: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
 def _lu_factor(A: torch.Tensor, *, pivot: bool = True) -> Any:
     result, pivots, failed = torch.linalg.lu_factor_ex(A, pivot=pivot)
     passed = [_passed(each, failed, "torch.linalg.lu_factor", A) for each in (result, pivots)]
-    return torch.return_types.linalg_lu_factor(passed)
+    return torch.return_types.linalg_lu_factor(passed)  # type: ignore[attr-defined]
 
 
 def _ldl_factor(A: torch.Tensor, *, hermitian: bool = False) -> Any:
     result, pivots, failed = torch.linalg.ldl_factor_ex(A, hermitian=hermitian)
     passed = [_passed(each, failed, "torch.linalg.ldl_factor", A) for each in (result, pivots)]
-    return torch.return_types.linalg_ldl_factor(passed)
+    return torch.return_types.linalg_ldl_factor(passed)  # type: ignore[attr-defined]
 
 
 def _power(A: torch.Tensor, n: int) -> torch.Tensor:
