@@ -139,8 +139,7 @@ class Evaluator:
 
         TVM's simplifier multiplies out chains of bound variables, floating ones too: the time grows
         exponentially with the length of a chain, and ``(x + y) - y`` is found to be ``x``. It
-        does not
-        look behind a read.
+        does not look behind a read.
         """
         cell = tirx.decl_buffer([integer(self.lane.count)], dtype, f"{hint}_cell")
         self.cells.append(tirx.AllocBuffer(cell))
