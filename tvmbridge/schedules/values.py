@@ -89,8 +89,7 @@ class Evaluator:
     """Builds the statements and the expression for elements of stages at given indices.
 
     ``stored`` are the buffers that lie in memory; ``places`` redirects reads of a buffer (a row
-    kept in
-    a local buffer, a value held in a scalar).
+    kept in a local buffer, a value held in a scalar).
     """
 
     def __init__(
