@@ -209,7 +209,7 @@ class Dispatcher(StandsForForward):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with compiling(), tracing_here(), undisturbed():
+        with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)
