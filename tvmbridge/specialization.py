@@ -229,6 +229,7 @@ class Variant:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
         self.state.assign()
+        self.state.renew_weights()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
         for name, alias in self._rebound_views:

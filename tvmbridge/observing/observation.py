@@ -49,6 +49,7 @@ from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing.functions import run_on_fakes
+from tvmbridge.tracing.old_norms import normed_weights, shared_with
 from tvmbridge.tracing.standins import (
     tensors_of,
     tensors_replaced,
@@ -69,6 +70,7 @@ class Observation:
     are not its own. ``kept``: a tensor that it made outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
+    ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
     ``strides`` are those of what it returns; see :func:`tvmbridge.memory.layouts.dense_strides`.
     """
 
@@ -86,6 +88,7 @@ class Observation:
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
+    normed: tuple[str, ...] = ()
 
 
 def observe(
@@ -149,9 +152,15 @@ def _observe(
             impure.append("leaves another gradient mode than it found")
         if not needs_grad and any(getattr(r, "grad_fn", None) is not None for r in results):
             impure.append("turns gradients on where they are off, for what it returns")
-        read, after = set(reads), tensors_of(module)
+        weights = normed_weights(module)
+        read = set(reads)
+        after = {name: t for name, t in tensors_of(module).items() if name not in weights}
         assigned = values_assigned(module, set(assignments))
         writes = written(before, snapshot(module))
+        normed = tuple(name for name in writes if name in weights)
+        shared = shared_with(normed, module, results)
+        if shared is not None:
+            impure.append(f"returns {shared}, which a hook has made")
         inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
         sharing = aliases_of(results, inputs, after, views if needs_grad else None)
         if wrote(_all_tensors(module), versions, writable):
@@ -171,7 +180,7 @@ def _observe(
     return Observation(
         values,
         assigned,
-        writes,
+        tuple(name for name in writes if name not in normed),
         returned,
         sharing,
         frozenset(rebound),
@@ -182,6 +191,7 @@ def _observe(
         changes=outside.changed(),
         asks=frozenset(questions.asks | outside.asks),
         strides=strides,
+        normed=normed,
     )
 
 
