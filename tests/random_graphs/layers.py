@@ -33,7 +33,9 @@ def layer(draw: st.DrawFn, author: Author) -> Candidate | None:
     """A layer, a new one or an earlier one again."""
     dtype = author.dtype
     a = pick(
-        draw, author, lambda v: floating(v) and 0 < v.dim() < 5 and str(v.dtype) == f"torch.{dtype}"
+        draw,
+        author,
+        lambda v: v.numel() > 0 and 0 < v.dim() < 5 and str(v.dtype) == f"torch.{dtype}",
     )
     if a is None:
         return None
