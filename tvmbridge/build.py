@@ -9,7 +9,7 @@ from typing import Any
 import tvm
 from tvm import relax, te
 
-from tvmbridge.errors import BuildError
+from tvmbridge.errors import BuildError, first_line
 from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.legalize.fences import fence_arithmetic
@@ -49,7 +49,7 @@ def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
         resolved = tvm.target.Target(target)
     except Exception as error:
         raise BuildError(
-            f"TVM does not know the target {target!r}: {str(error).splitlines()[0]}; "
+            f"TVM does not know the target {target!r}: {first_line(error)}; "
             'use "llvm" or None for this machine\'s CPU'
         ) from error
     if resolved.kind.name != "llvm":
