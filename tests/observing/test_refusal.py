@@ -127,3 +127,19 @@ def test_a_dispatched_module_is_not_scripted() -> None:
     module = tvmbridge.add_tvm_dispatch(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
     with pytest.raises(BridgeError, match=r"torch\.jit\.script cannot read.*remove_tvm_dispatch"):
         torch.jit.script(module)
+
+
+def test_hooks_of_submodules_are_refused_and_not_called() -> None:
+    calls: list[Any] = []
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    handle = module[0].register_forward_hook(lambda *given: calls.append(given))
+    with pytest.raises(CaptureError, match="its submodule 0 has hooks, which compiled code"):
+        tvmbridge.add_tvm_dispatch(module, x)
+    assert not calls
+    handle.remove()
+    tvmbridge.add_tvm_dispatch(module, x)
+    module[0].register_forward_hook(lambda *given: calls.append(given))
+    with torch.no_grad():  # another mode, for which nothing is compiled yet
+        module(x)
+    assert len(calls) == 1
+    assert tvmbridge.dispatch_report(module).fallbacks == {"a submodule has hooks": 1}
