@@ -37,8 +37,8 @@ class Leaf:
         name: ``x0`` for an input, ``p0`` for a parameter, ``b0`` for a buffer, ...
         kind: *input*, *parameter* or *buffer*.
         values: *grid* (multiples of a quarter, so that ties are exact), *normal*, *special* (with
-            NaN and infinities), *mask*, *index* (0 and 1), *number* or *list* (arguments
-            that are no tensors: the call says what they are).
+            NaN and infinities), *mask*, *index* and *count* (0 and 1), *number* or *list* (no
+            tensors: the call says what they are).
         tied: the parameter of which this is another name.
     """
 
@@ -64,7 +64,7 @@ class Leaf:
 
         if self.values == "mask":
             return integers(0, 2).bool()
-        if self.values == "index":
+        if self.values in ("index", "count"):
             return integers(0, 2)
         if self.values == "grid":
             numbers = integers(-8, 9).double() / 4

@@ -31,11 +31,13 @@ _PARTS: tuple[Callable[[Any], Any], ...] = tuple(
 
 
 def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
-    """The function or class at the end of a mention: that very one.
+    """The function or class that a mention ends at, or a class whose method it is: that very one.
 
     Those of PyTorch itself and of Python's library are left out.
     """
     *before, place = passed
+    if before and isinstance(before[-1].value, type):
+        *before, place = before
     owner = before[-1].value if before else None
     package = owner.__name__ if isinstance(owner, types.ModuleType) else ""
     if package == "torch" or package.partition(".")[0] in sys.stdlib_module_names:

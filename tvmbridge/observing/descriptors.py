@@ -64,10 +64,11 @@ def describe_inputs(
             kind = InputKind.BUFFER
         if kind is InputKind.CONSTANT:
             tensor = program.constants[spec.target or ""]
-            if tensor.numel() and tensor.data_ptr() in owned:
-                raise NotApartError(f"forward reaches {owned[tensor.data_ptr()]} past the module")
             target = named.get(id(tensor))
             if target is None:
+                if tensor.numel() and tensor.data_ptr() in owned:
+                    reached = owned[tensor.data_ptr()]
+                    raise NotApartError(f"forward reaches {reached} past the module")
                 constants[spec.arg.name] = tensor
             else:
                 kind = InputKind.ATTRIBUTE

@@ -43,6 +43,7 @@ from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing.functions import run_on_fakes
+from tvmbridge.tracing.old_norms import normed_weights, shared_with
 from tvmbridge.tracing.standins import (
     tensors_of,
     tensors_replaced,
@@ -64,6 +65,7 @@ class Observation:
     are not its own. ``kept``: a tensor that it made outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
+    ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
     ``strides`` are those of what it returns; see :func:`tvmbridge.memory.layouts.dense_strides`.
     """
 
@@ -81,6 +83,7 @@ class Observation:
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
+    normed: tuple[str, ...] = ()
 
 
 def observe(
@@ -194,9 +197,15 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
             noted_so_far.clear()
         run = _Run(module, fakes, others)
         structure = run.run(made)
-        read, after = set(reads), tensors_of(module)
+        weights = normed_weights(module)
+        read = set(reads)
+        after = {name: t for name, t in tensors_of(module).items() if name not in weights}
         assigned = values_assigned(module, set(assignments))
         writes = before.written()
+        normed = tuple(name for name in writes if name in weights)
+        shared = shared_with(normed, module, run.results)
+        if shared is not None:
+            impure.append(f"returns {shared}, which a hook has made")
         sharing = run.sharing(after)
         if before.has_written_other_tensors(_all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
@@ -208,7 +217,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
     return Observation(
         values=values,
         assigned=assigned,
-        writes=writes,
+        writes=tuple(name for name in writes if name not in normed),
         structure=structure,
         sharing=sharing,
         rebound=exchanged,
@@ -219,6 +228,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
         changes=run.outside.changed(),
         asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
+        normed=normed,
     )
 
 

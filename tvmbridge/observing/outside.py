@@ -40,6 +40,8 @@ from tvmbridge.tracing.standins import copied_values
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 # Tracing switches them off meanwhile.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
+# Methods that PyTorch calls: of modules, and of autograd's functions.
+_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
     {
@@ -70,6 +72,7 @@ class OutsideReads:
         }
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names: set[str] = set()
+        self._met: set[type] = set()
         self._cells: list[Cells] = []
         # Code of functions within functions that ran, whose free variables are made at each run.
         self._inner: set[int] = set()
@@ -96,6 +99,7 @@ class OutsideReads:
                 self.asks.add(Question.IDENTITY)
 
     def _look_at(self, passed: Sequence[Place]) -> None:
+        self._met |= {p.value if isinstance(p.value, type) else type(p.value) for p in passed}
         value = passed[-1].value
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
@@ -116,8 +120,7 @@ class OutsideReads:
         modules = list(self._module.modules())
         classes = {type(m) for m in modules}
         classes |= {type(v) for m in modules for v in vars(m).values()}
-        classes |= {type(f.holder.get(f.name, None)) for f in self._values.values()}
-        for found in _of_classes(classes, self._names | {"forward"}):
+        for found in _of_classes(classes | self._met, self._names | _CALLED_BY_TORCH):
             self._values.setdefault(found.key, found)
         codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
         return (*self._values.values(), codes)
