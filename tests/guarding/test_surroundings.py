@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
 
 from tests.dispatch_helpers import eager, make_block, sample
-from tvmbridge import BridgeError, add_tvm_dispatch, capture, dispatch_report
-from tvmbridge.guarding.surroundings import tracing_here
-from tvmbridge.tracing.standins import as_captured
+from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
 
 
 @pytest.fixture(scope="module")
@@ -292,20 +289,3 @@ def test_recording_asked_for_in_inference_mode_records_nothing() -> None:
     with torch.inference_mode(), torch.enable_grad():
         assert module(torch.ones(1, 2)).is_inference()
     assert dispatch_report(module).tvm_calls == 1
-
-
-def test_other_threads_call_while_one_traces_and_trace_after_it(served: nn.Module) -> None:
-    before = dispatch_report(served)
-    x, captured = sample(), []
-    capturing = threading.Thread(target=lambda: captured.append(capture(make_block().eval(), x)))
-    with tracing_here(), as_captured():
-        calling = threading.Thread(target=served, args=(x,))
-        calling.start()
-        calling.join()
-        capturing.start()
-        capturing.join(timeout=2)
-        assert capturing.is_alive()
-    capturing.join()
-    assert len(captured) == 1
-    after = dispatch_report(served)
-    assert (after.tvm_calls, after.fallbacks) == (before.tvm_calls + 1, before.fallbacks)
