@@ -42,8 +42,13 @@ def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     package = owner.__name__ if isinstance(owner, types.ModuleType) else ""
     if package == "torch" or package.partition(".")[0] in sys.stdlib_module_names:
         return
-    if isinstance(place.value, _KINDS):
+    if isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value):
         yield exactly(place)
+
+
+def _is_of_pythons_library(value: Any) -> bool:
+    package = str(getattr(value, "__module__", "")).partition(".")[0]
+    return package in sys.stdlib_module_names
 
 
 def exactly(place: Place) -> OutsideValue:

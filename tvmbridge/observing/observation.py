@@ -7,8 +7,8 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,14 +89,26 @@ class Observation:
 
 
 def observe(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    within: Iterable[AbstractContextManager[Any]] = (),
 ) -> Observation:
-    """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
+    """Run forward on fake tensors with the shapes of the arguments, and note what it does.
+
+    Args:
+        module: whose forward is run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        needs_grad: whether autograd records.
+        within: further contexts, for forward alone.
+    """
     made, outside = Made(), sys.exc_info()[1]
     with collections_put_off():
         try:
             with saved_without_circles():
-                seen = _observe(module, args, kwargs, needs_grad, made)
+                seen = _observe(module, args, kwargs, needs_grad, made, within)
         except BaseException as error:
             release_frames(error, outside)
             made.forget()
@@ -110,6 +122,7 @@ def _observe(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     made: Made,
+    within: Iterable[AbstractContextManager[Any]],
 ) -> Observation:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
@@ -143,7 +156,10 @@ def _observe(
             QuestionWatch() as questions,
             others.noticing_new_ones(),
             outside.collecting(),
+            ExitStack() as further,
         ):
+            for each in within:
+                further.enter_context(each)
             results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
         if torch.is_grad_enabled() != needs_grad:
             impure.append("leaves another gradient mode than it found")
