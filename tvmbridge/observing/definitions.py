@@ -47,8 +47,8 @@ def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
 
 
 def _is_of_pythons_library(value: Any) -> bool:
-    package = str(getattr(value, "__module__", "")).partition(".")[0]
-    return package in sys.stdlib_module_names
+    defined = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    return defined and str(value.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 def exactly(place: Place) -> OutsideValue:
