@@ -161,6 +161,22 @@ def test_another_way_where_forward_is_not_compiled_is_refused() -> None:
     assert not tvmbridge.dispatch_report(module).fallbacks
 
 
+class Recorder:
+    def __init__(self) -> None:
+        self.shapes: list[Any] = []
+
+    def called(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(x.shape)
+        return linear(x)  # type: ignore[no-any-return]
+
+
+def test_a_method_of_an_object_that_takes_notes_is_refused() -> None:
+    recorder = Recorder()
+    with pytest.raises(CaptureError, match="writes function"):
+        tvmbridge.add_tvm_dispatch(Calls(recorder.called), torch.randn(2, 4))
+    assert not recorder.shapes
+
+
 def test_hooks_of_submodules_are_refused_and_not_called() -> None:
     calls: list[Any] = []
     module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import io
 import os
 import random
 import types
@@ -42,8 +43,8 @@ _ABOUT_COMPILERS = (
     torch.compiler.is_exporting,
     torch._utils.is_compiling,
 )
-# Methods that PyTorch calls: of modules, and of autograd's functions.
-_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
+# Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
+_UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
     {
@@ -108,6 +109,8 @@ class OutsideReads:
         value = passed[-1].value
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.complaints.append(f"reads the iterator {passed[-1].label}")
         elif _is_class_of_some_tensors(value):
             self.asks.add(Question.CLASS)
         for found in _values(passed):
@@ -125,7 +128,7 @@ class OutsideReads:
         modules = list(self._module.modules())
         classes = {type(m) for m in modules}
         classes |= {type(v) for m in modules for v in vars(m).values()}
-        for found in _of_classes(classes | self._met, self._names | _CALLED_BY_TORCH):
+        for found in _of_classes(classes | self._met, self._names | _UNNAMED):
             self._values.setdefault(found.key, found)
         codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
         return (*self._values.values(), codes)
