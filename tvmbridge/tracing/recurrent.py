@@ -1,6 +1,7 @@
-"""Recurrent layers, kept whole one layer and one direction at a time.
+"""Recurrent layers, kept whole: all of a stack, or one layer and one direction at a time.
 
-Between the layers of a stack there is dropout, whose masks are drawn outside of compiled code. The
+A stack without a gradient is one operator. In training it is one a layer and direction, and without
+a gradient one a layer where dropout is drawn, for its masks are drawn outside of compiled code. The
 decomposition that comes with PyTorch takes a stack apart into its steps, and without its dropout;
 it stays for calls that no operator of ours stands for.
 """
@@ -68,15 +69,10 @@ def _listed(state: Any) -> list[torch.Tensor]:
 def _with_dropout(whole: Decomposition) -> Decomposition:
     """A stack by ``whole``, which takes stacks without dropout, of one layer after the other."""
 
-    def layer(
-        x: torch.Tensor,
-        state: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        results = whole(x, state, params, has_biases, 1, 0.0, False, bidirectional, False)
-        return _with_states_of(results, state)
+    def layer(*args: Any) -> tuple[torch.Tensor, ...]:
+        *tensors, has_biases, bidirectional = args
+        results = whole(*tensors, has_biases, 1, 0.0, False, bidirectional, False)
+        return _with_states_of(results, args[1])
 
     return _stack_of(layer)
 
@@ -166,22 +162,16 @@ def _without_gradient(function: Any, x: torch.Tensor, state: Any, params: Any, *
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     learned = any(parameter.requires_grad for parameter in params)
 
-    def layers(
-        x: torch.Tensor,
-        state: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        bidirectional: bool,
-        count: int = 1,
-        batch_first: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
+    def layers(*args: Any, count: int = 1, batch_first: bool = False) -> tuple[torch.Tensor, ...]:
+        x, state, params, has_biases, bidirectional = args
         settings = (has_biases, count, bidirectional, batch_first, learned, autocast)
         output, *finals = STACKS[function](x, _listed(state), params, *settings)
         return output.transpose(0, 1) if batch_first else output, *finals
 
     if dropout and train and num_layers > 1:
         return _stack_of(layers)(x, state, params, *flags)
-    return layers(x, state, params, has_biases, bidirectional, num_layers, batch_first)
+    given = (x, state, params, has_biases, bidirectional)
+    return layers(*given, count=num_layers, batch_first=batch_first)
 
 
 _LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
