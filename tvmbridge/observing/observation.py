@@ -214,7 +214,8 @@ def _observe(
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
         stack.enter_context(tensors_replaced(module, fakes.held))
-        before = StateBefore(module, fakes.held.values())
+        # No fakes stand for what objects of other classes hold.
+        before = StateBefore(module, (*fakes.held.values(), *_all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
         run = _Run(module, fakes, others)
