@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules import activation
+from torch.nn.modules import activation, transformer
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.errors import UnsupportedOperatorError
@@ -45,6 +45,8 @@ def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
         stack.enter_context(patched_here(torch.overrides, "has_torch_function", _no))
         stack.enter_context(patched_here(activation, "_is_make_fx_tracing", _no))
         stack.enter_context(patched_here(nn.TransformerEncoder, "forward", _encoder))
+        if _has_plain_layers(module):
+            stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
         for encoder in module.modules():
             own = encoder.__dict__.get("forward")
             if isinstance(own, MethodType) and own.__func__ is _forward:
@@ -56,6 +58,28 @@ def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
 
 def _no(genuine: Any, *args: Any) -> bool:
     return False
+
+
+def _has_plain_layers(module: nn.Module) -> bool:
+    """Whether to every layer of a transformer a causal mask means what the word for it does."""
+    plain = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    stacks = [
+        m for m in module.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder)
+    ]
+    return all(type(layer) in plain for m in stacks for layer in m.layers)
+
+
+def _detected(
+    genuine: Any,
+    mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    size: int | None = None,
+) -> bool:
+    """Whether a mask is causal, as nobody said; a causal mask serves as well as the word for it."""
+    if is_causal is None and mask is not None and not mask.requires_grad:
+        return False
+    known: bool = genuine(mask, is_causal, size)
+    return known
 
 
 class _FusedAttention(TorchFunctionMode):
