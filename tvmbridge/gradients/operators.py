@@ -4,7 +4,8 @@ An operator reaches Relax by a decomposition or a converter, and TVM differentia
 That is PyTorch's derivative for the operators listed here, everywhere: also at kinks, where a side
 is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
 deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
-PyTorch's formula says 0.) Whether Relax has a rule for each of the parts is another question, which
+PyTorch's formula says 0. The backward of its fused attention exponentiates scores again, without the
+row's largest: rows that a mask closes by large numbers get other gradients than softmax has.) Whether Relax has a rule for each of the parts is another question, which
 ``CLAIMED`` answers. Names are without overload and without the underscore of in-place variants.
 """
 
@@ -23,13 +24,13 @@ _MOVES = (
     "scatter scatter_add sort msort take_along_dim topk"
 )
 _ELEMENTWISE = (
-    "abs add addcdiv addcmul cos div erf exp gelu glu lerp log maximum minimum mul native_dropout "
-    "neg pow reciprocal relu rsqrt rsub sigmoid silu sin sqrt sub tanh"
+    "abs add addcmul cos div erf exp gelu log maximum minimum mul native_dropout neg pow "
+    "reciprocal relu rsqrt rsub sigmoid silu sin sqrt sub tanh"
 )
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
 _REDUCTIONS = (
-    "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
-    "cumsum mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
+    "_log_softmax _safe_softmax _softmax amax amin cumsum mean mse_loss native_batch_norm "
+    "native_group_norm native_layer_norm sum trace"
 )
 _WINDOWS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d "
