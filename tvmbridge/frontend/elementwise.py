@@ -85,6 +85,8 @@ def _add_sub(
 ) -> relax.Expr:
     dtype = result_dtype(node)
     subtracts = node.target in (aten.sub.Tensor, aten.sub.Scalar)
+    if subtracts and alpha == -(2**63):
+        raise Declined("the least integer as alpha, which PyTorch negates to itself")
     right = ctx.tensor(b, dtype)
     if alpha != 1:
         right = ctx.emit(relax.op.multiply(right, ctx.tensor(alpha, dtype)))

@@ -14,6 +14,7 @@ from tvmbridge.legalize.powers import SHORT_EXPONENTS, exponent_of
 
 op = relax.op
 
+
 def has_short_form(call: relax.Call) -> bool:
     """Whether ``call``, a ``relax.power``, raises to one of ``SHORT_EXPONENTS``."""
     return exponent_of(call) in SHORT_EXPONENTS
