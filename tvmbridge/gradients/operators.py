@@ -4,8 +4,9 @@ An operator reaches Relax by a decomposition or a converter, and TVM differentia
 That is PyTorch's derivative for the operators listed here, everywhere: also at kinks, where a side
 is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
 deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
-PyTorch's formula says 0. The backward of its fused attention exponentiates scores again, without the
-row's largest: rows that a mask closes by large numbers get other gradients than softmax has.) Whether Relax has a rule for each of the parts is another question, which
+PyTorch's formula says 0. The backward of its fused attention exponentiates the scores anew, by a
+logarithm that has lost all digits in rows which a mask closes by large numbers.) Whether Relax has
+a rule for each of the parts is another question, which
 ``CLAIMED`` answers. Names are without overload and without the underscore of in-place variants.
 """
 

@@ -19,8 +19,18 @@ from tvmbridge.errors import UnsupportedOperatorError
 _REFUSED = "without overflow"
 # A try would draw.
 _DRAWS = frozenset(
-    "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal normal_ random_ randint_like "
-    "uniform_".split()
+    {
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal",
+        "normal_",
+        "random_",
+        "randint_like",
+        "uniform_",
+    }
 )
 
 
