@@ -24,6 +24,7 @@ from tvmbridge.guarding.forwards import (
     rebound,
     with_own_forward,
 )
+from tvmbridge.guarding.hooks import hooked_submodule
 from tvmbridge.guarding.mode import Mode
 from tvmbridge.guarding.plain import unusual_in
 from tvmbridge.guarding.state import ModuleState, StandsForForward
@@ -155,6 +156,8 @@ class Dispatcher(StandsForForward):
             unusual = unusual_in(self.module)
             if unusual is not None:
                 return unusual
+            if hooked_submodule(self.module) is not None:
+                return "a submodule has hooks"
             if mode not in specialization.variants and mode not in specialization.failures:
                 try:
                     self.compile(specialization, mode, args, kwargs)
@@ -165,7 +168,8 @@ class Dispatcher(StandsForForward):
                     )
                     specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
-        return specialization.variants.get(mode) or specialization.failures[mode]
+            # Within, for another thread may be about to compile it again.
+            return specialization.variants.get(mode) or specialization.failures[mode]
 
     def _renewed(
         self,
@@ -177,7 +181,7 @@ class Dispatcher(StandsForForward):
     ) -> Variant | str:
         """The code that the first call has outdated, which filled a cache, compiled again."""
         with compiling():
-            for mode, variant in list(specialization.variants.items()):
+            for mode, variant in specialization.compiled():
                 if variant is outdated:
                     del specialization.variants[mode]
             renewed = self._variant(specialization, leaves, args, kwargs)
@@ -189,10 +193,12 @@ class Dispatcher(StandsForForward):
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
-        for variant in specialization.variants.values():
-            tensors = variant.state.tensors()
-            if all(t is not None for t in tensors):
-                return any(t.requires_grad for t in tensors if t is not None)
+        states = [variant.state for _, variant in specialization.compiled()]
+        if any(state.requires_grad() for state in states):
+            return True
+        # What was compiled for tells nothing of submodules that were inserted since.
+        if any(state.is_whole() for state in states):
+            return False
         return anything_requires_grad(self.module, ())
 
     def compile(

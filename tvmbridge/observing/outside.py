@@ -30,6 +30,7 @@ from tvmbridge.observing.contents import (
     same_value,
     state_of,
 )
+from tvmbridge.observing.definitions import Codes, exactly, named, of_class
 from tvmbridge.observing.executed import Executed, executed_functions
 from tvmbridge.observing.mentions import Mention, Origin
 from tvmbridge.observing.places import Cells, Place, bind, places
@@ -39,6 +40,8 @@ from tvmbridge.tracing.standins import copied_values
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 # Tracing switches them off meanwhile.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
+# Methods that PyTorch calls: of modules, and of autograd's functions.
+_CALLED_BY_TORCH = frozenset({"forward", "backward", "setup_context"})
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
     {
@@ -60,9 +63,16 @@ class OutsideReads:
     ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._classes = {
+            cls: copied_values(_data_of(cls))
+            for cls in {base: None for m in module.modules() for base in type(m).__mro__}
+            if _is_of_users(cls)
+        }
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names: set[str] = set()
+        self._met: set[type] = set()
         self._cells: list[Cells] = []
         # Code of functions within functions that ran, whose free variables are made at each run.
         self._inner: set[int] = set()
@@ -89,6 +99,7 @@ class OutsideReads:
                 self.asks.add(Question.IDENTITY)
 
     def _look_at(self, passed: Sequence[Place]) -> None:
+        self._met |= {p.value if isinstance(p.value, type) else type(p.value) for p in passed}
         value = passed[-1].value
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
@@ -101,18 +112,29 @@ class OutsideReads:
             if any(place.value in _EXCHANGED for place in passed[:-1]):
                 self.complaints.append(f"reads {found.label}, which is exchanged in a trace,")
 
-    def values(self, module: nn.Module) -> tuple[OutsideValue, ...]:
-        """What was collected, and the attributes of the module's classes that are mentioned."""
-        for found in _of_classes({type(m) for m in module.modules()}, self._names):
+    def values(self) -> tuple[OutsideValue, ...]:
+        """What was collected, and the class attributes that are mentioned.
+
+        The classes are those of the module, of its submodules, and of objects that forward reads.
+        """
+        modules = list(self._module.modules())
+        classes = {type(m) for m in modules}
+        classes |= {type(v) for m in modules for v in vars(m).values()}
+        for found in _of_classes(classes | self._met, self._names | _CALLED_BY_TORCH):
             self._values.setdefault(found.key, found)
-        return tuple(self._values.values())
+        codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
+        return (*self._values.values(), codes)
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was found; generators of random numbers are put back."""
         changed = bind(self._cells)
         changed += [value.label for value in self._values.values() if _has_changed(value)]
+        for cls, before in self._classes.items():
+            now = _data_of(cls)
+            written = {n for n in {**before, **now} if not _same(before, now, n)}
+            changed += [f"{cls.__name__}.{name}" for name in written]
         restore_generators(self._values.values())
-        return tuple(changed)
+        return tuple(dict.fromkeys(changed))
 
 
 def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -124,6 +146,15 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _is_class_of_some_tensors(value: Any) -> bool:
     return isinstance(value, type) and value is not torch.Tensor and issubclass(value, torch.Tensor)
+
+
+def _data_of(cls: type) -> dict[str, Any]:
+    held = {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}
+    return {name: value for name, value in held.items() if _is_data(value)}
+
+
+def _same(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    return same_value(before.get(name, MISSING), now.get(name, MISSING))
 
 
 def _has_changed(found: OutsideValue) -> bool:
@@ -146,12 +177,13 @@ def restore_generators(values: Iterable[OutsideValue]) -> None:
 def _of_classes(classes: Iterable[type], names: set[str]) -> Iterator[OutsideValue]:
     """The data among the attributes of users' classes that are called by one of ``names``."""
     for cls in {base: None for c in classes for base in c.__mro__}:
-        if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+        if not _is_of_users(cls):
             continue
         for name in names & cls.__dict__.keys():
             if _is_data(cls.__dict__[name]):
                 label = f"{cls.__name__}.{name}"
                 yield _watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
+        yield from of_class(cls, names)
 
 
 def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
@@ -162,14 +194,11 @@ def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     of_torch = bool(before) and before[-1].value is torch
     if found is None and not of_torch and (_is_data(place.value) or _is_object(place.value)):
         found = _watched(place)
-    if found is None:
-        return
-    yield found
-    for each in before:
+    ends = [found] if found is not None else list(named(passed))
+    yield from ends
+    for each in before if ends else ():
         if not isinstance(each.value, types.ModuleType):
-            yield OutsideValue(
-                each.holder, each.name, each.label, each.value, each.key, itself=True
-            )
+            yield exactly(each)
 
 
 class _State:
@@ -232,11 +261,11 @@ def _reads_setting(value: Any) -> bool:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether ``value`` is a constant, or a container in which there is or may come one.
+    """Whether ``value`` is a constant, a tensor, or a container in which there is or may come one.
 
     Keys of a mapping alone are none: registries of functions have such.
     """
-    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray)):
+    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray, torch.Tensor)):
         return True
     if not isinstance(value, CONTAINERS):
         return False
@@ -245,12 +274,17 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether ``value`` is a plain object of a user's class that holds data."""
+    """Whether ``value`` is a plain object of a user's class, and it or the class holds data."""
     if isinstance(value, CONTAINERS):
         return False
-    package = type(value).__module__.partition(".")[0]
-    if package in sys.stdlib_module_names and type(value) is not types.SimpleNamespace:
+    if isinstance(value, (type, torch.Tensor, nn.Module)):
         return False
-    if isinstance(value, (type, torch.Tensor, nn.Module)) or package in ("torch", "numpy"):
+    if not _is_of_users(type(value)) and type(value) is not types.SimpleNamespace:
         return False
-    return any(map(_is_data, attributes_of(value).values()))
+    of_classes = map(_data_of, filter(_is_of_users, type(value).__mro__))
+    return any(of_classes) or any(map(_is_data, attributes_of(value).values()))
+
+
+def _is_of_users(cls: type) -> bool:
+    package = cls.__module__.partition(".")[0]
+    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names

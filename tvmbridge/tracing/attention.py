@@ -1,4 +1,4 @@
-"""Attention and its softmax taken apart, where a gradient or dropout is to go through them."""
+"""Attention by its definition, where it cannot stay one kernel: its dropout, and its gradient."""
 
 from __future__ import annotations
 
@@ -8,12 +8,6 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-
-
-def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
-    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
-    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    return attention(*args, **kwargs) if dropout_p else NotImplemented
 
 
 def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -55,3 +49,9 @@ def attention(
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)
+
+
+def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
+    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
+    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return attention(*args, **kwargs) if dropout_p else NotImplemented

@@ -14,6 +14,7 @@ from tvmbridge.tracing.empties import FunctionsOfNothing
 from tvmbridge.tracing.extremes import ExtremesOfAll
 from tvmbridge.tracing.fast_paths import fast_paths_taken_apart
 from tvmbridge.tracing.fills import FillsByMask
+from tvmbridge.tracing.linear_algebra import LinearAlgebraChecked
 from tvmbridge.tracing.numbers import NumbersOutOfRange
 from tvmbridge.tracing.promotion import KernelPromotion
 from tvmbridge.tracing.recurrent import RecurrentLayersKeptWhole
@@ -38,6 +39,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         KernelPromotion(),
         FunctionsKeptWhole(),
         ExtremesOfAll(),
+        LinearAlgebraChecked(),
         FillsByMask(),
         FunctionsOfNothing(),
         FunctionsRephrased(),
