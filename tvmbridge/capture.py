@@ -36,7 +36,8 @@ from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
 from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.tracing.functions import functions_replaced
-from tvmbridge.tracing.standins import without_autocast, without_repetitions
+from tvmbridge.tracing.old_norms import NormsPutBack
+from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 
@@ -123,6 +124,7 @@ def capture_staged(
         foreign=seen.foreign,
         outside=seen.outside,
         asks=seen.asks,
+        normed=seen.normed,
     )
 
 
@@ -144,6 +146,7 @@ def _export(
         with (
             torch.set_grad_enabled(needs_grad),
             without_autocast(),
+            without_hooks(module),
             kept_whole_under_autograd(),
             warnings.catch_warnings(),
         ):
@@ -151,7 +154,7 @@ def _export(
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             with DropoutWithoutEffect(), functions_replaced(module):
                 # Only now is forward what is to be traced.
-                watch = ArgumentWatch(module.forward)
+                watch = ArgumentWatch(NormsPutBack(module))
                 tails = TailWatch(watch, differentiated=needs_grad)
                 with watched_forward(module, WithBases(tails, bases)):
                     given, named = without_repetitions((args, dict(kwargs)))

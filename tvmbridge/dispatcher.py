@@ -168,7 +168,8 @@ class Dispatcher(StandsForForward):
                     )
                     specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
-        return specialization.variants.get(mode) or specialization.failures[mode]
+            # Within, for another thread may be about to compile it again.
+            return specialization.variants.get(mode) or specialization.failures[mode]
 
     def _renewed(
         self,
@@ -180,7 +181,7 @@ class Dispatcher(StandsForForward):
     ) -> Variant | str:
         """The code that the first call has outdated, which filled a cache, compiled again."""
         with compiling():
-            for mode, variant in list(specialization.variants.items()):
+            for mode, variant in specialization.compiled():
                 if variant is outdated:
                     del specialization.variants[mode]
             renewed = self._variant(specialization, leaves, args, kwargs)
@@ -192,7 +193,7 @@ class Dispatcher(StandsForForward):
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
-        states = [v.state for v in specialization.variants.values()]
+        states = [variant.state for _, variant in specialization.compiled()]
         if any(state.requires_grad() for state in states):
             return True
         # What was compiled for tells nothing of submodules that were inserted since.

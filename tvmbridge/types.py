@@ -30,6 +30,11 @@ class InputKind(enum.Enum):
     ATTRIBUTE = "attribute"
     CONSTANT = "constant"
 
+    @property
+    def is_of_module(self) -> bool:
+        """Whether it is a tensor that the module holds by a name, looked up at each call."""
+        return self in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+
 
 class OutputKind(enum.Enum):
     """What becomes of a graph output after a call."""
@@ -218,7 +223,8 @@ class CapturedGraph:
     forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
     further user outputs behind all others, from which views among the outputs are made again.
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
-    that the graph is right for inputs like the sample's in that.
+    that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
+    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call.
     """
 
     program: ExportedProgram
@@ -241,6 +247,7 @@ class CapturedGraph:
     bases: tuple[HiddenBase, ...] = ()
     outside: tuple[OutsideValue, ...] = ()
     asks: frozenset[Question] = frozenset()
+    normed: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:

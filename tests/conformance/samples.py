@@ -9,7 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.conformance.case import Case, case_of, variants
-from tests.conformance.coverage import operators
+from tests.conformance.coverage import UNDEFINED_VALUES, operators, special_operators
+from tests.conformance.made import Made
 
 # Eager PyTorch answers an infinity with NaN or not by where in the tensor it stands (gelu), or is
 # never given one (the derivative of softmax).
@@ -29,6 +30,20 @@ _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})
 
 # What they grow a tensor by is whatever the memory held.
 _NOT_GROWN = frozenset({"resize_", "resize_as_"})
+
+# How much memory they take, or read past their tensors, is told by the values of integers.
+_SIZED_BY_VALUES = frozenset(
+    {
+        "_segment_reduce",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+        "bincount",
+        "nn.functional.ctc_loss",
+        "nn.functional.one_hot",
+        "repeat_interleave",
+        "tensor_split",
+    }
+)
 
 
 def _is_defined(name: str, case: Case, gradient: bool) -> bool:
@@ -93,3 +108,15 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
         strided = case_of(f"{case.label} strided", samples[int(case.label)].noncontiguous())
         cases.append(strided)
     return cases
+
+
+def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:
+    """The samples of one operator and dtype that special values may be strewn over."""
+    if name.split(":")[0] in UNDEFINED_VALUES | _SIZED_BY_VALUES:
+        return []
+    torch.manual_seed(0)
+    op = special_operators()[name]
+    samples = op.sample_inputs("cpu", dtype, requires_grad=gradient)
+    plain = [case_of(str(i), sample) for i, sample in enumerate(samples)]
+    ordinary = [case for case in plain if case.ordinary]
+    return ordinary if isinstance(op, Made) else _choose(ordinary, limit)

@@ -101,12 +101,6 @@ def test_the_reason_is_told_by_name(reason: str) -> None:
     assert torch.equal(module.linear.weight, weight)
 
 
-def test_what_to_use_for_an_old_norm_is_told() -> None:
-    module = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
-    with pytest.raises(CaptureError, match=r"0\.weight \(use torch.nn.utils.parametrizations"):
-        tvmbridge.add_tvm_dispatch(module, torch.randn(2, 4))
-
-
 def test_a_tensor_given_twice_is_served_where_it_is_not() -> None:
     """And a size among the arguments is one."""
 

@@ -10,6 +10,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from tvmbridge.observing.settings import settings_kept
+
 _C = torch._C
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The threads in which the bridge traces a module at this moment.
@@ -71,6 +73,7 @@ def _mode_refuses() -> str | None:
 def undisturbed() -> Iterator[None]:
     """Within it the modes of the caller that are about calls do not reach the compilation."""
     with (
+        settings_kept(),
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),
         torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError, NotApartError
@@ -110,7 +108,7 @@ def staged(
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:
-    found = [f"writes {name}{_of_old_norm(module, name)}" for name in seen.writes]
+    found = [f"writes {name}" for name in seen.writes]
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
     if found:
@@ -123,15 +121,6 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
             f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
             "module, in a cache or a global, which compiled code would not do"
         )
-
-
-def _of_old_norm(module: nn.Module, name: str) -> str:
-    """What to do about a weight that a hook of PyTorch's makes at each call."""
-    path, _ = _split(name)
-    hooks = module.get_submodule(path)._forward_pre_hooks.values()
-    old = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
-    found = [old[type(hook)] for hook in hooks if type(hook) in old]
-    return f" (use torch.nn.utils.parametrizations.{found[0]})" if found else ""
 
 
 def _settled(first: Observation, again: Observation) -> Observation:

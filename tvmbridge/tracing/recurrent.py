@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.tracing.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from tvmbridge.tracing.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_size
+from tvmbridge.tracing.recurrent_stacks import STACKS
 
 aten = torch.ops.aten
 
@@ -152,6 +153,30 @@ def _one_state(steps: Any, x: torch.Tensor, hidden: torch.Tensor, *weights: Any)
     return steps(linear(x, weights[0], weights[2]), hidden, weights[1], weights[3])[:2]
 
 
+def _without_gradient(function: Any, x: torch.Tensor, state: Any, params: Any, *flags: Any) -> Any:
+    """A stack by PyTorch's ``function``; by one call of it a layer where dropout is drawn."""
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = flags
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def layers(
+        x: torch.Tensor,
+        state: Any,
+        params: Sequence[torch.Tensor],
+        has_biases: bool,
+        bidirectional: bool,
+        count: int = 1,
+        batch_first: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        shape = (has_biases, count, bidirectional, batch_first)
+        output, *finals = STACKS[function](x, _listed(state), params, *shape, autocast)
+        return output.transpose(0, 1) if batch_first else output, *finals
+
+    if dropout and train and num_layers > 1:
+        return _stack_of(layers)(x, state, params, *flags)
+    return layers(x, state, params, has_biases, bidirectional, num_layers, batch_first)
+
+
 _LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
     torch.lstm: _lstm_layer,
     torch.gru: partial(_one_state, gru),
@@ -162,44 +187,47 @@ _WHOLE = {function: _kept_whole(function) for function in _LAYERS}
 
 
 class RecurrentLayersKeptWhole(TorchFunctionMode):
-    """Within it recurrent layers whose gradient is wanted are operators of ours.
+    """Within it recurrent layers of tensors are operators of ours.
 
-    What these cannot stand for is taken apart into its steps.
+    Where a gradient is wanted, one a layer and direction; elsewhere one for all layers, unless
+    dropout is drawn between them. What these cannot stand for is taken apart into its steps.
 
     Raises:
-        UnsupportedOperatorError: autocast makes of an LSTM what a trace does not show.
+        UnsupportedOperatorError: autocast makes of an LSTM in training what a trace does not show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WHOLE and not kwargs and _is_one_tensor_with_gradient(args):
-            if _is_plain(args):
-                return _WHOLE[func](*args)
+        if func in _WHOLE and not kwargs and _is_of_a_tensor(args):
             autocast = torch.is_autocast_enabled(args[0].device.type)
-            if func is torch.lstm and autocast and trains_by_onednn(args[0], *args[1]):
+            if not _gradient_is_wanted(args):
+                if autocast or _are_alike(args):
+                    return _without_gradient(func, *args)
+            elif not autocast and _are_alike(args):
+                return _WHOLE[func](*args)
+            elif autocast and func is torch.lstm and trains_by_onednn(args[0], *args[1]):
                 raise UnsupportedOperatorError(
-                    "an LSTM under autocast runs as oneDNN's layer in eager PyTorch, in another "
+                    "an LSTM under autocast trains as oneDNN's layer in eager PyTorch, in another "
                     "dtype than in a trace; call it outside of autocast"
                 )
         return func(*args, **(kwargs or {}))
 
 
-def _is_one_tensor_with_gradient(args: Sequence[Any]) -> bool:
-    """Whether the call is of a tensor, not a packed sequence, and a gradient is wanted."""
-    if not torch.is_grad_enabled() or isinstance(args[2], torch.Tensor):
-        return False
-    return any(tensor.requires_grad for tensor in _tensors(args))
+def _is_of_a_tensor(args: Sequence[Any]) -> bool:
+    """Whether the call is of a tensor, not a packed sequence, and of no function transform."""
+    packed = isinstance(args[2], torch.Tensor)
+    return not packed and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _gradient_is_wanted(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args))
+
+
+def _are_alike(args: Sequence[Any]) -> bool:
+    """Whether the tensors have one dtype that layers compute in, and one device."""
+    x, *others = _tensors(args)
+    alike = all((t.dtype, t.device) == (x.dtype, x.device) for t in others)
+    return alike and x.dtype in _FLOATING
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     return [args[0], *_listed(args[1]), *args[2]]
-
-
-def _is_plain(args: Sequence[Any]) -> bool:
-    """Whether the tensors are alike, and nothing changes what is computed with them."""
-    x, *others = _tensors(args)
-    return (
-        x.dtype in _FLOATING
-        and all((t.dtype, t.device) == (x.dtype, x.device) for t in others)
-        and not torch.is_autocast_enabled(x.device.type)
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.observing.effects import Generators
+from tvmbridge.observing.generators import Generators
 from tvmbridge.structure import map_tensors
 from tvmbridge.tracing.patches import patched_here
 
@@ -59,6 +59,22 @@ def without_own_call(module: nn.Module) -> None:
         kind = type(module)
         body = {"__call__": nn.Module.__call__, "__module__": kind.__module__}
         module.__class__ = type(kind.__name__, (kind,), body)
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within it a call of ``module`` is one of its forward: hooks run around what is compiled.
+
+    So it is for the modules that PyTorch itself puts around it, or makes of it, in a trace.
+    """
+
+    def call(genuine: Callable[..., Any], owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if owner is module or type(owner).__module__.startswith(("torch.export", "torch.fx")):
+            return owner.forward(*args, **kwargs)
+        return genuine(owner, *args, **kwargs)
+
+    with patched_here(nn.Module, "_call_impl", call):
+        yield
 
 
 def without_inference_tensors(value: Any) -> Any:

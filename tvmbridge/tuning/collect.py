@@ -10,10 +10,10 @@ from torch import nn
 from tvm.target import Target
 
 from tvmbridge.build import fuse
-from tvmbridge.compiled import lower_module
 from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.durations import Stages
 from tvmbridge.guarding.forwards import with_own_forward
+from tvmbridge.lowering import lower_module
 from tvmbridge.memory.laying_out import lay_out_functions
 from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions

@@ -10,7 +10,6 @@ import torch
 import tvm
 from tvm import relax
 
-from tvmbridge.compiled import lower_module
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.convention import CallingConvention, draws_of
 from tvmbridge.inspect.compare.eager import Reference
@@ -20,6 +19,7 @@ from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Stage, stages_of
 from tvmbridge.inspect.compare.trace import Trace, tensors_in
+from tvmbridge.lowering import lower_module
 from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights
