@@ -190,10 +190,16 @@ class RecurrentLayersKeptWhole(TorchFunctionMode):
     dropout is drawn between them. What these cannot stand for is taken apart into its steps.
 
     Raises:
-        UnsupportedOperatorError: autocast makes of an LSTM in training what a trace does not show.
+        UnsupportedOperatorError: a sequence is packed, or autocast makes of an LSTM in training
+            what a trace does not show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._pack_padded_sequence:
+            raise UnsupportedOperatorError(
+                "forward packs a padded sequence, and the values of the lengths decide what shape "
+                "it has then; leave it padded, or dispatch the submodules before and behind it"
+            )
         if func in _WHOLE and not kwargs and _is_of_a_tensor(args):
             autocast = torch.is_autocast_enabled(args[0].device.type)
             if not _gradient_is_wanted(args):
