@@ -283,6 +283,29 @@ def test_functions_behind_functions_are_called_or_not_as_in_eager() -> None:
     assert dispatch_report(ours).fallbacks == {}
 
 
+def test_a_function_that_gets_no_gradient_at_all() -> None:
+    class Stops(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
+            return None
+
+    class Stopped(Chain):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            stopped = Stops.apply(self.second.apply(self.scale * x))  # type: ignore[attr-defined,no-untyped-call]
+            return stopped * self.scale, self.scale.sum()
+
+    module = Stopped()
+    ours = dispatched(module, x=ROWS)
+    for used in ([0, 1], [0]):
+        assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))
+    with pytest.raises(BridgeError, match="Custom gets no gradient even where all"):
+        gradients(ours, [1], ROWS)
+
+
 class Checkpointed(nn.Module):
     """A checkpoint with several results, of which each has a parameter of its own."""
 
