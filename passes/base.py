@@ -142,12 +142,12 @@ def storage_roots(function: relax.Function) -> list[relax.Var | None]:
     return [storage_root(result, bound) for result in flat_results(function)]
 
 
-def shared_results(mod: tvm.IRModule, name: str, count: int | None = None) -> frozenset[int]:
+def shared_results(mod: tvm.IRModule, name: str) -> frozenset[int]:
     """Results of a function that share memory with an argument or with an earlier result."""
     function = mod[name]
     seen = set(function.params)
     shared = set()
-    for index, root in enumerate(storage_roots(function)[:count]):
+    for index, root in enumerate(storage_roots(function)):
         if root in seen or root is None:
             shared.add(index)
         else:

@@ -20,7 +20,6 @@ from tvmbridge.memory.laying_out import Layouts, lay_out_functions, put_on, shar
 from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
-from tvmbridge.passes.base import shared_results
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library
@@ -174,9 +173,9 @@ def build_lowered(
         loaded=loaded,
         target=lowered.target,
         num_outputs=lowered.num_outputs,
-        copied_outputs=shared_results(mod, "forward", lowered.num_outputs)
+        copied_outputs=built.shared["forward"].intersection(range(lowered.num_outputs))
         | shared_residuals(mod, layouts.outputs, lowered.num_outputs),
-        copied_gradients=(frozenset() if parts is None else shared_results(mod, "backward")),
+        copied_gradients=frozenset() if parts is None else built.shared["backward"],
         layouts=layouts,
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,

@@ -20,7 +20,7 @@ from tvmbridge.build import Built
 from tvmbridge.differentiation.custom_functions import called
 from tvmbridge.errors import BridgeError
 from tvmbridge.memory.layouts import Layout
-from tvmbridge.passes.base import flat_results, shared_results
+from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.passes.relax.zero_zapp import ZeroZapp
@@ -128,8 +128,7 @@ class PartialBackwards:
         built = self._build(mod, records=[])
         loaded = LoadedModule(built.machine, built.unaligned)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
-        copied = shared_results(mod, "backward")
-        return PartialBackward(loaded, gradients, copied, self._layouts)
+        return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:

@@ -18,15 +18,17 @@ from torch import nn
 from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError, NotApartError
 from tvmbridge.guarding.forwards import (
+    StandsForForward,
     calling_module,
     forward_of_class,
     original_forward,
     rebound,
     with_own_forward,
 )
+from tvmbridge.guarding.hooks import hooked_submodule
 from tvmbridge.guarding.mode import Mode
 from tvmbridge.guarding.plain import unusual_in
-from tvmbridge.guarding.state import ModuleState, StandsForForward
+from tvmbridge.guarding.state import ModuleState
 from tvmbridge.guarding.surroundings import refused_now, tracing_here, undisturbed
 from tvmbridge.memory.packing import Packing
 from tvmbridge.observing.refusal import raise_if_forward_refuses
@@ -155,6 +157,8 @@ class Dispatcher(StandsForForward):
             unusual = unusual_in(self.module)
             if unusual is not None:
                 return unusual
+            if hooked_submodule(self.module) is not None:
+                return "a submodule has hooks"
             if mode not in specialization.variants and mode not in specialization.failures:
                 try:
                     self.compile(specialization, mode, args, kwargs)
@@ -206,7 +210,7 @@ class Dispatcher(StandsForForward):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with compiling(), tracing_here(), undisturbed():
+        with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)

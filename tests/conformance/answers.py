@@ -33,6 +33,22 @@ Leaves = list[Any]
 
 
 @dataclass(frozen=True)
+class Strictness:
+    """How much must agree.
+
+    ``local`` says that a result's element comes of those at its place alone: its zeros have
+    eager's sign, its small numbers eager's leading digits. Other results are sums, off by the
+    rounding of the largest of the inputs, ``magnitude``; where they ``overflow`` depends on the
+    order in which they are reckoned. ``signed`` is False where one of two equal numbers is chosen.
+    """
+
+    local: bool
+    signed: bool = True
+    overflow: bool = False
+    magnitude: float = 0.0
+
+
+@dataclass(frozen=True)
 class Question:
     """A case, of which gradients are asked too or not, with cotangents changed by ``strewing``."""
 
@@ -120,24 +136,27 @@ def _repeated(question: Question, theirs: Leaves) -> Iterator[Leaves]:
         yield [*results, *between, *rest]
 
 
-def difference(ours: Leaves, theirs: Leaves, others: Callable[[], list[Leaves]]) -> str | None:
+def difference(
+    ours: Leaves, theirs: Leaves, others: Callable[[], list[Leaves]], strict: Strictness
+) -> str | None:
     """Where ``ours`` agrees with no answer of eager PyTorch; None if it does everywhere.
 
     Args:
         ours: what compiled code gave.
         theirs: eager PyTorch's answer for the same tensors.
         others: its other answers, asked for only where ``ours`` differs from ``theirs``.
+        strict: how much must agree.
     """
     answers: list[Leaves] | None = None
     for place, (mine, first) in enumerate(zip(ours, theirs, strict=True)):
         if not isinstance(first, torch.Tensor) or not isinstance(mine, torch.Tensor):
             continue
-        if not mine.numel() or bool(_agrees(mine, first).all()):
+        if not mine.numel() or bool(_agrees(mine, first, strict).all()):
             continue
         answers = others() if answers is None else answers
         known = [first, *_fitting(answers, place, first)]
-        right = torch.stack([_agrees(mine, answer) for answer in known]).any(0)
-        right |= _within_what_eager_is_off(mine, known)
+        right = torch.stack([_agrees(mine, answer, strict) for answer in known]).any(0)
+        right |= _within_what_eager_is_off(mine, known, strict)
         if not bool(right.all()):
             return _described(place, mine, known, ~right)
     return None
@@ -150,22 +169,21 @@ def _fitting(answers: Sequence[Leaves], place: int, first: torch.Tensor) -> list
     ]
 
 
-def _agrees(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Where two tensors agree: NaN, infinities, the sign of zeros, numbers within rounding.
-
-    A result far below what is absolutely tolerated has to agree in its leading digits too.
-    """
+def _agrees(ours: torch.Tensor, theirs: torch.Tensor, strict: Strictness) -> torch.Tensor:
+    """Where two tensors agree: NaN, infinities, numbers within rounding, and as ``strict`` says."""
     if ours.is_complex():
-        parts = [_agrees(*(torch.view_as_real(t)[..., i] for t in (ours, theirs))) for i in (0, 1)]
-        return parts[0] & parts[1]
+        parts = [[torch.view_as_real(t)[..., i] for t in (ours, theirs)] for i in (0, 1)]
+        return _agrees(*parts[0], strict) & _agrees(*parts[1], strict)
     if not theirs.is_floating_point():
         return ours == theirs
     close = torch.isclose(ours, theirs, *_TOLERANCES[theirs.dtype], equal_nan=True)
-    zeros = (ours == 0) & (theirs == 0)
+    if not strict.local:
+        return close
     small = theirs.abs().double() < _SMALL
     near = (ours.double() - theirs.double()).abs() <= 0.05 * theirs.abs().double()
+    zeros = (ours == 0) & (theirs == 0)
     same_sign = ours.signbit() == theirs.signbit()
-    return close & (~zeros | same_sign) & (~small | near)
+    return close & (~small | near) & (~zeros | same_sign | (not strict.signed))
 
 
 _TOLERANCES = {
@@ -176,23 +194,28 @@ _TOLERANCES = {
 }
 
 
-def _within_what_eager_is_off(ours: torch.Tensor, known: list[torch.Tensor]) -> torch.Tensor:
-    """Where ours lies between eager's answers or off by rounding of the largest of them.
-
-    Only of finite numbers, and not of a zero where all of eager's are zeros.
-    """
+def _within_what_eager_is_off(
+    ours: torch.Tensor, known: list[torch.Tensor], strict: Strictness
+) -> torch.Tensor:
+    """Where ours lies between eager's answers, or off by rounding of the largest number."""
     if not ours.is_floating_point():
         return torch.zeros_like(ours, dtype=torch.bool)
     wide = torch.stack([answer.double() for answer in known])
     finite = wide.isfinite().all(0) & ours.isfinite()
-    zeros = (wide == 0).all(0) & (ours == 0)
     low, high = wide.amin(0), wide.amax(0)
     numbers = wide[wide.isfinite()].abs()
-    largest = float(numbers.max()) if numbers.numel() else 0.0
+    largest = max(float(numbers.max()) if numbers.numel() else 0.0, strict.magnitude)
     slack = 4 * torch.finfo(ours.dtype).eps * largest + (high - low)
-    exact = torch.stack([_equal_small(answer, known[0]) for answer in known]).all(0)
-    near = (ours.double() >= low - slack) & (ours.double() <= high + slack)
-    return finite & ~zeros & near & ~exact
+    near = finite & (ours.double() >= low - slack) & (ours.double() <= high + slack)
+    if strict.local:
+        zeros = (wide == 0).all(0) & (ours == 0)
+        exact = torch.stack([_equal_small(answer, known[0]) for answer in known]).all(0)
+        return near & ~zeros & ~exact
+    edge = torch.finfo(ours.dtype).max / 16
+    beyond = ~(wide.abs() < edge).all(0) | (strict.magnitude > edge)
+    overflown = beyond & ~(ours.abs() < edge)
+    unsettled = wide.isfinite().any(0) & ~wide.isfinite().all(0)
+    return near | (overflown | unsettled if strict.overflow else False)
 
 
 def _equal_small(answer: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 from torch.testing._internal import common_methods_invocations
+from torch.testing._internal.opinfo import core
 
 from tests.conformance.extras import EXTRAS
 from tests.conformance.made import MADE
@@ -97,6 +98,24 @@ def operators() -> dict[str, Any]:
 def special_operators() -> dict[str, Any]:
     """The covered operators, and those that are made for special values."""
     return {**operators(), **{full_name(op): op for op in MADE}}
+
+
+# Beside those that OpInfo has among its elementwise operators.
+_LOCAL = frozenset({"addcdiv", "masked_fill", "nn.functional.pad", "where"})
+
+# The one or the other of two equal numbers is the result: 0.0 or -0.0, told by the instruction.
+_CHOOSING = frozenset({"clamp", "clamp_max", "clamp_min", "max", "maximum", "min", "minimum"})
+
+
+def is_local(op: Any) -> bool:
+    """Whether each element of the results comes of those at its place in the operands alone."""
+    kinds = (core.UnaryUfuncInfo, core.BinaryUfuncInfo, core.ShapeFuncInfo)
+    return isinstance(op, kinds) or op.name in _LOCAL or getattr(op, "local", False)
+
+
+def chooses(op: Any) -> bool:
+    """Whether the operator hands on one of its operands' numbers, of equal ones either."""
+    return op.name in _CHOOSING
 
 
 def left_out() -> Counter[str]:

@@ -123,6 +123,16 @@ NUMBERS: tuple[Expression, ...] = (
     lambda x: functional.softshrink(x, 0.0),
     lambda x: functional.hardshrink(x, 0.0),
     lambda x: functional.threshold(x, NAN, 1.0),
+    lambda x: x.bool(),
+    lambda x: x.half().to(x.dtype),
+    lambda x: x.bfloat16().to(x.dtype),
+    lambda x: x.float(),
+    lambda x: x.double(),
+    lambda x: torch.bucketize(x, torch.tensor([-INF, -1.0, -0.0, 0.0, 1.0, INF], dtype=x.dtype)),
+    lambda x: torch.isin(x, torch.tensor([NAN, INF, -0.0, 1.0], dtype=x.dtype)),
+)
+
+REDUCTIONS: tuple[Expression, ...] = (
     lambda x: torch.linalg.vector_norm(x, INF, 1),
     lambda x: torch.linalg.vector_norm(x, -INF, 1),
     lambda x: torch.linalg.vector_norm(x, 0, 1),
@@ -145,13 +155,6 @@ NUMBERS: tuple[Expression, ...] = (
     lambda x: x.any(1),
     lambda x: x.all(1),
     lambda x: x.count_nonzero(1),
-    lambda x: x.bool(),
-    lambda x: x.half().to(x.dtype),
-    lambda x: x.bfloat16().to(x.dtype),
-    lambda x: x.float(),
-    lambda x: x.double(),
-    lambda x: torch.bucketize(x, torch.tensor([-INF, -1.0, -0.0, 0.0, 1.0, INF], dtype=x.dtype)),
-    lambda x: torch.isin(x, torch.tensor([NAN, INF, -0.0, 1.0], dtype=x.dtype)),
 )
 
 POWERS: tuple[Expression, ...] = tuple(
@@ -160,12 +163,16 @@ POWERS: tuple[Expression, ...] = tuple(
     for function in (lambda x, n=n: x**n, lambda x, n=n: n**x)
 )
 
-PAIRS: tuple[Expression, ...] = (
+# Their gradients are differences of what is nearly equal: told by the order of products alone.
+CANCELLED: tuple[Expression, ...] = (
     lambda x, y: (x + y) - y,
     lambda x, y: (x * y) / y,
     lambda x, y: (x / y) * y,
     lambda x, y: x * y - y * x,
     lambda x, y: (x - y).abs() - (y - x).abs(),
+)
+
+PAIRS: tuple[Expression, ...] = (
     lambda x, y: torch.maximum(x, y) + torch.minimum(x, y),
     lambda x, y: torch.where(x < y, x, y),
     lambda x, y: torch.where(x.isnan(), y, x / y),

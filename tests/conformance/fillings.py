@@ -32,6 +32,14 @@ class Filling:
     seed: int
     cotangents: bool = False
 
+    @property
+    def overflows(self) -> bool:
+        """Whether sums, products or quotients of its values may have no number in their dtype."""
+        return bool({*_HUGE, "tiny"} & set(self.kinds))
+
+
+_HUGE = frozenset({"largest", "lowest"})
+
 
 def _fillings() -> tuple[Filling, ...]:
     everything = ("nan", "inf", "-inf", "zeros", "largest", "lowest", "tiny", "ties", "wide")
@@ -54,6 +62,15 @@ def _fillings() -> tuple[Filling, ...]:
         Filling(f"{seed}: {share:.0%} {' '.join(kinds)}", kinds, share, seed)
         for seed, (kinds, share) in enumerate(listed)
     )
+
+
+def for_sums(filling: Filling) -> Filling:
+    """``filling`` for what adds up its elements: the largest numbers stand alone in it.
+
+    Sums of several have the value that the order of summation gives them.
+    """
+    kinds = tuple(kind for kind in filling.kinds if kind not in _HUGE)
+    return replace(filling, kinds=kinds) if kinds else filling
 
 
 FILLINGS = _fillings()

@@ -21,7 +21,8 @@ _INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.
 class Made:
     """Expressions of tensors as one operator, a sample for each; attributes as OpInfo has them.
 
-    Each takes ``count`` tensors of one shape, and is named by its place among ``expressions``.
+    Each takes ``count`` tensors of one shape, and is named by its place among ``expressions``;
+    ``local`` says that an element of a result comes of those at its place alone.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Made:
     count: int = 1
     gradient: bool = True
     shape: tuple[int, ...] = (5, 7)
+    local: bool = False
     variant_test_name: str = "made"
 
     def op(self, which: int, *tensors: torch.Tensor) -> Any:
@@ -61,13 +63,13 @@ class Made:
 
 
 MADE: tuple[Made, ...] = (
-    Made("identities", expressions.IDENTITIES, _FLOATS),
-    Made("numbers", expressions.NUMBERS, _FLOATS),
-    Made("powers", expressions.POWERS, _FLOATS),
+    Made("identities", expressions.IDENTITIES, _FLOATS, local=True),
+    Made("numbers", expressions.NUMBERS, _FLOATS, local=True),
+    Made("powers", expressions.POWERS, _FLOATS, local=True),
+    Made("reductions", expressions.REDUCTIONS, _FLOATS),
+    Made("cancelled", expressions.CANCELLED, _FLOATS, count=2, gradient=False),
     Made("pairs", expressions.PAIRS, _FLOATS, count=2),
-    Made("reduced scatters", expressions.REDUCE, _FLOATS, count=2),
+    Made("scatter_reductions", expressions.REDUCE, _FLOATS, count=2),
     Made("integers", integer_expressions.INTEGER, _INTEGERS, gradient=False),
-    Made(
-        "pairs of integers", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False
-    ),
+    Made("integer_pairs", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False),
 )

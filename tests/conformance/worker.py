@@ -20,7 +20,7 @@ import torch
 import tests.planted.plugin  # noqa: F401  (plants a mistake, if one is asked for)
 from tests.conformance.case import Case
 from tests.conformance.check import Check, GroupFailed, Outcome
-from tests.conformance.coverage import UNDEFINED_VALUES, special_operators
+from tests.conformance.coverage import UNDEFINED_VALUES, chooses, is_local, special_operators
 from tests.conformance.samples import cases_of, special_cases
 from tests.conformance.special import SpecialCheck
 
@@ -49,9 +49,11 @@ def _outcomes(
 
 def _check_of(task: dict[str, Any]) -> Check | SpecialCheck:
     name, joint = task["name"], task["mode"] if task["mode"] != "forward" else None
-    operator = special_operators()[name].op
+    info = special_operators()[name]
+    operator = info.op
     if task["special"]:
-        return SpecialCheck(operator, getattr(torch, task["dtype"]), joint)
+        dtype = getattr(torch, task["dtype"])
+        return SpecialCheck(operator, dtype, is_local(info), not chooses(info), joint)
     values = name.split(":")[0] not in UNDEFINED_VALUES
     return Check(operator, joint=joint, values=values, admit=task["admit"])
 

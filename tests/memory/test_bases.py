@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from tests.aliasing_helpers import Applied, relations, rows
@@ -29,6 +30,8 @@ def _hidden(m: Any, x: torch.Tensor) -> Any:
         "detached first": (flowing.detach(), flowing, flowing.detach()[1:]),
         "unfolded": (x / 2).unfold(1, 3, 1),
         "expanded": (m.weight * 2).expand(3, 6),
+        # linear returns a view of a product that nobody else knows.
+        "expanded linear": functional.linear(x[None], x)[:, :1].expand(-1, 4, -1),
         "apart": (x * 3).chunk(2, 1),
     }
 

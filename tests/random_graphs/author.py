@@ -64,6 +64,7 @@ class Author:
         self.submodules: list[tuple[str, str]] = []
         self.attributes: list[tuple[str, str]] = []
         self.numbers: list[str] = []
+        self.lists: list[str] = []
         # Integers become float32, whose rounding then is that of the whole program.
         self._dtypes = {getattr(torch, dtype)}
         self._scopes: list[dict[str, Any]] = []
@@ -85,8 +86,8 @@ class Author:
                 scope[leaf.name] = eval(given, {**scope, leaf.name: value})
             else:
                 scope[leaf.name] = value
-        if leaf.values == "number":
-            self.numbers.append(leaf.name)
+        if leaf.values in ("number", "list"):
+            (self.numbers if leaf.values == "number" else self.lists).append(leaf.name)
             return leaf.name
         name = leaf.name if leaf.kind == "input" else f"self.{leaf.name}"
         if leaf.values not in ("normal", "special"):
@@ -130,7 +131,7 @@ class Author:
 
     def _leaf_names(self) -> list[str]:
         """The leaves that lines may not write into."""
-        inputs = [x.name for x in self.leaves if x.kind == "input" and x.values != "number"]
+        inputs = [x.name for x in self.leaves if x.kind == "input" and x.is_tensor]
         others = [f"self.{leaf.name}" for leaf in self.leaves if leaf.kind != "input"]
         return others if self.writes_inputs else inputs + others
 

@@ -18,7 +18,7 @@ torch.cat([{x}.flatten()[:1], {x}.flatten()])[1:].view({x}.shape)|{x}[None].clon
 # Other tensors for the same argument.
 OTHERS = """{x}.detach()|{x} * 1|{x}.detach().requires_grad_()|{x}.float()|{x}.double()|{x}.half()
 {x}[..., None]|{x}[0]|{x}.view({x}.shape)|{x}.clone()|{y}|{y}.expand_as({x})|{x}[..., :1]
-nn.Parameter({x}.detach())|{x}.tolist()|None|1.5|{y}.detach()|{x}.detach().numpy()|{x}.to(torch.int64)""".replace(
+nn.Parameter({x}.detach())|{x}.tolist()|None|1.5|{y}.detach()|{x}.to(torch.int64)""".replace(
     "\n", "|"
 ).split("|")
 
@@ -36,7 +36,7 @@ module.requires_grad_(True)|module.register_buffer('extra', torch.ones(1))|modul
 module.load_state_dict(module.state_dict())|module.p0 = nn.Parameter(module.p0[..., :1].detach())
 module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True)
 module.p0.data = module.p0.data.repeat_interleave(2, -1)[..., ::2]|torch.randn(3)
-module.p0.grad = torch.ones_like(module.p0)|nn.init.ones_(module.p0)
+module.p0.grad = torch.ones_like(module.p0)|module = copy.deepcopy(module)|nn.init.ones_(module.p0)
 [p.detach_() for p in module.parameters()]|module.double()|module.float()""".replace(
     "\n", "|"
 ).split("|")
@@ -51,6 +51,19 @@ OF_SUBMODULES = """{s}.eval()|{s}.train()|{s}.requires_grad_(False)|{s}.requires
 
 OF_BUFFERS = """{b}.fill_(2)|{b} = {b} * 2|{b}.add_(1)|{b} = {b}.clone()|{b} = {b}.float()
 {b} = torch.ones(2)|{b} = None""".replace("\n", "|").split("|")
+
+LISTS = """[{x}, {x} * 2]|[{x}.detach()]|[{x}.clone(), {x}.clone(), {x}.detach()]|({x}, {x})|[]
+[{x}, None]|[{x}.detach().clone(), 2]""".replace("\n", "|").split("|")
+
+# Between forward and backward.
+AFTER = """made[0].detach().mul_(2)|made[-1].detach().add_(1)|made[0].mul_(3)|made[-1].neg_()
+made[0].register_hook(lambda g: g * 2)|made[-1].retain_grad()|given[0].detach().add_(1)
+module.p0.detach().mul_(2)
+[b.zero_() for b in module.buffers()]|module.eval()|module.train()|torch.rand(2)|made[0][...] = 0
+made[-1].register_hook(lambda g: g.clamp(-0.1, 0.1))
+module.zero_grad()|module.requires_grad_(False)|given[-1].mul_(2)|made[0].detach_()""".replace(
+    "\n", "|"
+).split("|")
 
 LITERALS = [
     "True",
@@ -83,11 +96,13 @@ def layouts(draw: st.DrawFn, leaf: Leaf, *, written: bool) -> str:
 @st.composite
 def calls(draw: st.DrawFn, author: Author, given: list[str]) -> list[Call]:
     """One to four calls: the first is what the module is dispatched for."""
-    first = Call(tuple(given), training=draw(st.booleans()), used=draw(_used()))
+    first = Call(
+        tuple(given), training=draw(st.booleans()), used=draw(_used()), after=draw(_after())
+    )
     if not first.training and draw(st.booleans()):
         first = Call(tuple(given), training=False, gradients=draw(st.sampled_from(MODES)))
     found = [first]
-    for number in range(draw(st.integers(0, 3))):
+    for number in range(draw(st.sampled_from([0, 1, 2, 2, 3, 4]))):
         found.append(draw(_later(author, given, number + 1, found[-1])))
     return found
 
@@ -97,12 +112,13 @@ MODES = ["no_grad", "inference", "no_grad"]
 
 @st.composite
 def _later(draw: st.DrawFn, author: Author, given: list[str], seed: int, last: Call) -> Call:
-    before = [draw(_before(author)) for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2])))]
+    before = [draw(_before(author)) for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2])))]
     change = draw(st.sampled_from(["none", "none", "none", "layout", "other", "rows", "rows"]))
     training = last.training if draw(st.integers(0, 2)) else not last.training
     return Call(
         tuple(draw(_arguments(author, given, change))),
         tuple(before),
+        draw(_after()),
         seed,
         training,
         draw(st.sampled_from(["grad", "grad", "grad", *MODES])),
@@ -110,6 +126,11 @@ def _later(draw: st.DrawFn, author: Author, given: list[str], seed: int, last: C
         dispatched=change != "none" and draw(st.integers(0, 2)) > 0,
         twice=draw(st.integers(0, 5)) == 0,
     )
+
+
+@st.composite
+def _after(draw: st.DrawFn) -> tuple[str, ...]:
+    return (draw(st.sampled_from(AFTER)),) if draw(st.integers(0, 3)) == 0 else ()
 
 
 def _used() -> st.SearchStrategy[tuple[int, ...] | None]:
@@ -120,7 +141,7 @@ def _used() -> st.SearchStrategy[tuple[int, ...] | None]:
 @st.composite
 def _arguments(draw: st.DrawFn, author: Author, given: list[str], change: str) -> list[str]:
     leaves = [leaf for leaf in author.leaves if leaf.kind == "input"]
-    tensors = [leaf for leaf in leaves if leaf.values != "number"]
+    tensors = [leaf for leaf in leaves if leaf.is_tensor]
     changed = list(given)
     rows = draw(st.sampled_from(ROWS))
     for place, leaf in enumerate(leaves):
@@ -128,6 +149,9 @@ def _arguments(draw: st.DrawFn, author: Author, given: list[str], change: str) -
         if leaf.values == "number":
             if draw(st.booleans()):
                 changed[place] = draw(st.sampled_from(LITERALS))
+        elif leaf.values == "list":
+            if change != "none":
+                changed[place] = draw(st.sampled_from(LISTS)).format(x=y)
         elif change == "rows" and leaf.shape and leaf.values != "index":
             changed[place] = rows.format(x=x)
         elif change == "layout":

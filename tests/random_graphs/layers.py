@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import strategies as st
 
 from tests.random_graphs.author import Author, Candidate
-from tests.random_graphs.elementwise import floating, pick
+from tests.random_graphs.elementwise import pick
 
 # {n} is the extent of the last dimension, {c} that of the second.
 LAST = """nn.Linear({n}, 3)|nn.Linear({n}, 3, bias=False)|nn.LayerNorm({n})|nn.RMSNorm({n}, eps=0.1)
@@ -26,15 +27,13 @@ nn.ConvTranspose2d({c}, 2, 2)
 nn.AdaptiveAvgPool2d(1)|nn.Sequential(nn.Conv2d({c}, 3, 1), nn.BatchNorm2d(3), nn.ReLU())
 nn.Upsample(scale_factor=2)""".replace("\n", "|").split("|")
 
-CAST = {"float64": ".double()", "float32": ""}
+CAST = {"float64": ".double()", "float32": "", "bfloat16": ".bfloat16()"}
 
 
 def layer(draw: st.DrawFn, author: Author) -> Candidate | None:
     """A layer, a new one or an earlier one again."""
     dtype = author.dtype
-    a = pick(
-        draw, author, lambda v: floating(v) and 0 < v.dim() < 5 and str(v.dtype) == f"torch.{dtype}"
-    )
+    a = pick(draw, author, lambda v: 0 < v.dim() < 5 and v.numel() > 0 and _is_of(v, dtype))
     if a is None:
         return None
     if author.submodules and draw(st.integers(0, 3)) == 0:
@@ -50,6 +49,10 @@ def layer(draw: st.DrawFn, author: Author) -> Candidate | None:
     name = author.submodule(f"({text}){CAST[dtype]}")
     kinks = (a,) if "ReLU" in text else ()
     return Candidate(f"{name}({a})", (a,), kinks=kinks, writes=writes, draws="Dropout" in text)
+
+
+def _is_of(value: torch.Tensor, dtype: str) -> bool:
+    return str(value.dtype) == f"torch.{dtype}"
 
 
 def tied(draw: st.DrawFn, author: Author) -> Candidate | None:

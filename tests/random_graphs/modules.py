@@ -16,7 +16,7 @@ from tests.random_graphs import (
     writes,
 )
 from tests.random_graphs.author import Author
-from tests.random_graphs.calls import calls, layouts
+from tests.random_graphs.calls import LISTS, calls, layouts
 from tests.random_graphs.elementwise import Family
 from tests.random_graphs.program import Leaf, Program
 
@@ -47,11 +47,19 @@ THEMES: dict[str, list[Family]] = {
     "indices": [shapes.indexed, shapes.gathered, shapes.regroup, shapes.joined],
     "orders": [reductions.ordered, reductions.product],
     "quiet": [],
+    "lists": [regions.container],
+    "attributes": [regions.kept, regions.plain],
     "views": [shapes.move, shapes.regroup],
 }
 
 REGIONS = {
-    "quiet": ["torch.no_grad()", "torch.no_grad()", "torch.set_grad_enabled(False)"],
+    "quiet": [
+        *["torch.no_grad()"] * 6,
+        "torch.set_grad_enabled(False)",
+        "torch.set_grad_enabled(self.training)",
+        "torch.no_grad(), torch.enable_grad()",
+        "torch.inference_mode()",
+    ],
     "autocast": ["torch.autocast('cpu', torch.bfloat16)", "torch.autocast('cpu', enabled=False)"],
 }
 
@@ -63,9 +71,9 @@ def modules(draw: st.DrawFn, least: int = 2, most: int = 12) -> Program:
     """Modules of ``least`` to ``most`` lines with one to four calls; most are in float64."""
     names = st.sampled_from(sorted(THEMES))
     themes = draw(st.lists(names, min_size=1, max_size=3, unique=True))
-    dtype = "float32" if draw(st.integers(0, 5)) == 3 else "float64"
+    dtype = draw(st.sampled_from(["float32", "bfloat16", *["float64"] * 8]))
     author = Author(dtype, special=False, writes_inputs="inputs" in themes)
-    given = _leaves(draw, author)
+    given = _leaves(draw, author, lists="lists" in themes)
     families = ORDINARY + [family for theme in themes for family in THEMES[theme] * 4]
     wanted = draw(st.integers(least, most))
     for _ in range(3 * wanted):
@@ -86,7 +94,7 @@ def _region(draw: st.DrawFn, themes: list[str]) -> str:
     return draw(st.sampled_from(REGIONS[draw(st.sampled_from(chosen))]))
 
 
-def _leaves(draw: st.DrawFn, author: Author) -> list[str]:
+def _leaves(draw: st.DrawFn, author: Author, *, lists: bool) -> list[str]:
     """The leaves; returns what is made of each input for the first call."""
     given: list[str] = []
 
@@ -108,6 +116,9 @@ def _leaves(draw: st.DrawFn, author: Author) -> list[str]:
     if draw(st.integers(0, 2)) == 1:
         text = draw(st.sampled_from(["2", "0.5", "True", "3", "-1"]))
         argument(Leaf("n0", "input", (), author.dtype, "number"), text)
+    if lists:
+        text = draw(st.sampled_from(LISTS[:3])).format(x="x0")
+        argument(Leaf("l0", "input", (), author.dtype, "list"), text)
     return given
 
 
@@ -122,9 +133,10 @@ torch.broadcast_tensors({v}, {v})|{v}.data""".replace("\n", "|").split("|")
 
 def _returned(draw: st.DrawFn, author: Author) -> str:
     """What nothing read, and now and then other things, in a structure."""
-    inputs = [x.name for x in author.leaves if x.kind == "input" and x.values != "number"]
+    inputs = [x.name for x in author.leaves if x.kind == "input" and x.is_tensor]
     made = [name for name in author.names if name.startswith("v")] or inputs
-    chosen = [name for name in reversed(made) if name not in author.used][:3] or made[-1:]
+    # All of them: compiled code leaves out what nobody reads, and what it would raise.
+    chosen = [name for name in reversed(made) if name not in author.used] or made[-1:]
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
         template = draw(st.sampled_from(EXTRAS))
         chosen.append(

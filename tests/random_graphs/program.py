@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import linecache
 import zlib
@@ -23,6 +24,7 @@ NAMES: dict[str, Any] = {
     "F": F,
     "nn": nn,
     "checkpoint": checkpoint,
+    "copy": copy,
     "functions": functions,
 }
 
@@ -35,8 +37,8 @@ class Leaf:
         name: ``x0`` for an input, ``p0`` for a parameter, ``b0`` for a buffer, ...
         kind: *input*, *parameter* or *buffer*.
         values: *grid* (multiples of a quarter, so that ties are exact), *normal*, *special* (with
-            NaN and infinities), *mask*, *index* (0 and 1), or *number* (an argument that is none
-            of a tensor: the call says what it is).
+            NaN and infinities), *mask*, *index* and *count* (0 and 1), *number* or *list* (no
+            tensors: the call says what they are).
         tied: the parameter of which this is another name.
     """
 
@@ -48,6 +50,11 @@ class Leaf:
     requires_grad: bool = False
     tied: str = ""
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor at all."""
+        return self.values not in ("number", "list")
+
     def tensor(self, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Its values for a seed; floating ones as ``dtype`` if it is given."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()) + seed)
@@ -57,7 +64,7 @@ class Leaf:
 
         if self.values == "mask":
             return integers(0, 2).bool()
-        if self.values == "index":
+        if self.values in ("index", "count"):
             return integers(0, 2)
         if self.values == "grid":
             numbers = integers(-8, 9).double() / 4
@@ -78,6 +85,8 @@ class Call:
     Args:
         arguments: an expression for each argument, over the tensors of the inputs' leaves.
         before: statements about ``module``.
+        after: statements between forward and backward, about ``module``, the tensors among the
+            arguments, ``given``, and among the results, ``made``.
         seed: of the values.
         gradients: *grad*, *no_grad* or *inference*.
         used: which of the results the loss is made of, by their position in the tree; all where
@@ -88,6 +97,7 @@ class Call:
 
     arguments: tuple[str, ...]
     before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
     seed: int = 0
     training: bool = True
     gradients: str = "grad"
@@ -144,7 +154,7 @@ class Program:
 
     def tensors(self, seed: int) -> dict[str, torch.Tensor]:
         """The tensors that the arguments of a call are made of."""
-        chosen = [leaf for leaf in self.arguments if leaf.values != "number"]
+        chosen = [leaf for leaf in self.arguments if leaf.is_tensor]
         return {x.name: x.tensor(seed).requires_grad_(x.requires_grad) for x in chosen}
 
     def to_json(self) -> str:
@@ -179,7 +189,7 @@ def _leaf(content: Mapping[str, Any]) -> Leaf:
 
 def _call(content: Mapping[str, Any]) -> Call:
     used = content["used"]
-    tuples = {"arguments": tuple(content["arguments"]), "before": tuple(content["before"])}
+    tuples = {name: tuple(content[name]) for name in ("arguments", "before", "after")}
     return Call(**{**content, **tuples, "used": None if used is None else tuple(used)})
 
 

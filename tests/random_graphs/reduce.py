@@ -129,12 +129,15 @@ def _plainer_calls(program: Program, fails: Fails) -> Program:
 
 
 def _plainer(call: Call, program: Program) -> Iterator[dict[str, object]]:
-    names = tuple(leaf.name for leaf in program.arguments if leaf.values != "number")
+    names = tuple(leaf.name for leaf in program.arguments if leaf.is_tensor)
     if len(names) == len(call.arguments):
         yield {"arguments": names}
     yield {"before": ()}
     for text in call.before:
         yield {"before": (text,)}
+    yield {"after": ()}
+    for text in call.after:
+        yield {"after": (text,)}
     yield from ({"twice": False}, {"used": None}, {"gradients": "grad"}, {"dispatched": False})
 
 

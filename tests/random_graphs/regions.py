@@ -46,6 +46,39 @@ getattr({a}, {n})()""".replace("\n", "|").split("|")
 LISTS = ["{a} * len({n})", "{a} * sum({n})", "{a}.sum({n})", "{a} * (1 if 2 in {n} else 3)"]
 
 
+CONTAINERS = """{a} + {l}[0].sum()|{a} * len({l})|torch.stack([t.sum() for t in {l}]) + {a}.sum()
+sum(t.mean() for t in {l}) * {a}|{l}[-1] * 2|{l}[0]|{l}[0].mul_(2).sum() + {a}""".replace(
+    "\n", "|"
+).split("|")
+
+FILLED = """{l}.append({a})|{l}.append({a} * 2)|{l}[0] = {a}|{l}.insert(0, {a}.sum())|{l}.pop()
+{l}.extend([{a}, {a}])|{l}.reverse()|{l}[-1].add_(1)|del {l}[0]""".replace("\n", "|").split("|")
+
+# Attributes that forward writes.
+KEPT = """self.k0 = 2|self.k0 = {a}.shape[0]|self.k0 = 'done'
+self.kept = {a}.detach()|self.k0 = {a}.dim()|self.k0 = self.training""".replace("\n", "|").split(
+    "|"
+)
+
+
+def container(draw: st.DrawFn, author: Author) -> Candidate | None:
+    """A list of tensors, an argument, that is read or filled."""
+    a = pick(draw, author)
+    if a is None or not author.lists:
+        return None
+    name = draw(st.sampled_from(author.lists))
+    if draw(st.booleans()):
+        return Candidate(draw(st.sampled_from(CONTAINERS)).format(a=a, l=name), (a,))
+    return Candidate(draw(st.sampled_from(FILLED)).format(a=a, l=name), (a,), statement=True)
+
+
+def kept(draw: st.DrawFn, author: Author) -> Candidate | None:
+    """An attribute that forward assigns."""
+    a = pick(draw, author)
+    text = draw(st.sampled_from(KEPT))
+    return a and Candidate(text.format(a=a), (a,), statement=True)  # type: ignore[return-value]
+
+
 def custom(draw: st.DrawFn, author: Author) -> Candidate | None:
     """A custom autograd function, of one result or of two; some write, some jump."""
     a = pick(draw, author)

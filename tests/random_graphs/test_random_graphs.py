@@ -31,8 +31,10 @@ def test_drawn_program(program: Program) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_three_hundred_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--count", "300", "--seed", "11", "--workers", "2"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_hundred_programs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--count", "300", "--seed", "11", "--workers", "2", "--kind", kind]
+    assert main(arguments) == 0, capsys.readouterr().out
 
 
 X = Leaf("x0", "input", (3,), "float64", "grid", True)

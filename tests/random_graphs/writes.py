@@ -70,11 +70,11 @@ def counter(draw: st.DrawFn, author: Author) -> Candidate | None:
     a = pick(draw, author)
     if a is None:
         return None
-    counters = [x for x in author.leaves if x.kind == "buffer" and x.values == "index"]
+    counters = [x for x in author.leaves if x.kind == "buffer" and x.values == "count"]
     if not counters:
         count = sum(x.kind == "buffer" for x in author.leaves)
         shape = draw(st.sampled_from([(), (1,)]))
-        author.leaf(Leaf(f"b{count}", "buffer", shape, "int64", "index"))
+        author.leaf(Leaf(f"b{count}", "buffer", shape, "int64", "count"))
         return None
     c = f"self.{counters[0].name}"
     if draw(st.booleans()):

@@ -22,7 +22,7 @@ from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.differentiation.facts import GradientFacts
 from tvmbridge.differentiation.hoist import hoist_draws
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError, first_line
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
 from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
@@ -163,7 +163,7 @@ def _traced(
         raise
     except Exception as error:
         raise UnsupportedOperatorError(
-            f"PyTorch cannot trace the gradient: {str(error).strip().splitlines()[0]}"
+            f"PyTorch cannot trace the gradient: {first_line(error)}"
         ) from error
     assert isinstance(traced, fx.GraphModule)
     return traced

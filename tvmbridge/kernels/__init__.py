@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import torch
 import tvm_ffi
 
 from tvmbridge.errors import UnsupportedOperatorError
@@ -22,6 +23,8 @@ KERNELS = {
 def register_kernels() -> None:
     """Make the kernels known to TVM; done once, before the first build."""
     # An error that a kernel raises keeps its class on its way through TVM.
-    tvm_ffi.register_error(UnsupportedOperatorError.__name__, UnsupportedOperatorError)
+    of_torch = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+    for error in (UnsupportedOperatorError, of_torch, NotImplementedError):
+        tvm_ffi.register_error(error.__name__, error)
     for name, kernel in KERNELS.items():
         tvm_ffi.register_global_func(name, kernel)

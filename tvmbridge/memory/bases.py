@@ -12,8 +12,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.memory.views import in_order_of_memory, root
 from tvmbridge.types import HiddenBase
 
@@ -33,10 +35,47 @@ class WithBases:
         self._bases = bases
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        results = self._forward(*args, **kwargs)
         if not self._bases:
-            return results
-        return results, bases_of(pytree.tree_leaves(results), self._bases)
+            return self._forward(*args, **kwargs)
+        with _Made() as made:
+            results = self._forward(*args, **kwargs)
+        leaves = pytree.tree_leaves(results)
+        return results, tuple(made.base(leaves[b.output], b.order) for b in self._bases)
+
+
+class _Made(TorchFunctionMode):
+    """Keeps the tensors that functions return within it.
+
+    Some return a view of a tensor that only they know (``linear`` of three dimensions): a trace
+    knows the view, but not the root of its memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        several = results if type(results) in (tuple, list) else (results,)
+        self._tensors += [r for r in several if issubclass(type(r), torch.Tensor)]
+        return results
+
+    def base(self, output: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        """The root of ``output``, contiguous, made of a tensor that a function returned.
+
+        Raises:
+            UnsupportedOperatorError: no function returned all of it.
+        """
+        base = root(output)  # of which a trace may not know: nothing is called on it
+        shape = [base.shape[dim] for dim in order]
+        for made in self._tensors:
+            if root(made) is base and made.numel() == base.numel() and made.dtype == base.dtype:
+                by_memory = in_order_of_memory(made)
+                if by_memory is not None:
+                    return made.permute(by_memory).view(shape)
+        raise UnsupportedOperatorError(
+            "an output is a view of a tensor that no function of forward has returned as a whole"
+        )
 
 
 def bases_of(leaves: Sequence[Any], bases: Sequence[HiddenBase]) -> tuple[torch.Tensor, ...]:

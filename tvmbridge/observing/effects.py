@@ -116,6 +116,8 @@ class QuestionWatch(TorchFunctionMode):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in self._OF_AUTOGRAD and not is_called_by_library(1):
             self.complaints[f"reads {name} of a tensor"] = None
+        if name == "requires_grad" and not is_called_by_library(1):
+            self.asks.add(Question.GRADIENTS)
         return func(*args, **(kwargs or {}))
 
 

@@ -13,6 +13,7 @@ from tvmbridge.tracing.cumulative import cumulative_averages_on_tensors
 from tvmbridge.tracing.empties import FunctionsOfNothing
 from tvmbridge.tracing.fast_paths import fast_paths_taken_apart
 from tvmbridge.tracing.fills import FillsByMask
+from tvmbridge.tracing.linear_algebra import LinearAlgebraChecked
 from tvmbridge.tracing.promotion import KernelPromotion
 from tvmbridge.tracing.recurrent import RecurrentLayersKeptWhole
 from tvmbridge.tracing.rephrased import FunctionsRephrased
@@ -35,6 +36,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         conversions_without_effect(),
         KernelPromotion(),
         FunctionsKeptWhole(),
+        LinearAlgebraChecked(),
         FillsByMask(),
         FunctionsOfNothing(),
         FunctionsRephrased(),
