@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import math
 import os
 import random
@@ -28,6 +29,7 @@ VARIABLE = contextvars.ContextVar("VARIABLE", default=2.0)
 NUMPYS = numpy.random.default_rng(0)
 PYTHONS = random.Random(0)
 COUNTER = 0
+NUMBERS = itertools.count(1)
 TABLE: list[float] = []
 
 
@@ -184,6 +186,7 @@ def _counting_in_class(model: Model) -> float:
         (_counting, "changes COUNTER outside of the module"),
         (lambda _: float(NUMPYS.random()), "changes NUMPYS outside of the module"),
         (lambda _: PYTHONS.random(), "changes PYTHONS outside of the module"),
+        (lambda _: float(next(NUMBERS)), "reads the iterator NUMBERS"),
         (_of_default_generator, "uses torch.default_generator"),
         (lambda _: float(torch.backends.mkldnn.enabled), "reads torch.backends.mkldnn.enabled"),
     ],

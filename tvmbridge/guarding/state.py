@@ -7,13 +7,14 @@ optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from tvmbridge.guarding.forwards import stands_for
 from tvmbridge.guarding.guard import ValueGuard
 from tvmbridge.guarding.hooks import GLOBAL_HOOKS, HOOKS
 from tvmbridge.guarding.plain import PLAIN
@@ -187,7 +188,7 @@ class ModuleState:
         for place, key, expected, reason in self._entries:
             if place.get(key, MISSING) is not expected:
                 now = place.get(key, MISSING)
-                if reason is not _PATCHED or _own(now) is not _own(expected):
+                if reason is not _PATCHED or stands_for(now) is not stands_for(expected):
                     return reason
         # Whole lists at once: this runs at every call.
         if list(map(len, self._dicts)) != self._lengths:
@@ -261,22 +262,6 @@ def _not_plain(tensor: Any) -> str:
     if tensor is None:
         return "a parameter or buffer is missing"
     return "a parameter or buffer is not a plain tensor"
-
-
-class StandsForForward:
-    """What is installed as an instance's ``forward`` and does the same.
-
-    ``own`` is the forward that the instance had; None: it has that of its class.
-    """
-
-    own: Callable[..., Any] | None
-
-
-def _own(forward: Any) -> Any:
-    """The forward in an instance's dict; a dispatcher counts as what it stands for."""
-    if not isinstance(forward, StandsForForward):
-        return forward
-    return MISSING if forward.own is None else forward.own
 
 
 def _structure(module: nn.Module) -> Iterator[_Entry]:
