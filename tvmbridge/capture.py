@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.guarding.surroundings import tracing_here
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.memory.bases import WithBases
@@ -36,7 +37,8 @@ from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
 from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_under_autograd
 from tvmbridge.tracing.functions import functions_replaced
-from tvmbridge.tracing.standins import without_autocast, without_repetitions
+from tvmbridge.tracing.old_norms import NormsPutBack
+from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 
@@ -79,12 +81,13 @@ def capture(
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
     register_caches(module)
-    try:
-        stage = staged(module, args, kwargs, needs_grad)
-        return capture_staged(stage, args, kwargs, needs_grad)
-    except NotApartError:
-        stage = staged(module, args, kwargs, needs_grad, apart=False)
-        return capture_staged(stage, args, kwargs, needs_grad)
+    with tracing_here():
+        try:
+            stage = staged(module, args, kwargs, needs_grad)
+            return capture_staged(stage, args, kwargs, needs_grad)
+        except NotApartError:
+            stage = staged(module, args, kwargs, needs_grad, apart=False)
+            return capture_staged(stage, args, kwargs, needs_grad)
 
 
 def capture_staged(
@@ -123,6 +126,7 @@ def capture_staged(
         foreign=seen.foreign,
         outside=seen.outside,
         asks=seen.asks,
+        normed=seen.normed,
     )
 
 
@@ -144,6 +148,7 @@ def _export(
         with (
             torch.set_grad_enabled(needs_grad),
             without_autocast(),
+            without_hooks(module),
             kept_whole_under_autograd(),
             warnings.catch_warnings(),
         ):
@@ -151,7 +156,7 @@ def _export(
             warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
             with DropoutWithoutEffect(), functions_replaced(module):
                 # Only now is forward what is to be traced.
-                watch = ArgumentWatch(module.forward)
+                watch = ArgumentWatch(NormsPutBack(module))
                 tails = TailWatch(watch, differentiated=needs_grad)
                 with watched_forward(module, WithBases(tails, bases)):
                     given, named = without_repetitions((args, dict(kwargs)))

@@ -18,6 +18,7 @@ from torch import nn
 from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError, NotApartError
 from tvmbridge.guarding.forwards import (
+    StandsForForward,
     calling_module,
     forward_of_class,
     original_forward,
@@ -27,7 +28,7 @@ from tvmbridge.guarding.forwards import (
 from tvmbridge.guarding.hooks import hooked_submodule
 from tvmbridge.guarding.mode import Mode
 from tvmbridge.guarding.plain import unusual_in
-from tvmbridge.guarding.state import ModuleState, StandsForForward
+from tvmbridge.guarding.state import ModuleState
 from tvmbridge.guarding.surroundings import refused_now, tracing_here, undisturbed
 from tvmbridge.memory.packing import Packing
 from tvmbridge.observing.refusal import raise_if_forward_refuses
@@ -209,7 +210,7 @@ class Dispatcher(StandsForForward):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with compiling(), tracing_here(), undisturbed():
+        with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)

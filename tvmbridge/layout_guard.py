@@ -113,9 +113,11 @@ class LayoutGuard:
         known = self._known.get(kinds)
         if known is None:
             with compiling():
-                if len(self._known) >= _MAX_LAYOUTS:
+                known = self._known.get(kinds)
+                if known is None and len(self._known) >= _MAX_LAYOUTS:
                     return f"inputs have been laid out in more than {_MAX_LAYOUTS} ways"
-                known = self._known[kinds] = self._learned(leaves)
+                if known is None:
+                    known = self._known[kinds] = self._learned(leaves)
         return known if isinstance(known, str) else None
 
     def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | str:

@@ -223,7 +223,8 @@ class CapturedGraph:
     forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
     further user outputs behind all others, from which views among the outputs are made again.
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
-    that the graph is right for inputs like the sample's in that.
+    that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
+    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call.
     """
 
     program: ExportedProgram
@@ -246,6 +247,7 @@ class CapturedGraph:
     bases: tuple[HiddenBase, ...] = ()
     outside: tuple[OutsideValue, ...] = ()
     asks: frozenset[Question] = frozenset()
+    normed: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -24,6 +24,8 @@ _KINDS = (
     functools.partial,
     functools._lru_cache_wrapper,
 )
+# Of larger mappings without data among their values the entries are not watched.
+_LARGEST_REGISTRY = 64
 _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod)
 _PARTS: tuple[Callable[[Any], Any], ...] = tuple(
     map(operator.attrgetter, ("__code__", "__defaults__"))
@@ -31,17 +33,29 @@ _PARTS: tuple[Callable[[Any], Any], ...] = tuple(
 
 
 def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
-    """The function or class at the end of a mention: that very one.
+    """The function or class that a mention ends at, or a class whose method it is: that very one.
 
-    Those of PyTorch itself and of Python's library are left out.
+    Of a mapping of functions (the caller knows that there is no data in it) each entry; others may
+    be added. Those of PyTorch itself and of Python's library are left out.
     """
     *before, place = passed
+    if before and isinstance(before[-1].value, type):
+        *before, place = before
     owner = before[-1].value if before else None
     package = owner.__name__ if isinstance(owner, types.ModuleType) else ""
     if package == "torch" or package.partition(".")[0] in sys.stdlib_module_names:
         return
-    if isinstance(place.value, _KINDS):
+    if isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value):
         yield exactly(place)
+    elif isinstance(place.value, dict) and len(place.value) <= _LARGEST_REGISTRY:
+        for key, value in place.value.items():
+            label = f"{place.label}[{key!r}]"
+            yield exactly(Place(place.value, place.value, key, label, value))
+
+
+def _is_of_pythons_library(value: Any) -> bool:
+    defined = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    return defined and str(value.__module__).partition(".")[0] in sys.stdlib_module_names
 
 
 def exactly(place: Place) -> OutsideValue:

@@ -64,10 +64,11 @@ def describe_inputs(
             kind = InputKind.BUFFER
         if kind is InputKind.CONSTANT:
             tensor = program.constants[spec.target or ""]
-            if tensor.numel() and tensor.data_ptr() in owned:
-                raise NotApartError(f"forward reaches {owned[tensor.data_ptr()]} past the module")
             target = named.get(id(tensor))
             if target is None:
+                if tensor.numel() and tensor.data_ptr() in owned:
+                    reached = owned[tensor.data_ptr()]
+                    raise NotApartError(f"forward reaches {reached} past the module")
                 constants[spec.arg.name] = tensor
             else:
                 kind = InputKind.ATTRIBUTE
@@ -92,6 +93,10 @@ def _describe_input(
         requires_grad = module.get_parameter(target or "").requires_grad
     elif kind is InputKind.USER:
         requires_grad = leaves[position].requires_grad
+    if requires_grad and values[spec.arg.name].is_complex():
+        raise UnsupportedOperatorError(
+            f"{target or spec.arg.name} is of {values[spec.arg.name].dtype} and requires a gradient"
+        )
     return InputDescriptor(
         name=spec.arg.name,
         kind=kind,
@@ -194,6 +199,8 @@ def _output_spec(name: str, value: Any) -> TensorSpec:
         raise UnsupportedOperatorError(
             f"the result {name} is a number that is computed from the values of tensors"
         )
+    if value.is_complex():
+        raise UnsupportedOperatorError(f"the result {name} is of {value.dtype}")
     if not all(isinstance(extent, int) for extent in value.shape):
         raise UnsupportedOperatorError(f"the shape of the result {name} depends on data")
     return TensorSpec.of(value)

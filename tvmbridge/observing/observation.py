@@ -7,8 +7,8 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
 from tvmbridge.tracing.functions import run_on_fakes
+from tvmbridge.tracing.old_norms import normed_weights, shared_with
 from tvmbridge.tracing.standins import (
     tensors_of,
     tensors_replaced,
@@ -64,6 +65,7 @@ class Observation:
     are not its own. ``kept``: a tensor that it made outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
+    ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
     ``strides`` are those of what it returns; see :func:`tvmbridge.memory.layouts.dense_strides`.
     """
 
@@ -81,17 +83,31 @@ class Observation:
     changes: tuple[str, ...] = ()
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
+    normed: tuple[str, ...] = ()
 
 
 def observe(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    within: Iterable[AbstractContextManager[Any]] = (),
 ) -> Observation:
-    """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
+    """Run forward on fake tensors with the shapes of the arguments, and note what it does.
+
+    Args:
+        module: whose forward is run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        needs_grad: whether autograd records.
+        within: further contexts, for forward alone.
+    """
     made, handled = Made(), sys.exc_info()[1]
     with collections_put_off():
         try:
             with saved_without_circles():
-                seen = _observe(module, _Fakes.of(module, args, kwargs), needs_grad, made)
+                fakes = _Fakes.of(module, args, kwargs)
+                seen = _observe(module, fakes, needs_grad, made, within)
         except BaseException as error:
             release_frames(error, handled)
             made.forget()
@@ -145,8 +161,8 @@ class _Run:
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
-    def run(self, made: Made) -> pytree.TreeSpec:
-        """Run forward; the structure of its ``results``."""
+    def run(self, made: Made, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
+        """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
         with (
@@ -157,7 +173,10 @@ class _Run:
             self._foreign_modules.noticing_new_ones(),
             self.outside.collecting(),
             settings_kept() as settings,
+            ExitStack() as further,
         ):
+            for each in within:
+                further.enter_context(each)
             self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
             self._left_changed = settings.changed()
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
@@ -179,7 +198,13 @@ class _Run:
         return found + (self.foreign.without_gradient() if self._records else [])
 
 
-def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> Observation:
+def _observe(
+    module: nn.Module,
+    fakes: _Fakes,
+    needs_grad: bool,
+    made: Made,
+    within: Iterable[AbstractContextManager[Any]],
+) -> Observation:
     others = ForeignModules()
     with ExitStack() as stack:
         impure = stack.enter_context(impurities())
@@ -189,14 +214,21 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
         stack.enter_context(tensors_replaced(module, fakes.held))
-        before = StateBefore(module, fakes.held.values())
+        # No fakes stand for what objects of other classes hold.
+        before = StateBefore(module, (*fakes.held.values(), *_all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
         run = _Run(module, fakes, others)
-        structure = run.run(made)
-        read, after = set(reads), tensors_of(module)
+        structure = run.run(made, within)
+        weights = normed_weights(module)
+        read = set(reads)
+        after = {name: t for name, t in tensors_of(module).items() if name not in weights}
         assigned = values_assigned(module, set(assignments))
         writes = before.written()
+        normed = tuple(name for name in writes if name in weights)
+        shared = shared_with(normed, module, run.results)
+        if shared is not None:
+            impure.append(f"returns {shared}, which a hook has made")
         sharing = run.sharing(after)
         if before.has_written_other_tensors(_all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
@@ -208,7 +240,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
     return Observation(
         values=values,
         assigned=assigned,
-        writes=writes,
+        writes=tuple(name for name in writes if name not in normed),
         structure=structure,
         sharing=sharing,
         rebound=exchanged,
@@ -219,6 +251,7 @@ def _observe(module: nn.Module, fakes: _Fakes, needs_grad: bool, made: Made) -> 
         changes=run.outside.changed(),
         asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
+        normed=normed,
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import io
 import os
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,15 +21,13 @@ import numpy
 import torch
 from torch import nn
 
+from tvmbridge.libraries import SAME_WHEN_COMPILED
 from tvmbridge.observing.contents import (
-    CONTAINERS,
     MISSING,
-    attributes_of,
-    is_constant,
-    may_grow,
     same_value,
     state_of,
 )
+from tvmbridge.observing.data import data_of, is_data, is_object, is_of_users
 from tvmbridge.observing.definitions import Codes, exactly, named, of_class
 from tvmbridge.observing.executed import Executed, executed_functions
 from tvmbridge.observing.mentions import Mention, Origin
@@ -37,9 +35,16 @@ from tvmbridge.observing.places import Cells, Place, bind, places
 from tvmbridge.reads import Holder, OutsideValue, Question
 from tvmbridge.tracing.standins import copied_values
 
-_GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 # Tracing switches them off meanwhile.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
+_ABOUT_COMPILERS = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
+    torch._utils.is_compiling,
+)
+# Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
+_UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
     {
@@ -64,12 +69,13 @@ class OutsideReads:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._classes = {
-            cls: copied_values(_data_of(cls))
+            cls: copied_values(data_of(cls))
             for cls in {base: None for m in module.modules() for base in type(m).__mro__}
-            if _is_of_users(cls)
+            if is_of_users(cls)
         }
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names: set[str] = set()
+        self._met: set[type] = set()
         self._cells: list[Cells] = []
         # Code of functions within functions that ran, whose free variables are made at each run.
         self._inner: set[int] = set()
@@ -84,6 +90,7 @@ class OutsideReads:
         self._names |= set(executed.code.co_names)
         if executed.mentions.compares_identity:
             self.asks.add(Question.IDENTITY)
+        same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
         own = id(executed.code) not in self._inner
         self._inner.update(map(id, _codes_within(executed.code)))
         for mention in executed.mentions.found:
@@ -92,13 +99,18 @@ class OutsideReads:
             passed = places(executed, mention)
             if passed:
                 self._look_at(passed)
+                if any(passed[-1].value is f for f in _ABOUT_COMPILERS) and not same_anyway:
+                    self.asks.add(Question.COMPILED)
             elif mention == Mention(Origin.GLOBAL, "id"):
                 self.asks.add(Question.IDENTITY)
 
     def _look_at(self, passed: Sequence[Place]) -> None:
+        self._met |= {p.value if isinstance(p.value, type) else type(p.value) for p in passed}
         value = passed[-1].value
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.complaints.append(f"reads the iterator {passed[-1].label}")
         elif _is_class_of_some_tensors(value):
             self.asks.add(Question.CLASS)
         for found in _values(passed):
@@ -116,8 +128,7 @@ class OutsideReads:
         modules = list(self._module.modules())
         classes = {type(m) for m in modules}
         classes |= {type(v) for m in modules for v in vars(m).values()}
-        classes |= {type(f.holder.get(f.name, None)) for f in self._values.values()}
-        for found in _of_classes(classes, self._names | {"forward"}):
+        for found in _of_classes(classes | self._met, self._names | _UNNAMED):
             self._values.setdefault(found.key, found)
         codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
         return (*self._values.values(), codes)
@@ -127,7 +138,7 @@ class OutsideReads:
         changed = bind(self._cells)
         changed += [value.label for value in self._values.values() if _has_changed(value)]
         for cls, before in self._classes.items():
-            now = _data_of(cls)
+            now = data_of(cls)
             written = {n for n in {**before, **now} if not _same(before, now, n)}
             changed += [f"{cls.__name__}.{name}" for name in written]
         restore_generators(self._values.values())
@@ -143,11 +154,6 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _is_class_of_some_tensors(value: Any) -> bool:
     return isinstance(value, type) and value is not torch.Tensor and issubclass(value, torch.Tensor)
-
-
-def _data_of(cls: type) -> dict[str, Any]:
-    held = {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}
-    return {name: value for name, value in held.items() if _is_data(value)}
 
 
 def _same(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
@@ -174,10 +180,10 @@ def restore_generators(values: Iterable[OutsideValue]) -> None:
 def _of_classes(classes: Iterable[type], names: set[str]) -> Iterator[OutsideValue]:
     """The data among the attributes of users' classes that are called by one of ``names``."""
     for cls in {base: None for c in classes for base in c.__mro__}:
-        if not _is_of_users(cls):
+        if not is_of_users(cls):
             continue
         for name in names & cls.__dict__.keys():
-            if _is_data(cls.__dict__[name]):
+            if is_data(cls.__dict__[name]):
                 label = f"{cls.__name__}.{name}"
                 yield _watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
         yield from of_class(cls, names)
@@ -189,7 +195,7 @@ def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     found = _setting(place)
     # What torch holds itself are dtypes and numbers.
     of_torch = bool(before) and before[-1].value is torch
-    if found is None and not of_torch and (_is_data(place.value) or _is_object(place.value)):
+    if found is None and not of_torch and (is_data(place.value) or is_object(place.value)):
         found = _watched(place)
     ends = [found] if found is not None else list(named(passed))
     yield from ends
@@ -255,33 +261,3 @@ def _reads_setting(value: Any) -> bool:
     if (value.__module__ or "").startswith("torch.backends"):
         return value.__name__.endswith("_enabled") and not value.__name__.startswith("set_")
     return value.__name__ in _SETTINGS
-
-
-def _is_data(value: Any) -> bool:
-    """Whether ``value`` is a constant, a tensor, or a container in which there is or may come one.
-
-    Keys of a mapping alone are none: registries of functions have such.
-    """
-    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray, torch.Tensor)):
-        return True
-    if not isinstance(value, CONTAINERS):
-        return False
-    held = value.values() if isinstance(value, Mapping) else value
-    return (may_grow(value) and not held) or any(map(_is_data, list(held)))
-
-
-def _is_object(value: Any) -> bool:
-    """Whether ``value`` is a plain object of a user's class, and it or the class holds data."""
-    if isinstance(value, CONTAINERS):
-        return False
-    if isinstance(value, (type, torch.Tensor, nn.Module)):
-        return False
-    if not _is_of_users(type(value)) and type(value) is not types.SimpleNamespace:
-        return False
-    of_classes = map(_data_of, filter(_is_of_users, type(value).__mro__))
-    return any(of_classes) or any(map(_is_data, attributes_of(value).values()))
-
-
-def _is_of_users(cls: type) -> bool:
-    package = cls.__module__.partition(".")[0]
-    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from tvmbridge.dependence import DependenceError
 from tvmbridge.errors import BridgeError, CaptureError, NotApartError
@@ -20,6 +18,7 @@ from tvmbridge.observing.attributes import values_read
 from tvmbridge.observing.contents import same_value
 from tvmbridge.observing.foreign import refuse_foreign
 from tvmbridge.observing.observation import Observation, observe
+from tvmbridge.observing.other_way import refuse_other_way
 from tvmbridge.observing.outside import restore_generators
 from tvmbridge.observing.refusal import (
     raise_if_forward_refuses,
@@ -28,6 +27,7 @@ from tvmbridge.observing.refusal import (
     refuse_what_is_asked,
     user_line,
 )
+from tvmbridge.reads import Question
 from tvmbridge.tracing.standins import (
     copied_values,
     run_apart,
@@ -94,6 +94,9 @@ def staged(
         logger.debug("forward cannot be observed", exc_info=True)
         raise_if_forward_refuses(module, args, kwargs)
         return Stage(_actor(module) if apart else module, None, error)
+    if Question.COMPILED in seen.asks:
+        refuse_other_way(module, lambda within: observe(actor, args, kwargs, needs_grad, within))
+        seen = replace(seen, asks=seen.asks - {Question.COMPILED})
     if apart:
         _refuse_to_part(module, seen)
     refuse_foreign(module, seen.foreign_modules)
@@ -105,7 +108,7 @@ def staged(
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:
-    found = [f"writes {name}{_of_old_norm(module, name)}" for name in seen.writes]
+    found = [f"writes {name}" for name in seen.writes]
     found += seen.impure
     found += [f"changes {name} outside of the module" for name in seen.changes]
     if found:
@@ -118,15 +121,6 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
             f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
             "module, in a cache or a global, which compiled code would not do"
         )
-
-
-def _of_old_norm(module: nn.Module, name: str) -> str:
-    """What to do about a weight that a hook of PyTorch's makes at each call."""
-    path, _ = _split(name)
-    hooks = module.get_submodule(path)._forward_pre_hooks.values()
-    old = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
-    found = [old[type(hook)] for hook in hooks if type(hook) in old]
-    return f" (use torch.nn.utils.parametrizations.{found[0]})" if found else ""
 
 
 def _settled(first: Observation, again: Observation) -> Observation:

@@ -61,6 +61,22 @@ def without_own_call(module: nn.Module) -> None:
         module.__class__ = type(kind.__name__, (kind,), body)
 
 
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within it a call of ``module`` is one of its forward: hooks run around what is compiled.
+
+    So it is for the modules that PyTorch itself puts around it, or makes of it, in a trace.
+    """
+
+    def call(genuine: Callable[..., Any], owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if owner is module or type(owner).__module__.startswith(("torch.export", "torch.fx")):
+            return owner.forward(*args, **kwargs)
+        return genuine(owner, *args, **kwargs)
+
+    with patched_here(nn.Module, "_call_impl", call):
+        yield
+
+
 def without_inference_tensors(value: Any) -> Any:
     """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
     return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)

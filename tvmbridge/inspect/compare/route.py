@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.guarding.surroundings import tracing_here
 from tvmbridge.inspect.compare.convention import CallingConvention, draws_of
 from tvmbridge.inspect.compare.eager import Reference
 from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
@@ -59,7 +60,8 @@ class Route(CallingConvention):
         records: list[PassRecord] = []
         seen: list[tuple[PassRecord, tvm.IRModule, tvm.IRModule]] = []
         args, kwargs, _ = sample.arguments()
-        with sample.unchanged_state(), observed_passes(lambda *step: seen.append(step)):
+        observed = observed_passes(lambda *step: seen.append(step))
+        with sample.unchanged_state(), tracing_here(), observed:
             lowered = lower_module(
                 sample.module,
                 args,
