@@ -15,6 +15,7 @@ from torch.export import default_decompositions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.tracing.attention import attention, attention_with_dropout, safe_softmax
+from tvmbridge.tracing.extremes import EXTREMUM, extremum_taken_apart
 from tvmbridge.tracing.promotion import promoting_as_kernels
 from tvmbridge.tracing.recurrent import recurrent_decompositions
 
@@ -140,9 +141,12 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
         table[sdpa] = attention
+        # The product rule would add infinities of both signs where the cotangent is one.
+        table[aten.silu.default] = _of_halves(table[aten.silu.default])
     else:
         table[sdpa] = attention_with_dropout
     table[aten.rrelu.default] = _rrelu
+    table[EXTREMUM] = extremum_taken_apart
     for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
         if op in table:
             table[op] = _of_dense_rows(table[op])
@@ -168,6 +172,15 @@ def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
         dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
         halves = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
         return NotImplemented if halves else parts(*args, **kwargs)
+
+    return decompose
+
+
+def _of_halves(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Only half precision is taken apart."""
+
+    def decompose(x: torch.Tensor) -> Any:
+        return parts(x) if x.dtype in (torch.float16, torch.bfloat16) else NotImplemented
 
     return decompose
 
@@ -214,6 +227,7 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     return table | {
         **{op: _unless_half(whole[op]) for op in losses},
         aten.copy.default: _copy,
+        EXTREMUM: extremum_taken_apart,
         aten.sort.default: sort_as_eager,
         aten.view.default: _view,
         aten._safe_softmax.default: safe_softmax,

@@ -83,7 +83,8 @@ def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
         x, zero = lets.bind(x, "x"), constant(0.0, dtype)
         low = lets.bind(tirx.Select(x > zero, zero, x), "low")
         bent = FUNCTIONS["expm1"](opaque(low * constant(inner, dtype)))
-        negative = opaque(bent) * constant(alpha * scale, dtype)
+        # Opaque for an alpha of 0, whose product with NaN is no 0.
+        negative = opaque(bent) * opaque(constant(alpha * scale, dtype), sign="uint")
         # A zero keeps its sign whatever alpha is.
         return lets.close(tirx.Select(x >= zero, x * constant(scale, dtype), negative))
 
