@@ -106,8 +106,8 @@ def observe(
     with collections_put_off():
         try:
             with saved_without_circles():
-                fakes = _Fakes.of(module, args, kwargs)
-                seen = _observe(module, fakes, needs_grad, made, within)
+                # Nothing here may hold the fakes: what is alive afterwards was kept by forward.
+                seen = _observe(module, _Fakes.of(module, args, kwargs), needs_grad, made, within)
         except BaseException as error:
             release_frames(error, handled)
             made.forget()
