@@ -131,3 +131,31 @@ def test_all_finite(dtype: torch.dtype) -> None:
     for bad in (float("inf"), float("-inf"), float("nan")):
         assert not all_finite([values, torch.tensor([1.0, bad], dtype=dtype)])
     assert not all_finite([torch.tensor([float("inf"), float("-inf")], dtype=dtype)])
+
+
+class WithUnread(nn.Module):
+    """Two outputs with a parameter each, and a parameter that forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unread = (
+            nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.first, x * self.second
+
+
+def test_hooks_of_what_no_gradient_reaches_are_not_called() -> None:
+    module = WithUnread().train()
+    ours, x = dispatched(module, x=ROWS), ROWS.clone().requires_grad_()
+    called: list[str] = []
+    for name, parameter in ours.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: called.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: called.append("stored"))
+    first, second = ours(x)
+    (first.sum() + second.sum()).backward()
+    assert sorted(called) == ["first", "second", "stored", "stored"]
+    with pytest.raises(BridgeError, match=r"hook on second would be called without a gradient"):
+        ours(x)[0].sum().backward()
+    assert dispatch_report(ours).fallbacks == {}
