@@ -1,8 +1,8 @@
 """Linear algebra that raises for some values, such as the inverse of a singular matrix.
 
-``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a check
-of that, which a trace takes for an effect. While a module is traced the check is an operator that
-the result passes through; it raises what PyTorch raises.
+``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a
+check of that, which a trace takes for an effect. While a module is traced the check is an operator
+that the result passes through; it raises what PyTorch raises.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``torch.nn.utils.weight_norm`` and ``spectral_norm``: hooks that make a weight at each call.
 
 The weight is a plain attribute, which the hook of a submodule exchanges before its forward. In a
-trace it is a value like others. Compiled code does not return it: after a call the attribute is made
-once more of what it is made of, by the hook's own function.
+trace it is a value like others. Compiled code does not return it: after a call the attribute is
+made once more of what it is made of, by the hook's own function.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def shared_with(names: Collection[str], module: nn.Module, outputs: Collection[A
     """The name of a weight of ``names`` that one of ``outputs`` shares memory with."""
     made = {name: getattr(*_place(module, name)) for name in names}
     storages = {
-        t.untyped_storage()._cdata: name
-        for name, t in made.items()
-        if isinstance(t, torch.Tensor)
+        t.untyped_storage()._cdata: name for name, t in made.items() if isinstance(t, torch.Tensor)
     }
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.layout is torch.strided:
