@@ -57,7 +57,8 @@ class Variant:
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
         noise = captured.noise
-        self._has_complex = any(d.spec.dtype.is_complex for d in (*captured.inputs, *noise))
+        specs = [d.spec for d in captured.inputs] + [n.spec for n in noise]
+        self._has_complex = any(spec.dtype.is_complex for spec in specs)
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
         given = {d.name: i for i, d in enumerate(captured.inputs)}
@@ -231,7 +232,7 @@ class Variant:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
         self.state.assign()
-        self.state.renew_weights()
+        self.state.norms.renew()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
         for name, alias in self._rebound_views:

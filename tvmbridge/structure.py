@@ -77,7 +77,7 @@ def _is_record(value: Any) -> bool:
 
 def _closed(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
     """The instance as it was: its ``__init__`` does not run again."""
-    instance = object.__new__(kind)
+    instance: Any = object.__new__(kind)
     for name, value in zip(names, values, strict=True):
         object.__setattr__(instance, name, value)
     return instance
@@ -118,5 +118,6 @@ def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
     if spec.type is torch.Size:
         return torch.Size(parts)
     if spec.type is Fields:
-        return _closed(*spec.context, parts)
+        kind, names = spec.context
+        return _closed(kind, names, parts)
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)

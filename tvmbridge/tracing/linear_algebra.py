@@ -23,6 +23,9 @@ def _checked(
     return result.clone()
 
 
+# Its members have no types.
+_named: Any = torch.return_types
+
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 register(
     _LIBRARY,
@@ -53,13 +56,13 @@ def _cholesky(A: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
 def _lu_factor(A: torch.Tensor, *, pivot: bool = True) -> Any:
     result, pivots, failed = torch.linalg.lu_factor_ex(A, pivot=pivot)
     passed = [_passed(each, failed, "torch.linalg.lu_factor", A) for each in (result, pivots)]
-    return torch.return_types.linalg_lu_factor(passed)
+    return _named.linalg_lu_factor(passed)
 
 
 def _ldl_factor(A: torch.Tensor, *, hermitian: bool = False) -> Any:
     result, pivots, failed = torch.linalg.ldl_factor_ex(A, hermitian=hermitian)
     passed = [_passed(each, failed, "torch.linalg.ldl_factor", A) for each in (result, pivots)]
-    return torch.return_types.linalg_ldl_factor(passed)
+    return _named.linalg_ldl_factor(passed)
 
 
 def _power(A: torch.Tensor, n: int) -> torch.Tensor:
