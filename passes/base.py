@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import tvm
 from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
 
 
 @dataclass
@@ -50,6 +51,26 @@ def map_functions(
             function = rewrite(function)
         functions[global_var] = function
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def map_calls(
+    mod: tvm.IRModule, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]
+) -> tvm.IRModule:
+    """A new module with every call replaced by ``rewrite`` of it, whose operands are rewritten.
+
+    The builder is for what ``rewrite`` emits before its result.
+    """
+    return map_functions(mod, lambda f: _CallMutator(rewrite).visit_expr(f))
+
+
+@mutator
+class _CallMutator(PyExprMutator):
+    def __init__(self, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]) -> None:
+        super().__init__()
+        self.rewrite = rewrite
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        return self.rewrite(super().visit_call_(call), self.builder_)
 
 
 def free_prefix(prefix: str, names: Iterable[str]) -> str:
@@ -121,12 +142,12 @@ def storage_roots(function: relax.Function) -> list[relax.Var | None]:
     return [storage_root(result, bound) for result in flat_results(function)]
 
 
-def shared_results(mod: tvm.IRModule, name: str, count: int | None = None) -> frozenset[int]:
+def shared_results(mod: tvm.IRModule, name: str) -> frozenset[int]:
     """Results of a function that share memory with an argument or with an earlier result."""
     function = mod[name]
     seen = set(function.params)
     shared = set()
-    for index, root in enumerate(storage_roots(function)[:count]):
+    for index, root in enumerate(storage_roots(function)):
         if root in seen or root is None:
             shared.add(index)
         else:

@@ -10,6 +10,7 @@ import tvm
 from tvm.script import ir as I
 from tvm.script import relax as R
 
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.build import build, resolve_target
 from tvmbridge.errors import BuildError
 from tvmbridge.runtime import LoadedModule
@@ -56,6 +57,29 @@ def test_what_is_not_contiguous_is_copied_all_the_same() -> None:
     prepared = loaded.prepare("forward", [torch.randn(2, 2, 8), weight, torch.randn(6)])
     assert prepared[1].is_contiguous()
     assert torch.equal(prepared[1], weight)
+
+
+class Folded(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 2, torch.ones_like(x), torch.zeros(2), x.new_full((3,), 2.0) + 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_who_writes_into_a_folded_result_writes_into_no_code(training: bool) -> None:
+    module, x = Folded().train(training), torch.randn(3, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    for _ in range(2):
+        results = module(x)
+        for result, expected in zip(results, Folded()(x), strict=True):
+            torch.testing.assert_close(result, expected)
+        for result in results[1:]:
+            result.mul_(3)
+        if training:
+            x.grad = None
+            results[0].sum().backward()
+            assert x.grad.tolist() == [2, 2, 2]
+            x.grad.mul_(5)
+    assert dispatch_report(module).fallbacks == {}
 
 
 @pytest.mark.parametrize("target", ["cuda", {"kind": "rocm", "mcpu": "gfx90a"}, "c"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tvmbridge import BridgeError, CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.cotangents import PartialBackwards, all_finite
@@ -185,12 +186,11 @@ def partial_of(module: nn.Module) -> PartialBackwards:
     return partial
 
 
-def test_a_backward_that_adds_is_refused_where_outputs_are_not_used() -> None:
+def test_a_backward_that_adds_is_called_or_not_as_in_eager() -> None:
     module = Trunk(custom(lambda g, x: g + x.sign()))
     ours = dispatched(module)
-    assert_same(gradients(ours, [0, 1, 2]), gradients(module, [0, 1, 2]))
-    with pytest.raises(BridgeError, match=r"outputs \[0, 1\]: the backward of a custom"):
-        gradients(ours, [2])
+    for used in ([0, 1, 2], [2], [0], [0, 2]):
+        assert_same(gradients(ours, used), gradients(module, used))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -202,13 +202,18 @@ def test_all_finite(dtype: torch.dtype) -> None:
     assert not all_finite([torch.tensor([float("inf"), float("-inf")], dtype=dtype)])
 
 
-def several(backward: Callable[..., torch.Tensor], *, zeros: bool = True) -> type:
+def several(
+    backward: Callable[..., torch.Tensor], *, zeros: bool = True, told: str = "method"
+) -> type:
     """A function of two outputs, with this backward of the input and the cotangents."""
 
     class Several(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN205
-            ctx.set_materialize_grads(zeros)
+            if told == "method":
+                ctx.set_materialize_grads(zeros)
+            else:
+                ctx.materialize_grads = zeros
             ctx.save_for_backward(x)
             return x * 2, x.sqrt()
 
@@ -247,18 +252,71 @@ SEVERAL: dict[str, Callable[..., torch.Tensor]] = {
 
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_functions_get_zeros_for_outputs_that_are_not_used(kind: str) -> None:
-    module = Pair(several(SEVERAL[kind]), no_change)
+    for behind in (no_change, torch.exp):
+        module = Pair(several(SEVERAL[kind]), behind)
+        ours = dispatched(module, x=ROWS)
+        for used in ([0], [0, 2], [1], [2]):
+            assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))
+        assert dispatch_report(ours).fallbacks == {}
+
+
+class Chain(nn.Module):
+    """Custom functions behind one another; one gives the one before it no gradient at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = several(lambda x, a, b: torch.nan_to_num(a + b / (x * 0), nan=3.0))
+        self.second = custom(lambda g, x: torch.nan_to_num(g / (x * 0), nan=5.0) + x)
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = self.first.apply(self.scale * x)  # type: ignore[attr-defined]
+        third, _ = self.first.apply(self.second.apply(first) + 1)  # type: ignore[attr-defined]
+        return third.exp(), first.sum() + second.sin().sum(), second * x, self.scale.sum()
+
+
+def test_functions_behind_functions_are_called_or_not_as_in_eager() -> None:
+    module = Chain()
     ours = dispatched(module, x=ROWS)
-    for used in ([0], [0, 2], [1], [2]):
+    for used in ([0], [0, 3], [1], [2], [1, 2], [3], [0, 1, 2, 3]):
         assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))
     assert dispatch_report(ours).fallbacks == {}
 
 
-def test_what_functions_get_where_that_is_not_zeros_is_refused_by_name() -> None:
+class Checkpointed(nn.Module):
+    """A checkpoint with several results, of which each has a parameter of its own."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.scale = nn.Parameter(torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64))
+        self.other = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, third = checkpoint(self.part, x, use_reentrant=self.reentrant)  # type: ignore[misc]
+        return first * 2, second.exp(), third["also"] + first.detach()
+
+    def part(self, x: torch.Tensor) -> tuple[Any, ...]:
+        return x * self.scale, (x * self.other).sqrt(), {"also": (x * self.scale).sin()}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_with_several_results(reentrant: bool) -> None:
+    module = Checkpointed(reentrant=reentrant)
+    ours = dispatched(module, x=ROWS)
+    found = [[o.requires_grad for o in m(ROWS.clone().requires_grad_())] for m in (ours, module)]
+    assert found[0] == found[1] == [True, True, not reentrant]
+    for used in ([0], [1], [0, 1]) if reentrant else ([0], [1], [2], [0, 2]):
+        assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))
+    assert dispatch_report(ours).fallbacks == {}
+
+
+@pytest.mark.parametrize("told", ["method", "attribute"])
+def test_what_functions_get_where_that_is_not_zeros_is_refused_by_name(told: str) -> None:
     def by_presence(x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> Any:
         return 2 * a if b is None else 5 * b if a is None else a * b
 
-    module = Pair(several(by_presence, zeros=False), no_change)
+    module = Pair(several(by_presence, zeros=False, told=told), no_change)
     ours = dispatched(module, x=ROWS)
     for used in ([0, 1], [0, 1, 2], [2]):
         assert_same(gradients(ours, used, ROWS), gradients(module, used, ROWS))

@@ -106,6 +106,38 @@ def test_changed_parameters_are_seen(change: Callable[[nn.Module], None]) -> Non
     assert dispatch_report(module).tvm_calls == 2
 
 
+class Adapted(nn.Module):
+    """A layer and an adapter of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, dtype=torch.float64)
+        self.up = nn.Linear(2, base.out_features, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_adapters_in_a_frozen_module_get_their_gradients() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)).double().train()
+    module = add_tvm_dispatch(copy.deepcopy(plain), x := torch.randn(2, 3, dtype=torch.float64))
+    for each in (plain, module):
+        each(x).sum().backward()
+        each.requires_grad_(False)
+        torch.manual_seed(1)
+        each[0] = Adapted(each[0])
+        each(x).sum().backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, msg=name)
+    module.requires_grad_(False)
+    assert not module(x).requires_grad
+    module[0].up.requires_grad_()
+    assert module(x).requires_grad
+
+
 def test_tied_weights_get_the_sum_of_their_gradients() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

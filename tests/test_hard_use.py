@@ -18,7 +18,9 @@ from torch import nn
 
 import tvmbridge.compiled
 from tests.dispatch_helpers import eager
-from tvmbridge import BuildError, add_tvm_dispatch, dispatch_report
+from tvmbridge import BuildError, add_tvm_dispatch, capture, dispatch_report
+from tvmbridge.guarding.surroundings import tracing_here
+from tvmbridge.tracing.standins import as_captured
 
 
 def _net() -> nn.Module:
@@ -67,6 +69,24 @@ def test_eight_threads_race_to_the_first_call_and_go_on() -> None:
     assert report.tvm_calls == 16
     assert report.fallbacks == {"the shape of an input differs": 8}
     assert len(report.specializations) == 2
+
+
+def test_other_threads_call_while_one_traces_and_trace_after_it() -> None:
+    x = _x()
+    served = add_tvm_dispatch(_net().eval().requires_grad_(False), x)
+    captured: list[object] = []
+    capturing = threading.Thread(target=lambda: captured.append(capture(_net().eval(), x)))
+    with tracing_here(), as_captured():
+        calling = threading.Thread(target=served, args=(x,))
+        calling.start()
+        calling.join()
+        capturing.start()
+        capturing.join(timeout=2)
+        assert capturing.is_alive()
+    capturing.join()
+    assert len(captured) == 1
+    report = dispatch_report(served)
+    assert (report.tvm_calls, report.fallbacks) == (1, {})
 
 
 def test_dispatch_in_several_threads_at_once_and_nested() -> None:

@@ -11,9 +11,8 @@ import tvm
 import tvm_ffi
 from torch import nn
 
-import tvmbridge.compiled
 from tests.dispatch_helpers import eager
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import add_tvm_dispatch, compiled, dispatch_report, lowering
 from tvmbridge.passes.base import PassReport, RelaxPass
 
 
@@ -26,9 +25,12 @@ def _x() -> torch.Tensor:
     return torch.linspace(-1, 2, 18).reshape(3, 6)
 
 
-@pytest.mark.parametrize("stage", ["capture_staged", "derive", "build"])
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    [(lowering, "capture_staged"), (lowering, "derive"), (compiled, "build")],
+)
 def test_an_interrupted_compilation_leaves_no_trace(
-    stage: str, monkeypatch: pytest.MonkeyPatch
+    place: Any, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt
@@ -36,7 +38,7 @@ def test_an_interrupted_compilation_leaves_no_trace(
     module = _net().train()
     before = dict(module.__dict__)
     with monkeypatch.context() as patch:
-        patch.setattr(tvmbridge.compiled, stage, interrupted)
+        patch.setattr(place, stage, interrupted)
         with pytest.raises(KeyboardInterrupt):
             add_tvm_dispatch(module, _x())
     assert module.__dict__ == before
@@ -44,7 +46,7 @@ def test_an_interrupted_compilation_leaves_no_trace(
         add_tvm_dispatch(module, _x())
         module.eval()
         with monkeypatch.context() as patch:
-            patch.setattr(tvmbridge.compiled, stage, interrupted)
+            patch.setattr(place, stage, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 module(_x())
         torch.testing.assert_close(module(_x()), eager(module)(_x()))

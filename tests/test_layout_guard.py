@@ -145,3 +145,55 @@ def test_where_eager_raises_so_does_the_call() -> None:
     (reason,) = dispatch_report(ours).fallbacks
     assert reason.startswith("an input is laid out otherwise: ")
     assert "view size is not compatible" in reason
+
+
+class Held(nn.Module):
+    """Tensors of its own, of which outputs are made, and one that forward exchanges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("table", torch.randn(3, 4))
+        self.register_buffer("last", torch.zeros(4, 3))
+        self.kept = torch.randn(3, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.tanh(x @ self.weight)
+        previous = self.last.t() + self.kept
+        self.last = (y * 2).detach().transpose(0, 1)
+        return y + 1, self.weight * 2, self.table.exp(), previous * y, (self.kept + 1).t()
+
+
+def test_tensors_of_the_module_whose_strides_change() -> None:
+    eager = Held()
+    ours = copy.deepcopy(eager)
+    x = torch.randn(3, 4)
+    add_tvm_dispatch(ours, x)
+    seen = []
+    for module in (ours, eager):
+        found: list[torch.Tensor] = []
+        for _ in range(3):
+            results = module(x)
+            sum(r.square().sum() for r in results).backward()  # type: ignore[union-attr]
+            found += [*results, module.get_buffer("last"), module.weight.grad.clone()]
+            module.zero_grad()
+            module.weight.data = module.weight.data.t().contiguous().t()
+            module.table = module.table.t().contiguous().t()
+            module.kept = module.kept.t().contiguous().t()
+        seen.append(found)
+    assert dispatch_report(ours).tvm_calls == 3
+    for actual, expected in zip(*seen, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        assert actual.stride() == expected.stride()
+
+
+def test_forward_that_asks_how_a_weight_lies_is_not_served_where_it_lies_otherwise() -> None:
+    class Asking(Held):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (x @ self.weight + self.weight.is_contiguous(),)
+
+    ours = add_tvm_dispatch(Asking(), torch.ones(3, 4))
+    ours.weight.data = ours.weight.data.t()
+    (result,) = ours(torch.ones(3, 4))
+    torch.testing.assert_close(result, torch.ones(3, 4) @ ours.weight)
+    assert dispatch_report(ours).tvm_calls == 0

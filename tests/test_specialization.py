@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import add_tvm_dispatch, dispatch_report, dispatcher
 
 
 class Cached(nn.Module):
@@ -47,3 +50,57 @@ def test_a_cache_of_tensors_is_filled_by_the_first_call_and_read_by_the_others()
         x = torch.randn(3, 4, dtype=torch.float64)
         torch.testing.assert_close(module(x), plain(x))
     assert dispatch_report(module).tvm_calls == 2
+
+
+def test_a_copy_made_before_the_first_call_is_compiled_again_too() -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    plain = Cached().eval()
+    module = copy.deepcopy(add_tvm_dispatch(copy.deepcopy(plain), x))
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), plain(x))
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    module = add_tvm_dispatch(Cached().train(), x).eval()
+    (specialization,) = module.forward.specializations
+    turns = dispatcher.compiling
+
+    @contextmanager
+    def then_renewed_by_another() -> Iterator[None]:
+        with turns():
+            yield
+        specialization.variants.clear()
+
+    monkeypatch.setattr(dispatcher, "compiling", then_renewed_by_another)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), module.forward.original(x))
+
+
+class Growing(nn.Module):
+    """Multiplies by positions, of which a buffer holds as many as were ever needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = 2
+        self.register_buffer("positions", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > self.known:
+            self.known = x.shape[0]
+            self.positions = torch.arange(float(self.known))
+        return x * self.positions[: x.shape[0], None]
+
+
+def test_a_buffer_that_the_first_call_makes_larger() -> None:
+    plain, x = Growing().eval(), torch.randn(5, 3)
+    module = add_tvm_dispatch(Growing().eval(), x)
+    assert module.known == 2
+    for _ in range(2):
+        torch.testing.assert_close(module(x), plain(x))
+    assert module.known == 5
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1
+    assert report.fallbacks == {"the shape of a parameter or buffer changed": 1}

@@ -9,10 +9,11 @@ from typing import Any
 import tvm
 from tvm import relax, te
 
-from tvmbridge.errors import BuildError
+from tvmbridge.errors import BuildError, first_line
 from tvmbridge.kernels import register_kernels
 from tvmbridge.legalize import LEGALIZE_MAP
 from tvmbridge.legalize.fences import fence_arithmetic
+from tvmbridge.passes.base import shared_results
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.declare_results import DeclareResults
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
@@ -48,7 +49,7 @@ def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
         resolved = tvm.target.Target(target)
     except Exception as error:
         raise BuildError(
-            f"TVM does not know the target {target!r}: {str(error).splitlines()[0]}; "
+            f"TVM does not know the target {target!r}: {first_line(error)}; "
             'use "llvm" or None for this machine\'s CPU'
         ) from error
     if resolved.kind.name != "llvm":
@@ -103,12 +104,14 @@ def _virtual_machine_passes() -> tvm.transform.Pass:
 class Built:
     """A loaded executable, and which arguments of each function may lie at any address.
 
-    ``coverage`` counts where the kernels come from, ``missing`` are tasks that nobody has tuned,
-    with the number of calls.
+    ``shared`` are the results of each function that are constants, views, or one with another:
+    folding and merging make more of them than the function had. ``coverage`` counts where the
+    kernels come from, ``missing`` are tasks that nobody has tuned, with the number of calls.
     """
 
     machine: relax.VirtualMachine
     unaligned: Mapping[str, tuple[bool, ...]]
+    shared: Mapping[str, frozenset[int]]
     coverage: Coverage
     missing: Mapping[Task, int]
 
@@ -178,7 +181,10 @@ def build(
     """
     share_torch_threads()
     fence_arithmetic()
+    names = [name.name_hint for name, _ in mod.functions_items()]
+    given = {name: shared_results(mod, name) for name in names}
     mod = fuse(mod, target, records, measure=measure)
+    shared = {name: given[name] | shared_results(mod, name) for name in names}
     with target:
         unaligned = {
             name.name_hint: _may_be_unaligned(function)
@@ -196,4 +202,4 @@ def build(
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     machine = relax.VirtualMachine(executable, tvm.cpu())
-    return Built(machine, unaligned, coverage, applied.missing)
+    return Built(machine, unaligned, shared, coverage, applied.missing)

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.guarding.surroundings import tracing_here
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.memory.bases import WithBases
@@ -80,12 +81,13 @@ def capture(
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
     register_caches(module)
-    try:
-        stage = staged(module, args, kwargs, needs_grad)
-        return capture_staged(stage, args, kwargs, needs_grad)
-    except NotApartError:
-        stage = staged(module, args, kwargs, needs_grad, apart=False)
-        return capture_staged(stage, args, kwargs, needs_grad)
+    with tracing_here():
+        try:
+            stage = staged(module, args, kwargs, needs_grad)
+            return capture_staged(stage, args, kwargs, needs_grad)
+        except NotApartError:
+            stage = staged(module, args, kwargs, needs_grad, apart=False)
+            return capture_staged(stage, args, kwargs, needs_grad)
 
 
 def capture_staged(

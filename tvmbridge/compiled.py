@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,28 +11,22 @@ import torch
 import tvm
 from torch import nn
 
-from tvmbridge.build import build, resolve_target
-from tvmbridge.capture import capture_staged
-from tvmbridge.coloring import color
-from tvmbridge.combining import Combining, Packs
+from tvmbridge.build import build
+from tvmbridge.combining import Packs
 from tvmbridge.cotangents import PartialBackwards
-from tvmbridge.differentiation.facts import NothingToDifferentiateError, refuse_other_draws
-from tvmbridge.differentiation.joint import Derivation, derive
-from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.durations import Stages
-from tvmbridge.frontend import ImportedModule, import_graph
+from tvmbridge.lowering import LoweredModule, lower_module
 from tvmbridge.memory.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
-from tvmbridge.memory.layouts import Strides, output_layouts
+from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
-from tvmbridge.observing.staging import staged
 from tvmbridge.options import CompileOptions
-from tvmbridge.passes.base import shared_results
-from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
+from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage, Library
 from tvmbridge.records.library import EMPTY
 from tvmbridge.records.pending import note_missing
 from tvmbridge.runtime import LoadedModule
-from tvmbridge.split import SplitModule, split
+from tvmbridge.split import SplitModule
 from tvmbridge.types import CapturedGraph, PassRecord, ValueDescriptor
 
 
@@ -95,7 +88,7 @@ class CompiledModule:
     @property
     def residual_bytes(self) -> int:
         """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
-        return sum(r.spec.nbytes for r in self.residuals)
+        return 0 if self.split is None else self.split.residual_bytes
 
     @property
     def residuals(self) -> tuple[ValueDescriptor, ...]:
@@ -104,103 +97,6 @@ class CompiledModule:
             return ()
         values = (*self.split.residuals, *self.split.drawn)
         return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
-
-
-@dataclass(frozen=True)
-class LoweredModule:
-    """A module as graphs, before it is built: what compilation and comparison have in common.
-
-    ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
-    where nothing is differentiated: autograd does not record the call (``recorded``), or no output
-    requires a gradient. ``origin`` is the class of the module, for people.
-    """
-
-    captured: CapturedGraph
-    recorded: bool
-    target: tvm.target.Target
-    imported: ImportedModule
-    derivation: Derivation | None
-    split: SplitModule | None
-    mod: tvm.IRModule
-    num_outputs: int
-    origin: str
-    packs: Packs = ()
-
-    @property
-    def layouts(self) -> Layouts:
-        """Those of the results that eager PyTorch does not return contiguous."""
-        gradients = {} if self.derivation is None else self.derivation.layouts
-        return Layouts(output_layouts(self.captured), gradients)
-
-
-def lower_module(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    needs_grad: bool,
-    target: Any = None,
-    options: CompileOptions,
-    records: list[PassRecord],
-    measure: Callable[[str], AbstractContextManager[None]],
-    passes: Sequence[AnyPass] = (),
-    packing: Packing | None = None,
-    apart: bool = True,
-) -> LoweredModule:
-    """Capture ``module`` and run the graph passes, up to the functions that are built.
-
-    Args:
-        measure: entered around each stage with its name.
-        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
-            before a joint function is split.
-        packing: says which parameters may be moved to lie side by side; None: none of them.
-        apart: trace a stand-in, so that other threads may run the module meanwhile.
-
-    Raises:
-        CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
-        BuildError: the target is unknown, or does not fit the tensors' device.
-    """
-    passes, origin = [*options.extra_passes, *passes], type(module).__name__
-    with measure("capture"):
-        stage = staged(module, args, kwargs, needs_grad, apart=apart)
-        captured = capture_staged(stage, args, kwargs, needs_grad)
-        module = stage.module
-        resolved = resolve_target(target, captured.device.type)
-    derivation = None
-    if needs_grad:
-        with measure("differentiate"), suppress(NothingToDifferentiateError):
-            derivation = derive(module, args, kwargs, captured, options, records)
-    if derivation is not None:
-        with measure("split"):
-            combining = Combining.of(derivation.captured, packing, options, records)
-            joint, packs = combining.joint(derivation.joint)
-            joint = replace(joint, mod=run_extra_passes(joint.mod, passes, records))
-            parts = split(joint, color(joint, options.residual_policy, options.recompute))
-        return LoweredModule(
-            derivation.captured,
-            True,
-            resolved,
-            derivation.imported,
-            derivation,
-            parts,
-            parts.mod,
-            parts.num_outputs,
-            origin,
-            packs,
-        )
-    with measure("import"):
-        # Export drops draws that nothing reads, in evaluation too.
-        refuse_other_draws(Rehearsal(module, args, kwargs, captured))
-        imported = import_graph(captured)
-    with measure("passes"):
-        mod = run_passes(imported.mod, inference_passes(), records)
-        mod, packs = Combining.of(captured, packing, options, records).inference(mod)
-        mod = run_extra_passes(mod, passes, records)
-        mod = tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")})
-    count = sum(o.is_computed for o in captured.outputs)
-    return LoweredModule(
-        captured, needs_grad, resolved, imported, None, None, mod, count, origin, packs
-    )
 
 
 def compile_module(
@@ -257,6 +153,8 @@ def build_lowered(
     derivation, imported = lowered.derivation, lowered.imported
     layouts = lowered.layouts
     mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
+    if parts is not None and parts.functions:
+        mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
     with stages.measure("build"):
         use_records = options.tuning_records
         library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
@@ -275,9 +173,9 @@ def build_lowered(
         loaded=loaded,
         target=lowered.target,
         num_outputs=lowered.num_outputs,
-        copied_outputs=shared_results(mod, "forward", lowered.num_outputs)
+        copied_outputs=built.shared["forward"].intersection(range(lowered.num_outputs))
         | shared_residuals(mod, layouts.outputs, lowered.num_outputs),
-        copied_gradients=(frozenset() if parts is None else shared_results(mod, "backward")),
+        copied_gradients=frozenset() if parts is None else built.shared["backward"],
         layouts=layouts,
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,

@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 import torch
 import tvm
-from tvm import relax
 
 from tvmbridge.build import Built
-from tvmbridge.differentiation.custom_functions import zeros_to_pass
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.differentiation.custom_functions import called
+from tvmbridge.errors import BridgeError
 from tvmbridge.memory.layouts import Layout
-from tvmbridge.passes.base import flat_results, shape_of, shared_results
-from tvmbridge.passes.relax.constants import uniform_value
+from tvmbridge.passes.base import flat_results
 from tvmbridge.passes.relax.drop_cotangents import DropCotangents
+from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.passes.relax.zero_zapp import ZeroZapp
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 from tvmbridge.runtime import LoadedModule
@@ -34,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Of more patterns of absent cotangents the one that was compiled first is forgotten.
 _MAX_PATTERNS = 16
-
-_ADD = tvm.ir.Op.get("relax.add")
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class PartialBackwards:
             BridgeError: as :meth:`without`.
         """
         known = self._patterns.get(absent)
-        return self.without(absent) if known is None and not self._parts.linear else known
+        return self.without(absent) if known is None and self._parts.functions else known
 
     def without(self, absent: frozenset[int]) -> PartialBackward:
         """The backward without the cotangents of these numbers, compiled now if it is the first.
@@ -115,9 +112,6 @@ class PartialBackwards:
         function = parts.mod["backward"]
         count = len(parts.cotangent_of)
         gradients = tuple(i for i, reads in enumerate(parts.gradient_reads) if reads - absent)
-        passed = zeros_to_pass(parts.functions, absent)
-        if not parts.linear:
-            _refuse_unscaled(function, parts, absent, gradients)
         bindings = [b for block in function.body.blocks for b in block.bindings]
         results = flat_results(function)
         wanted = build_function(
@@ -127,52 +121,16 @@ class PartialBackwards:
         dropped = DropCotangents(
             names,
             tuple(names[number] for number in sorted(absent)),
-            tuple(names[number] for number in sorted(passed)),
+            called(parts.functions, absent),
         )
-        passes: list[AnyPass] = [dropped, ZeroZapp(names), *tidy_passes()]
+        passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
         built = self._build(mod, records=[])
         loaded = LoadedModule(built.machine, built.unaligned)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
-        copied = shared_results(mod, "backward")
-        return PartialBackward(loaded, gradients, copied, self._layouts)
+        return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
     """Whether no element is infinite or NaN; False too where a sum is too large for the dtype."""
     return all(cmath.isfinite(g.sum().item()) for g in gradients)
-
-
-def _refuse_unscaled(
-    function: relax.Function, parts: SplitModule, absent: frozenset[int], gradients: Sequence[int]
-) -> None:
-    """Raise where something is added to a gradient that no cotangent scales.
-
-    It may come from a path that eager PyTorch would not visit, and from one that it would.
-    """
-    scaled = set(function.params[-len(parts.cotangent_of) :])
-    doubtful: set[relax.Expr] = set()
-    bound: dict[relax.Var, relax.Expr] = {}
-
-    def is_unscaled(operand: relax.Expr) -> bool:
-        return operand not in scaled and uniform_value(operand, bound.get) != 0.0
-
-    for block in function.body.blocks:
-        for binding in block.bindings:
-            bound[binding.var] = value = binding.value
-            operands = set(relax.analysis.free_vars(value))
-            if not operands & scaled:
-                continue
-            scaled.add(binding.var)
-            added = value.args if getattr(value, "op", None) == _ADD else ()
-            # Gradients that are accumulated have the same shape.
-            terms = [a for a in added if shape_of(a) == shape_of(value)]
-            if operands & doubtful or any(is_unscaled(t) for t in terms):
-                doubtful.add(binding.var)
-    results = flat_results(function)
-    for i in gradients:
-        if parts.gradient_reads[i] & absent and (results[i] in doubtful or is_unscaled(results[i])):
-            raise UnsupportedOperatorError(
-                "the backward of a custom autograd function adds what does not depend on the "
-                "gradient that arrives; whether to leave it out is not known"
-            )

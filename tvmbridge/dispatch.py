@@ -162,7 +162,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             else p.compiled,
         )
         for specialization in dispatcher.specializations
-        for mode, variant in specialization.variants.items()
+        for mode, variant in specialization.compiled()
     ]
     return DispatchReport(
         tvm_calls=sum(r.calls for r in reports),

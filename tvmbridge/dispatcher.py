@@ -18,15 +18,17 @@ from torch import nn
 from tvmbridge.compiled import CompiledModule, compile_module
 from tvmbridge.errors import BridgeError, BuildError, NotApartError
 from tvmbridge.guarding.forwards import (
+    StandsForForward,
     calling_module,
     forward_of_class,
     original_forward,
     rebound,
     with_own_forward,
 )
+from tvmbridge.guarding.hooks import hooked_submodule
 from tvmbridge.guarding.mode import Mode
 from tvmbridge.guarding.plain import unusual_in
-from tvmbridge.guarding.state import ModuleState, StandsForForward
+from tvmbridge.guarding.state import ModuleState
 from tvmbridge.guarding.surroundings import refused_now, tracing_here, undisturbed
 from tvmbridge.memory.packing import Packing
 from tvmbridge.observing.refusal import raise_if_forward_refuses
@@ -155,6 +157,8 @@ class Dispatcher(StandsForForward):
             unusual = unusual_in(self.module)
             if unusual is not None:
                 return unusual
+            if hooked_submodule(self.module) is not None:
+                return "a submodule has hooks"
             if mode not in specialization.variants and mode not in specialization.failures:
                 try:
                     self.compile(specialization, mode, args, kwargs)
@@ -165,7 +169,8 @@ class Dispatcher(StandsForForward):
                     )
                     specialization.failures[mode] = f"{mode}: {unexpected}{error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
-        return specialization.variants.get(mode) or specialization.failures[mode]
+            # Within, for another thread may be about to compile it again.
+            return specialization.variants.get(mode) or specialization.failures[mode]
 
     def _renewed(
         self,
@@ -177,7 +182,7 @@ class Dispatcher(StandsForForward):
     ) -> Variant | str:
         """The code that the first call has outdated, which filled a cache, compiled again."""
         with compiling():
-            for mode, variant in list(specialization.variants.items()):
+            for mode, variant in specialization.compiled():
                 if variant is outdated:
                     del specialization.variants[mode]
             renewed = self._variant(specialization, leaves, args, kwargs)
@@ -189,10 +194,12 @@ class Dispatcher(StandsForForward):
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
-        for variant in specialization.variants.values():
-            tensors = variant.state.tensors()
-            if all(t is not None for t in tensors):
-                return any(t.requires_grad for t in tensors if t is not None)
+        states = [variant.state for _, variant in specialization.compiled()]
+        if any(state.requires_grad() for state in states):
+            return True
+        # What was compiled for tells nothing of submodules that were inserted since.
+        if any(state.is_whole() for state in states):
+            return False
         return anything_requires_grad(self.module, ())
 
     def compile(
@@ -203,7 +210,7 @@ class Dispatcher(StandsForForward):
         kwargs: Mapping[str, Any],
     ) -> None:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with compiling(), tracing_here(), undisturbed():
+        with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
                 compiled = self._compile(mode, args, kwargs, apart=True)

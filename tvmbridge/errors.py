@@ -63,3 +63,9 @@ class VersionError(BridgeError, ImportError):
     Raised by importing tvmbridge when apache-tvm or apache-tvm-ffi is missing or is not the pinned
     version, or when torch is too old; the message names the pin and the command that installs it.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type where it has none, as a bare ``assert``."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

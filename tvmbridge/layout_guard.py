@@ -27,7 +27,6 @@ from tvmbridge.tracing.standins import without_inference_tensors
 from tvmbridge.turns import compiling
 from tvmbridge.types import InputKind, OutputKind
 
-_OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
 _SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
 # Of more layouts than that calls are not served: observing each would take longer than its call.
 _MAX_LAYOUTS = 64
@@ -38,7 +37,7 @@ _Kind = tuple[tuple[int, int], ...]
 class LayoutGuard:
     """What must hold for the layouts of tensors, and the strides of outputs that follow from them.
 
-    Arguments are looked at, and of the module's tensors those that may be ``channels_last``.
+    Arguments are looked at, and those of the module's tensors that have an order of dimensions.
 
     Args:
         state: the tensors of the module.
@@ -50,7 +49,7 @@ class LayoutGuard:
         self._state = state
         self._compiled = compiled
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
-        held = [d for d in captured.inputs if d.kind in _OF_MODULE]
+        held = [d for d in captured.inputs if d.kind.is_of_module]
         # Random numbers stand in the order of memory, which follows that of the inputs.
         noise = bool(captured.noise)
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
@@ -60,7 +59,7 @@ class LayoutGuard:
         sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._positions = [d.position or 0 for d in users]
-        self._wide = [i for i, d in enumerate(held) if len(d.spec.shape) > 3]
+        self._wide = [i for i, d in enumerate(held) if len(d.spec.shape) > 1]
         self._sample = [d.spec.stride for d in users]
         self._sample += [held[i].spec.stride for i in self._wide]
         self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | str] = {}
@@ -114,9 +113,11 @@ class LayoutGuard:
         known = self._known.get(kinds)
         if known is None:
             with compiling():
-                if len(self._known) >= _MAX_LAYOUTS:
+                known = self._known.get(kinds)
+                if known is None and len(self._known) >= _MAX_LAYOUTS:
                     return f"inputs have been laid out in more than {_MAX_LAYOUTS} ways"
-                known = self._known[kinds] = self._learned(leaves)
+                if known is None:
+                    known = self._known[kinds] = self._learned(leaves)
         return known if isinstance(known, str) else None
 
     def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | str:
@@ -139,11 +140,15 @@ class LayoutGuard:
         aliases = (*seen.sharing.aliases, *(None for _ in captured.bases))
         if tuple(o.alias for o in users) != aliases or captured.bases != seen.sharing.bases:
             return "an input is laid out otherwise, so that other outputs would share memory"
+        if {o.target for o in captured.outputs if o.rebinds} != seen.rebound.keys():
+            return "an input is laid out otherwise, so that other buffers would be exchanged"
         strides = iter((*seen.strides, *(None for _ in captured.bases)))
         found: dict[int, tuple[int, ...]] = {}
         number = 0
         for output in captured.outputs:
-            stride = next(strides) if output.kind is OutputKind.USER else None
+            stride = seen.rebound.get(output.target or "") if output.rebinds else None
+            if output.kind is OutputKind.USER:
+                stride = next(strides)
             if not output.is_computed:
                 continue
             if stride is not None and output.spec is not None and stride != output.spec.stride:

@@ -12,6 +12,8 @@ from torch import nn
 _COLLECTOR = "transformers.utils.output_capturing"
 # Modules whose globals are books about models, and no part of what these compute.
 KEEPS_BOOKS = "transformers.utils."
+# Its models skip checks where they are compiled, and compute the same.
+SAME_WHEN_COMPILED = "transformers."
 # Attributes by which a library remembers that it has installed such hooks.
 BOOKKEEPING = frozenset({"_output_capturing_hooks_installed"})
 

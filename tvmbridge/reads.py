@@ -14,7 +14,8 @@ class Question(enum.Enum):
     OFFSET = "where in its memory a tensor starts"
     IDENTITY = "whether two tensors are one"
     CLASS = "of what class a tensor is"
-    GRADIENTS = "for gradients where they are off"
+    GRADIENTS = "for gradients where they are off, or whether a tensor requires one"
+    COMPILED = "whether it is compiled"
     INFERENCE = "whether a result is made in inference mode"
 
 

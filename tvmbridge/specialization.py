@@ -20,17 +20,15 @@ from tvmbridge.guarding.surroundings import in_checkpoint
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.kernels.dtypes import as_pairs
 from tvmbridge.layout_guard import LayoutGuard
-from tvmbridge.memory.aliasing import made_again
 from tvmbridge.memory.packing import Packing
 from tvmbridge.noise import draw_noise
-from tvmbridge.observing.arguments import Arguments, rebuild
-from tvmbridge.observing.effects import no_draws_by
+from tvmbridge.observing.arguments import Arguments
+from tvmbridge.observing.generators import no_draws_by
+from tvmbridge.outputs import Outputs
 from tvmbridge.reads import Question
 from tvmbridge.tail import try_tail
 from tvmbridge.tracing.standins import without_inference_tensors
-from tvmbridge.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
-
-_OF_MODULE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+from tvmbridge.types import InputKind
 
 
 class Variant:
@@ -57,25 +55,16 @@ class Variant:
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
         noise = captured.noise
-        specs = [d.spec for d in captured.inputs] + [n.spec for n in noise]
-        self._has_complex = any(spec.dtype.is_complex for spec in specs)
+        self._has_complex = any(
+            spec.dtype.is_complex
+            for spec in (*(d.spec for d in captured.inputs), *(n.spec for n in noise))
+        )
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
         given = {d.name: i for i, d in enumerate(captured.inputs)}
         reads = captured.head.reads if captured.head is not None else ()
         self._head_reads = [given[name] for name in reads]
-        outputs = captured.outputs
-        self._user_of = {d.name: d.position or 0 for d in users}
-        self._state_of = {name: i for i, name in enumerate(state.names)}
-        returned = [o for o in outputs if o.kind is OutputKind.USER]
-        self._aliases = [(i, o.alias) for i, o in enumerate(returned) if o.alias is not None]
-        # Views of outputs come after what they are views of.
-        self._aliases.sort(key=lambda numbered: numbered[1].kind is None)
-        views = [alias for _, alias in self._aliases if alias.shape is not None]
-        self._views = [alias for alias in views if alias.kind is not None]
-        rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
-        self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
-        self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
+        self._outputs = Outputs(state, captured)
         self._asks = captured.asks
         # Gradients that forward turns on flow where tensors require them.
         self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.asks
@@ -85,7 +74,13 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
-        self._records_writes = self._training is not None and len(returned) < len(outputs)
+        self._records_writes = self._training is not None and self._outputs.writes
+
+    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Variant:
+        """The same code for a deep copy of the module, with counters at zero."""
+        copied = Variant(self.state.rebound(memo), self.compiled, packing)
+        copied.fills_first = self.fills_first and not self.calls
+        return copied
 
     def is_to_be_renewed(self) -> bool:
         """Whether the first call, which forward served itself, has not made the code fit."""
@@ -106,38 +101,11 @@ class Variant:
             for position, requires_grad in self._input_grads:
                 if leaves[position].requires_grad is not requires_grad:
                     return "requires_grad of an input differs"
-        if reason is None and self._written:
-            reason = self._overlap(leaves, tensors)
-        for alias in self._views if reason is None else ():
-            base = self._base(alias, leaves)
-            if base is None or base.stride() != alias.base_stride:
-                return "a tensor of which a view is returned has other strides"
+        if reason is None:
+            reason = self._outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
             reason = other_answer(self._asks, leaves, tensors)
         return reason or self._layouts.mismatch(leaves, tensors)
-
-    def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
-        """Whether a tensor that is written shares memory with another that the code reads."""
-        read = [*(leaves[p] for p in self._positions), *tensors]
-        storages = [t.untyped_storage().data_ptr() for t in read if t.numel()]
-        written = {id(self._target(o, leaves, tensors)) for o in self._written}
-        changing = {t.untyped_storage().data_ptr() for t in read if id(t) in written and t.numel()}
-        if sum(s in changing for s in storages) > len(changing):
-            return "a tensor that forward writes shares memory with another"
-        return None
-
-    def _target(
-        self, output: OutputDescriptor, leaves: Sequence[Any], tensors: Sequence[Any]
-    ) -> torch.Tensor:
-        """The tensor that is written, or exchanged, with this output."""
-        if output.kind is OutputKind.INPUT_MUTATION:
-            return leaves[self._user_of[output.target or ""]]
-        return tensors[self._state_of[output.target or ""]]
-
-    def _base(self, alias: OutputAlias, leaves: Sequence[Any]) -> torch.Tensor | None:
-        if alias.kind is InputKind.USER:
-            return leaves[int(alias.key)]
-        return self.state.tensor(str(alias.key))
 
     def try_out(self, leaves: Sequence[Any]) -> None:
         """Run forward and backward once and throw the results away.
@@ -167,20 +135,17 @@ class Variant:
         torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 
     def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        captured = self.compiled.captured
-        if captured.tail is None:
-            return
-        computed = iter(results)
-        values = [(o.kind, next(computed) if o.is_computed else o.value) for o in captured.outputs]
-        returned = [value for kind, value in values if kind is OutputKind.USER]
-        self._make_again(returned, leaves)
-        try_tail(captured.tail, self._without_bases(returned))
+        tail = self.compiled.captured.tail
+        if tail is not None:
+            try_tail(tail, self._outputs.before_tail(results, leaves))
 
     def _sample_state(self) -> list[torch.Tensor]:
-        """The module's tensors; zeros where forward has yet to make one."""
-        specs = [d.spec for d in self.compiled.captured.inputs if d.kind in _OF_MODULE]
+        """The module's tensors; zeros where forward has yet to make one, or a larger one."""
+        specs = [d.spec for d in self.compiled.captured.inputs if d.kind.is_of_module]
         return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device) if t is None else t
+            torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+            if t is None or t.shape != torch.Size(spec.shape)
+            else t
             for t, spec in zip(self.state.tensors(), specs, strict=True)
         ]
 
@@ -219,38 +184,7 @@ class Variant:
         arguments: Arguments,
     ) -> Any:
         """Write mutations back, and rebuild what forward returns from the computed outputs."""
-        captured = self.compiled.captured
-        computed = iter(results)
-        flat: list[Any] = []
-        for output in captured.outputs:
-            value = next(computed) if output.is_computed else output.value
-            if output.kind is OutputKind.USER:
-                flat.append(value)
-            elif output.rebinds and output.alias is None:
-                self.state.rebind(output.target or "", value.detach())
-            elif not output.rebinds:
-                with torch.no_grad():
-                    self._target(output, leaves, tensors).copy_(value)
-        self.state.assign()
-        self.state.norms.renew()
-        # Last, because they show what was written.
-        self._make_again(flat, leaves)
-        for name, alias in self._rebound_views:
-            self.state.rebind(name, made_again(alias, flat[int(alias.key)]))
-        flat = self._without_bases(flat)
-        if captured.tail is not None:
-            flat = captured.tail.resolve(flat)
-        changed, checks = captured.changed_arguments, captured.checks
-        return rebuild(flat, captured.out_spec, changed, arguments, checks)
-
-    def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
-        for number, alias in self._aliases:
-            base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
-            assert base is not None
-            flat[number] = made_again(alias, base)
-
-    def _without_bases(self, flat: Sequence[Any]) -> list[Any]:
-        return list(flat[: len(flat) - len(self.compiled.captured.bases)])
+        return self._outputs.assemble(results, leaves, tensors, arguments)
 
 
 class Checks(Protocol):
@@ -281,6 +215,10 @@ class Specialization:
         self.failures: dict[Mode, str] = {}
         self.last_use = 0
 
+    def compiled(self) -> list[tuple[Mode, Variant]]:
+        """The variants of now by mode; another thread may compile one meanwhile."""
+        return list(self.variants.items())
+
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
 
@@ -288,9 +226,9 @@ class Specialization:
         """
         copy = Specialization(self.signature)
         copy.variants = {
-            mode: Variant(v.state.rebound(memo), v.compiled, packing)
-            for mode, v in self.variants.items()
-            if not v.state.replaced()
+            mode: variant.rebound(memo, packing)
+            for mode, variant in self.compiled()
+            if not variant.state.replaced()
         }
         copy.failures = dict(self.failures)
         copy.last_use = self.last_use

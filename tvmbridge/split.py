@@ -29,8 +29,7 @@ class SplitModule:
     reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
-    ``drawn`` are the random draws among the ``reads``. ``linear`` and
-    ``functions``: see :class:`JointModule`.
+    ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
     """
 
     mod: tvm.IRModule
@@ -43,7 +42,6 @@ class SplitModule:
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
-    linear: bool = True
     functions: tuple[AppliedFunction, ...] = ()
 
     @property
@@ -76,7 +74,6 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         gradient_reads=joint.gradient_reads
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
         drawn=tuple(_describe(v, bound) for v in coloring.drawn),
-        linear=joint.linear,
         functions=joint.functions,
     )
 

@@ -30,6 +30,11 @@ class InputKind(enum.Enum):
     ATTRIBUTE = "attribute"
     CONSTANT = "constant"
 
+    @property
+    def is_of_module(self) -> bool:
+        """Whether it is a tensor that the module holds by a name, looked up at each call."""
+        return self in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
+
 
 class OutputKind(enum.Enum):
     """What becomes of a graph output after a call."""

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.aten_call import aten_call_operator, spec_of
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 
 @dataclass(frozen=True)
@@ -35,26 +34,19 @@ class DeclareResults(RelaxPass):
     """Write the types of ATen calls into their specs."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        declared = map_functions(mod, lambda f: _CallMutator(report).visit_expr(f))
+        declared = map_calls(mod, lambda call, _: _declared(call, report))
         return declared if report.rewrites else mod
 
 
-@mutator
-class _CallMutator(PyExprMutator):
-    def __init__(self, report: PassReport) -> None:
-        super().__init__()
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if aten_call_operator(call) is None:
-            return call
-        (type_,) = call.ty_args
-        types = type_.fields if isinstance(type_, relax.TupleType) else [type_]
-        declared = [[[int(n) for n in t.shape.values], str(t.dtype)] for t in types]
-        content = spec_of(call)
-        if content.get("declared") == declared:
-            return call
-        self.report.rewrote()
-        spec = tvm.ir.StringImm(json.dumps({**content, "declared": declared}))
-        return relax.Call(call.op, [call.args[0], spec, *call.args[2:]], call.attrs, call.ty_args)
+def _declared(call: relax.Call, report: PassReport) -> relax.Expr:
+    if aten_call_operator(call) is None:
+        return call
+    (type_,) = call.ty_args
+    types = type_.fields if isinstance(type_, relax.TupleType) else [type_]
+    declared = [[[int(n) for n in t.shape.values], str(t.dtype)] for t in types]
+    content = spec_of(call)
+    if content.get("declared") == declared:
+        return call
+    report.rewrote()
+    spec = tvm.ir.StringImm(json.dumps({**content, "declared": declared}))
+    return relax.Call(call.op, [call.args[0], spec, *call.args[2:]], call.attrs, call.ty_args)

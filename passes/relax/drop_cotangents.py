@@ -30,6 +30,7 @@ from tvm import relax
 from tvm.relax.utils import copy_with_new_vars
 
 from tvmbridge.kernels.aten_call import zeros_call
+from tvmbridge.kernels.borders import function_entered
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
 
 
@@ -41,13 +42,14 @@ class DropCotangents(RelaxPass):
         cotangents: names of the parameters that are cotangents; of several parameters of one name
             it is the last.
         absent: names of those that do not arrive.
-        passed: names of those among them that a custom autograd function gets as zeros, with which
-            it may do anything; they are made when backward runs, out of the compiler's sight.
+        called: numbers of the custom autograd functions that are called nevertheless. What enters
+            them of what is zero are zeros with which they may do anything: they are made when
+            backward runs, out of the compiler's sight.
     """
 
     cotangents: tuple[str, ...]
     absent: tuple[str, ...]
-    passed: tuple[str, ...] = ()
+    called: frozenset[int] = frozenset()
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda function: self._rewrite(function, report))
@@ -60,12 +62,17 @@ class DropCotangents(RelaxPass):
         fresh = {p: relax.DataflowVar(p.name, p.ty) for p in absent}
         function = function.bind_params(fresh)
         arriving = [named[name] for name in self.cotangents if name in named]
-        passed = {zeros for zeros in fresh.values() if zeros.name in self.passed}
-        flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()) - passed)
-        bindings = [b for zeros in fresh.values() for b in _zeros(zeros, opaque=zeros in passed)]
+        flow = _Flow({fresh.get(p, p) for p in arriving}, set(fresh.values()))
+        bindings = [b for zeros in fresh.values() for b in _zeros(zeros)]
         for block in function.body.blocks:
             for binding in block.bindings:
-                if flow.visit(binding):
+                if function_entered(binding.value) in self.called:
+                    flow.dependent.add(binding.var)
+                    if flow.reads_zeros(binding.value):
+                        report.rewrote()
+                        bindings += _zeros(binding.var, opaque=True)
+                        continue
+                elif flow.visit(binding):
                     report.rewrote()
                     bindings += _zeros(binding.var)
                     continue

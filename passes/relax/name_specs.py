@@ -21,11 +21,10 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels import KERNELS
 from tvmbridge.kernels.keys import key_of
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 _CALLS = ("relax.call_pure_packed", "relax.call_dps_packed")
 
@@ -35,31 +34,25 @@ class NameSpecs(RelaxPass):
     """Replace the specs of kernels by their keys."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        named = map_functions(mod, lambda f: _SpecMutator(report).visit_expr(f))
+        named = map_calls(mod, lambda call, _: _with_keys(call, report))
         return named if report.rewrites else mod
 
 
-@mutator
-class _SpecMutator(PyExprMutator):
-    def __init__(self, report: PassReport) -> None:
-        super().__init__()
-        self.report = report
+def _with_keys(call: relax.Call, report: PassReport) -> relax.Expr:
+    if getattr(call.op, "name", "") not in _CALLS:
+        return call
+    callee, *args = call.args
+    if not isinstance(callee, relax.ExternFunc) or callee.global_symbol not in KERNELS:
+        return call
+    inner = args[0].fields if isinstance(args[0], relax.Tuple) else args
+    named = [_named(a, report) for a in inner]
+    if isinstance(args[0], relax.Tuple):
+        named = [relax.Tuple(named), *args[1:]]
+    return relax.Call(call.op, [callee, *named], call.attrs, call.ty_args)
 
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if getattr(call.op, "name", "") not in _CALLS:
-            return call
-        callee, *args = call.args
-        if not isinstance(callee, relax.ExternFunc) or callee.global_symbol not in KERNELS:
-            return call
-        inner = args[0].fields if isinstance(args[0], relax.Tuple) else args
-        named = [self._named(a) for a in inner]
-        if isinstance(args[0], relax.Tuple):
-            named = [relax.Tuple(named), *args[1:]]
-        return relax.Call(call.op, [callee, *named], call.attrs, call.ty_args)
 
-    def _named(self, arg: relax.Expr) -> relax.Expr:
-        if not isinstance(arg, tvm.ir.StringImm) or key_of(arg.value) == arg.value:
-            return arg
-        self.report.rewrote()
-        return tvm.ir.StringImm(key_of(arg.value))
+def _named(arg: relax.Expr, report: PassReport) -> relax.Expr:
+    if not isinstance(arg, tvm.ir.StringImm) or key_of(arg.value) == arg.value:
+        return arg
+    report.rewrote()
+    return tvm.ir.StringImm(key_of(arg.value))

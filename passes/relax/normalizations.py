@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, dtype_of, map_functions, shape_of
+from tvmbridge.passes.base import PassReport, dtype_of, map_calls, shape_of
 
 op = relax.op
 
@@ -122,28 +121,17 @@ def lower_calls(
 ) -> tvm.IRModule:
     """``mod`` with each call of the operator ``name`` replaced by its definition."""
     operator = tvm.ir.Op.get(name)
-    return map_functions(
-        mod, lambda f: _LoweringMutator(operator, definition, report).visit_expr(f)
-    )
 
-
-@mutator
-class _LoweringMutator(PyExprMutator):
-    def __init__(self, operator: tvm.ir.Op, definition: Definition, report: PassReport) -> None:
-        super().__init__()
-        self.operator = operator
-        self.definition = definition
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if call.op != self.operator:
+    def lowered(call: relax.Call, builder: relax.BlockBuilder) -> relax.Expr:
+        if call.op != operator:
             return call
         if shape_of(call.args[0]) is None:
-            self.report.decline(self.operator.name, "the shape is not static")
+            report.decline(name, "the shape is not static")
             return call
-        lowered = self.definition(call, Formulas(self.builder_), self.report)
-        if lowered is None:
+        result = definition(call, Formulas(builder), report)
+        if result is None:
             return call
-        self.report.rewrote()
-        return lowered
+        report.rewrote()
+        return result
+
+    return map_calls(mod, lowered)

@@ -26,7 +26,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, map_functions
 
 _NO_GRAD = tvm.ir.Op.get("relax.grad.no_grad")
 
@@ -121,18 +121,10 @@ class RemoveNoGrad(RelaxPass):
     """Replace ``no_grad(x)`` by ``x``: after the gradient it has no more to say."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        return map_functions(mod, lambda f: _Unwrapper(report).visit_expr(f))
+        def unwrapped(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:
+            if call.op != _NO_GRAD:
+                return call
+            report.rewrote()
+            return call.args[0]
 
-
-@mutator
-class _Unwrapper(PyExprMutator):
-    def __init__(self, report: PassReport) -> None:
-        super().__init__()
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if call.op != _NO_GRAD:
-            return call
-        self.report.rewrote()
-        return call.args[0]
+        return map_calls(mod, unwrapped)

@@ -27,9 +27,8 @@ from dataclasses import dataclass
 
 import tvm
 from tvm import relax
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_calls, shape_of
 
 
 @dataclass(frozen=True)
@@ -37,29 +36,22 @@ class ZappLike(RelaxPass):
     """Write out the shapes that operators take from other tensors."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        return map_functions(mod, lambda f: _ZappLikeMutator(report).visit_expr(f))
+        return map_calls(mod, lambda call, builder: _with_shapes(call, builder, report))
 
 
-@mutator
-class _ZappLikeMutator(PyExprMutator):
-    def __init__(self, report: PassReport) -> None:
-        super().__init__()
-        self.report = report
-
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if not isinstance(call.op, tvm.ir.Op) or call.op.name not in _REWRITES:
-            return call
-        if not isinstance(call.ty, relax.TensorType):
-            call = self.builder_.normalize(call)
-        if shape_of(call) is None or shape_of(call.args[0]) is None:
-            self.report.decline(call.op.name, "the shape is not static")
-            return call
-        rewritten = _REWRITES[call.op.name](call, self.builder_)
-        if rewritten is None:
-            return call
-        self.report.rewrote()
-        return rewritten
+def _with_shapes(call: relax.Call, builder: relax.BlockBuilder, report: PassReport) -> relax.Expr:
+    if not isinstance(call.op, tvm.ir.Op) or call.op.name not in _REWRITES:
+        return call
+    if not isinstance(call.ty, relax.TensorType):
+        call = builder.normalize(call)
+    if shape_of(call) is None or shape_of(call.args[0]) is None:
+        report.decline(call.op.name, "the shape is not static")
+        return call
+    rewritten = _REWRITES[call.op.name](call, builder)
+    if rewritten is None:
+        return call
+    report.rewrote()
+    return rewritten
 
 
 def _filled(call: relax.Call, value: relax.Expr) -> relax.Expr:

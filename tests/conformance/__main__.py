@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tests.conformance.admit import write_admitted
-from tests.conformance.coverage import operators
+from tests.conformance.coverage import operators, special_operators
 from tests.conformance.document import write_document, write_results
 from tests.conformance.quick import (
     QUICK_GRADIENTS,
@@ -36,7 +36,7 @@ def all_entries(
         for mode in modes
         for dtype in dtypes
         for name in names
-        if _has(operators()[name], getattr(torch, dtype), mode)
+        if _has(special_operators()[name], getattr(torch, dtype), mode)
     ]
 
 
@@ -46,10 +46,10 @@ def _has(op: Any, dtype: torch.dtype, mode: str) -> bool:
     return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
 
 
-def _named(wanted: Sequence[str]) -> list[str]:
+def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
     """Full names for what the user wrote: a name stands for all its variants."""
-    names = [n for w in wanted for n in operators() if w in (n, n.split(":")[0])]
-    missing = [w for w in wanted if not any(w in (n, n.split(":")[0]) for n in operators())]
+    names = [n for w in wanted for n in known if w in (n, n.split(":")[0])]
+    missing = [w for w in wanted if not any(w in (n, n.split(":")[0]) for n in known)]
     if missing:
         raise SystemExit(f"no such operators: {', '.join(missing)}")
     return names
@@ -77,6 +77,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ops", nargs="+", help="operators, by their name in OpInfo")
     add("--dtypes", nargs="+", default=["float32"], help="such as float32 int64")
     add("--modes", nargs="+", default=["forward"], choices=MODES, help="forward, or gradients by")
+    add(
+        "--values",
+        default="samples",
+        choices=["samples", "special"],
+        help="those of the samples, or NaN, infinities, signed zeros and extremes strewn over them",
+    )
     add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
     add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
     add("--resume", action="store_true", help="keep what the file has")
@@ -98,7 +104,8 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if options.quick:
         chosen = _quick_entries(options.quick)
     else:
-        names = _named(options.ops) if options.ops else list(operators())
+        known = list(special_operators() if options.values == "special" else operators())
+        names = _named(options.ops, known) if options.ops else known
         chosen = all_entries(names, options.dtypes, options.modes)
     limits = {"whole": QUICK_LIMIT, "once": 1}
     table = Table(options.out, resume=options.resume)
@@ -108,6 +115,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         timeout=options.timeout,
         workers=options.workers,
         admit=options.admit,
+        special=options.values == "special",
         deadline=time.monotonic() + 60 * options.minutes,
     )
     finished = 0
@@ -129,6 +137,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_docs:
         write_document()
         return 0
+    if options.values == "special" and (options.admit or options.write_results or options.quick):
+        raise SystemExit("--values special is a check of its own: it proves and writes nothing")
     rows = read_rows(options.read) if options.read else _run(options)
     print(describe(rows))
     if options.admit:

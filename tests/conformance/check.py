@@ -82,7 +82,7 @@ class Check:
         except Exception as error:
             if not alone:
                 raise GroupFailed from error
-            return [Outcome(cases[0].label, _class_of(error), _describe(error), cases[0].ordinary)]
+            return [Outcome(cases[0].label, class_of(error), described(error), cases[0].ordinary)]
         if run.report.fallbacks or run.report.tvm_calls != 1:
             if not alone:
                 raise GroupFailed
@@ -110,7 +110,7 @@ class Check:
         }
         return Outcome(
             label=case.label,
-            result="wrong" if difference else _native_class(native, aten),
+            result="wrong" if difference else native_class(native, aten),
             reason=difference or specialization.joint_reason,
             ordinary=case.ordinary,
             native=native,
@@ -141,17 +141,17 @@ def _of_case(values: Values, index: int) -> Any:
     return values.results[index], values.inputs[index], gradients, requires
 
 
-def _native_class(native: Sequence[str], aten: Sequence[str]) -> str:
+def native_class(native: Sequence[str], aten: Sequence[str]) -> str:
     if not aten:
         return "native"
     return "mixed" if native else "aten_call"
 
 
-def _class_of(error: Exception) -> str:
+def class_of(error: Exception) -> str:
     refusal = isinstance(error, BridgeError) and not isinstance(error, BuildError | PassError)
     return "refused" if refusal else "error"
 
 
-def _describe(error: Exception) -> str:
+def described(error: Exception) -> str:
     text = str(error).strip()
     return f"{type(error).__name__}: {text[:600]}"

@@ -7,8 +7,10 @@ from collections import Counter
 from typing import Any
 
 from torch.testing._internal import common_methods_invocations
+from torch.testing._internal.opinfo import core
 
 from tests.conformance.extras import EXTRAS
+from tests.conformance.made import MADE
 
 # Random operators are wrapped to seed the generator themselves, which no capture can follow.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
@@ -90,6 +92,30 @@ def operators() -> dict[str, Any]:
     """The covered operators by full name, those that OpInfo lacks behind the others."""
     covered = [op for op in common_methods_invocations.op_db if is_covered(op)]
     return {full_name(op): op for op in (*covered, *EXTRAS)}
+
+
+@functools.cache
+def special_operators() -> dict[str, Any]:
+    """The covered operators, and those that are made for special values."""
+    return {**operators(), **{full_name(op): op for op in MADE}}
+
+
+# Beside those that OpInfo has among its elementwise operators.
+_LOCAL = frozenset({"addcdiv", "masked_fill", "nn.functional.pad", "where"})
+
+# The one or the other of two equal numbers is the result: 0.0 or -0.0, told by the instruction.
+_CHOOSING = frozenset({"clamp", "clamp_max", "clamp_min", "max", "maximum", "min", "minimum"})
+
+
+def is_local(op: Any) -> bool:
+    """Whether each element of the results comes of those at its place in the operands alone."""
+    kinds = (core.UnaryUfuncInfo, core.BinaryUfuncInfo, core.ShapeFuncInfo)
+    return isinstance(op, kinds) or op.name in _LOCAL or getattr(op, "local", False)
+
+
+def chooses(op: Any) -> bool:
+    """Whether the operator hands on one of its operands' numbers, of equal ones either."""
+    return op.name in _CHOOSING
 
 
 def left_out() -> Counter[str]:

@@ -16,6 +16,9 @@ from tvmbridge.admission import Observation, observed
 
 Operator = Callable[..., Any]
 
+# What is done to the cotangent of a case's output, whose position comes with it.
+Strewing = Callable[[torch.Tensor, int], torch.Tensor]
+
 
 class Calls(nn.Module):
     """Several calls of one operator as a module whose inputs are all their tensors."""
@@ -88,11 +91,12 @@ def evaluate(
     *,
     gradient: bool,
     rounded: Sequence[torch.dtype] | None = None,
+    strewing: Strewing | None = None,
 ) -> Values:
     """Run ``module`` from a fixed seed, and its gradient for fixed random cotangents.
 
     A case has the same cotangents whatever group it is in; they have the values that numbers of
-    the dtypes ``rounded`` have (None: those of the outputs).
+    the dtypes ``rounded`` have (None: those of the outputs), changed by ``strewing``.
     """
     torch.manual_seed(0)
     with torch.set_grad_enabled(gradient):
@@ -103,7 +107,7 @@ def evaluate(
         return Values(results, after)
     of_cases = [[t for t in _tensors(r) if t.requires_grad] for r in results]
     outputs = [t for of_case in of_cases for t in of_case]
-    cotangents = [c for of_case in of_cases for c in _cotangents(of_case, rounded)]
+    cotangents = [c for of_case in of_cases for c in cotangents_for(of_case, rounded, strewing)]
     leaves = [t for t in inputs if t.requires_grad]
     found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
     flowing = iter(found)
@@ -112,17 +116,19 @@ def evaluate(
     return Values([_detached(r) for r in results], after, gradients, requires)
 
 
-def _cotangents(
-    outputs: Sequence[torch.Tensor], rounded: Sequence[torch.dtype] | None
+def cotangents_for(
+    outputs: Sequence[torch.Tensor],
+    rounded: Sequence[torch.dtype] | None,
+    strewing: Strewing | None = None,
 ) -> list[torch.Tensor]:
-    """Random numbers, the same ones whatever the dtype."""
+    """Random numbers, the same ones whatever the dtype, changed by ``strewing``."""
     generator = torch.Generator().manual_seed(1)
     numbers = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in outputs]
     dtypes = rounded or [o.dtype for o in outputs]
-    return [
-        number.to(dtype).to(output.dtype)
-        for number, dtype, output in zip(numbers, dtypes, outputs, strict=True)
-    ]
+    narrow = [number.to(dtype) for number, dtype in zip(numbers, dtypes, strict=True)]
+    if strewing is not None:
+        narrow = [strewing(number, place) for place, number in enumerate(narrow)]
+    return [number.to(output.dtype) for number, output in zip(narrow, outputs, strict=True)]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -34,8 +34,8 @@ class Entry:
 class Settings:
     """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds.
 
-    With ``admit`` claims are used that are not proven; what is left at ``deadline``, a moment of
-    ``time.monotonic``, is not begun.
+    With ``admit`` claims are used that are not proven; with ``special`` cases are filled with
+    special values; what is left at ``deadline``, a moment of ``time.monotonic``, is not begun.
     """
 
     limit: int = 0
@@ -43,6 +43,7 @@ class Settings:
     timeout: float = 120.0
     workers: int = 1
     admit: bool = False
+    special: bool = False
     deadline: float = float("inf")
 
 
@@ -151,6 +152,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             "dtype": entry.dtype,
             "mode": entry.mode,
             "admit": settings.admit,
+            "special": settings.special,
             "limit": settings.limit,
             "group_size": group_size,
             "labels": progress.left(),

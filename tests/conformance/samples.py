@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from tests.conformance.case import Case, case_of, variants
-from tests.conformance.coverage import operators
+from tests.conformance.coverage import UNDEFINED_VALUES, operators, special_operators
+from tests.conformance.made import Made
 
 # Eager PyTorch answers an infinity with NaN or not by where in the tensor it stands (gelu), or is
 # never given one (the derivative of softmax).
@@ -29,6 +30,20 @@ _NOT_EXPANDED = frozenset({"masked.median", "median", "nanmedian"})
 
 # What they grow a tensor by is whatever the memory held.
 _NOT_GROWN = frozenset({"resize_", "resize_as_"})
+
+# How much memory they take, or read past their tensors, is told by the values of integers.
+_SIZED_BY_VALUES = frozenset(
+    {
+        "_segment_reduce",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+        "bincount",
+        "nn.functional.ctc_loss",
+        "nn.functional.one_hot",
+        "repeat_interleave",
+        "tensor_split",
+    }
+)
 
 
 def _is_defined(name: str, case: Case, gradient: bool) -> bool:
@@ -77,6 +92,11 @@ def _choose(cases: list[Case], limit: int) -> list[Case]:
     return chosen
 
 
+def cases_of_samples(samples: Iterable[Any]) -> list[Case]:
+    """A case of each sample, labelled by its number."""
+    return [case_of(str(i), sample) for i, sample in enumerate(samples)]
+
+
 def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = False) -> list[Case]:
     """The cases of one operator and dtype, always the same ones in the same order.
 
@@ -85,7 +105,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     op = operators()[name]
     torch.manual_seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=gradient))
-    plain = [case_of(str(i), sample) for i, sample in enumerate(samples)]
+    plain = cases_of_samples(samples)
     cases = _choose(plain, limit)
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
         special = None if name in _ORDINARY_ONLY else "finite" if name in _FINITE_ONLY else "all"
@@ -93,3 +113,14 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
         strided = case_of(f"{case.label} strided", samples[int(case.label)].noncontiguous())
         cases.append(strided)
     return cases
+
+
+def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:
+    """The samples of one operator and dtype that special values may be strewn over."""
+    if name.split(":")[0] in UNDEFINED_VALUES | _SIZED_BY_VALUES:
+        return []
+    torch.manual_seed(0)
+    op = special_operators()[name]
+    samples = op.sample_inputs("cpu", dtype, requires_grad=gradient)
+    ordinary = [case for case in cases_of_samples(samples) if case.ordinary]
+    return ordinary if isinstance(op, Made) else _choose(ordinary, limit)

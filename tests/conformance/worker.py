@@ -20,8 +20,9 @@ import torch
 import tests.planted.plugin  # noqa: F401  (plants a mistake, if one is asked for)
 from tests.conformance.case import Case
 from tests.conformance.check import Check, GroupFailed, Outcome
-from tests.conformance.coverage import UNDEFINED_VALUES, operators
-from tests.conformance.samples import cases_of
+from tests.conformance.coverage import UNDEFINED_VALUES, chooses, is_local, special_operators
+from tests.conformance.samples import cases_of, special_cases
+from tests.conformance.special import SpecialCheck
 
 
 def _groups(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
@@ -33,7 +34,7 @@ def _groups(cases: Sequence[Case], size: int) -> Iterable[list[Case]]:
 
 
 def _outcomes(
-    check: Check, group: list[Case], announce: Callable[[Sequence[Case]], None]
+    check: Check | SpecialCheck, group: list[Case], announce: Callable[[Sequence[Case]], None]
 ) -> Iterable[Outcome]:
     announce(group)
     try:
@@ -46,6 +47,17 @@ def _outcomes(
         yield from check.group([case])
 
 
+def _check_of(task: dict[str, Any]) -> Check | SpecialCheck:
+    name, joint = task["name"], task["mode"] if task["mode"] != "forward" else None
+    info = special_operators()[name]
+    operator = info.op
+    if task["special"]:
+        dtype = getattr(torch, task["dtype"])
+        return SpecialCheck(operator, dtype, is_local(info), not chooses(info), joint)
+    values = name.split(":")[0] not in UNDEFINED_VALUES
+    return Check(operator, joint=joint, values=values, admit=task["admit"])
+
+
 def _run_task(task: dict[str, Any], out: TextIO) -> None:
     def write(content: dict[str, Any]) -> None:
         out.write(json.dumps(content) + "\n")
@@ -56,15 +68,11 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
 
     name, dtype = task["name"], getattr(torch, task["dtype"])
     gradient = task["mode"] != "forward"
-    check = Check(
-        operators()[name].op,
-        joint=task["mode"] if gradient else None,
-        values=name.split(":")[0] not in UNDEFINED_VALUES,
-        admit=task["admit"],
-    )
+    check = _check_of(task)
     wanted = task["labels"]
     write({"group": []})
-    cases = cases_of(name, dtype, task["limit"], gradient=gradient)
+    choose = special_cases if task["special"] else cases_of
+    cases = choose(name, dtype, task["limit"], gradient=gradient)
     asked = [c for c in cases if wanted is None or c.label in wanted]
     cases = []
     for case in asked:

@@ -16,7 +16,7 @@ from tests.joint_steps import assert_same, build, dispatched, step
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.capture import capture
 from tvmbridge.coloring import color
-from tvmbridge.differentiation.aot import trace_joint
+from tvmbridge.differentiation.aot import _traced, trace_joint
 from tvmbridge.differentiation.facts import gradient_facts
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.errors import UnsupportedOperatorError
@@ -217,3 +217,11 @@ def test_nearest_upsampling_of_an_empty_batch() -> None:
     (gradient,) = torch.autograd.grad(out.sum(), x)
     assert (out.shape, gradient.shape) == ((0, 2, 5, 3), x.shape)
     assert dispatch_report(module).tvm_calls == 1
+
+
+def test_an_error_without_a_text_is_told_by_its_type() -> None:
+    def fails() -> None:
+        raise AssertionError
+
+    with pytest.raises(UnsupportedOperatorError, match="trace the gradient: AssertionError"):
+        _traced(fails, [], {})

@@ -14,25 +14,13 @@ from torch import nn
 from tests.packed_helpers import (
     NAMES,
     assert_right,
-    dispatched,
     make,
     members,
     packed,
-    packed_copy,
     sample,
 )
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.memory.packing import Packing
-
-
-@pytest.fixture(scope="module")
-def served() -> nn.Module:
-    return dispatched()
-
-
-@pytest.fixture
-def module(served: nn.Module) -> nn.Module:
-    return packed_copy(served)
 
 
 def test_weights_are_moved_once_and_only_when_the_code_runs() -> None:

@@ -92,5 +92,5 @@ class Traced(nn.Module):
 
 
 def test_what_a_trace_assigns_otherwise_is_refused() -> None:
-    with pytest.raises(CaptureError, match="writes traced"):
+    with pytest.raises(CaptureError, match="asks whether it is compiled"):
         add_tvm_dispatch(Traced(), torch.randn(2))

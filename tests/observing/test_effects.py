@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "default generator": (_seeds_generator, "sets the state of PyTorch's generator"),
     "initial seed": (lambda m, x: x * (torch.initial_seed() % 7), "reads the seed"),
     "saved tensors": (_saves_otherwise, "hooks on the tensors that autograd saves"),
-    "gradient mode": (_leaves_no_grad, "leaves another gradient mode"),
+    "gradient mode": (_leaves_no_grad, "leaves the gradient mode changed"),
 }
 
 

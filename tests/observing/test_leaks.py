@@ -89,7 +89,7 @@ def test_what_is_kept_of_each_call_is_refused_and_left_as_it_was() -> None:
         return KEPT[-1]
 
     KEPT[:] = [torch.ones(1)]
-    with pytest.raises(CaptureError, match="keeps a tensor of each call outside of the module"):
+    with pytest.raises(CaptureError, match="changes KEPT outside of the module"):
         add_tvm_dispatch(Cached(keeps).train(), torch.randn(2, 6))
     assert all(type(t) in (torch.Tensor, nn.Parameter) for t in KEPT)
 

@@ -127,3 +127,61 @@ def test_a_dispatched_module_is_not_scripted() -> None:
     module = tvmbridge.add_tvm_dispatch(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
     with pytest.raises(BridgeError, match=r"torch\.jit\.script cannot read.*remove_tvm_dispatch"):
         torch.jit.script(module)
+
+
+class Asks(nn.Module):
+    calls = 0
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        compiled = torch.compiler.is_compiling()
+        if self.does == "counts" and not compiled:
+            self.calls += 1
+        if self.does == "looks" and not compiled:
+            assert (x > 0).all()
+        return x * (2 if compiled or self.does != "computes" else 3)
+
+
+def test_another_way_where_forward_is_not_compiled_is_refused() -> None:
+    x = torch.rand(3) + 1
+    for does, why in (("counts", "something else"), ("computes", "else"), ("looks", "followed")):
+        with pytest.raises(CaptureError, match=f"asks whether it is compiled .*{why}"):
+            tvmbridge.add_tvm_dispatch(Asks(does), x)
+    module = tvmbridge.add_tvm_dispatch(Asks("nothing"), x)
+    torch.testing.assert_close(module(x), 2 * x)
+    assert not tvmbridge.dispatch_report(module).fallbacks
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.shapes: list[Any] = []
+
+    def called(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(x.shape)
+        return linear(x)  # type: ignore[no-any-return]
+
+
+def test_a_method_of_an_object_that_takes_notes_is_refused() -> None:
+    recorder = Recorder()
+    with pytest.raises(CaptureError, match="writes function"):
+        tvmbridge.add_tvm_dispatch(Calls(recorder.called), torch.randn(2, 4))
+    assert not recorder.shapes
+
+
+def test_hooks_of_submodules_are_refused_and_not_called() -> None:
+    calls: list[Any] = []
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    handle = module[0].register_forward_hook(lambda *given: calls.append(given))
+    with pytest.raises(CaptureError, match="its submodule 0 has hooks, which compiled code"):
+        tvmbridge.add_tvm_dispatch(module, x)
+    assert not calls
+    handle.remove()
+    tvmbridge.add_tvm_dispatch(module, x)
+    module[0].register_forward_hook(lambda *given: calls.append(given))
+    with torch.no_grad():  # another mode, for which nothing is compiled yet
+        module(x)
+    assert len(calls) == 1
+    assert tvmbridge.dispatch_report(module).fallbacks == {"a submodule has hooks": 1}

@@ -12,7 +12,7 @@ SERVING = (
     Plant(
         "a mutation not written back",
         "runtime",
-        "tvmbridge.specialization",
+        "tvmbridge.outputs",
         "self._target(output, leaves, tensors).copy_(value)",
         "pass",
         ("tests/test_modules.py", "-k", "writes or written or counter"),

@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.random_graphs.check import Outcome
+from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Program
-from tests.random_graphs.runner import drawn, run_programs
+from tests.random_graphs.runner import KINDS, drawn, run_programs
 
 BAD = ("wrong", "error", "crash", "timeout")
 
@@ -22,6 +22,7 @@ BAD = ("wrong", "error", "crash", "timeout")
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.random_graphs", description=__doc__)
     parser.add_argument("--count", type=int, default=2000, help="programs")
+    parser.add_argument("--kind", choices=sorted(KINDS), default="functions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one program")
@@ -51,15 +52,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 when anything is wrong, an error, a crash or a timeout."""
     options = _parse(arguments)
     warnings.filterwarnings("ignore")
-    head = {"count": options.count, "seed": options.seed}
+    head = {"count": options.count, "seed": options.seed, "kind": options.kind}
     kept: dict[str, Any] = {"head": head, "rows": {}}
     if options.resume and options.resume.exists():
         kept = json.loads(options.resume.read_text())
         if kept["head"] != head:
             raise SystemExit(f"{options.resume} is of {kept['head']}, not of {head}")
     rows = kept["rows"]
-    numbered = list(enumerate(drawn(options.count, options.seed)))
-    chosen = [item for item in numbered if options.only is None or item[0] in options.only]
+    chosen = range(options.count) if options.only is None else options.only
 
     def record(number: int, outcome: Outcome, program: Program) -> None:
         rows[str(number)] = asdict(outcome)
@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.resume.parent.mkdir(parents=True, exist_ok=True)
             options.resume.write_text(json.dumps(kept))
 
-    waiting = [item for item in chosen if str(item[0]) not in rows]
+    missing = [number for number in chosen if str(number) not in rows]
+    waiting = [(number, drawn(number, options.seed, options.kind)) for number in missing]
     run_programs(waiting, record, workers=options.workers, timeout=options.timeout)
     print(summary(rows))
     return 1 if any(row["result"] in BAD for row in rows.values()) else 0

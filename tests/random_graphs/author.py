@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from tests.random_graphs.program import Leaf, Program
+from tests.random_graphs.program import NAMES, Call, Leaf, Program, submodule
 
 LARGEST, MOST_ELEMENTS = 50.0, 400
-# Further from a kink than rounding can take a value, in float32 too.
-GAP = 2e-3
+# Further from a kink than rounding can take a value, in float32 too; and in half precisions.
+GAP, HALF_GAP = 2e-3, 0.1
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Candidate:
         exact: a result of exact values is exact.
         writes: the value that it writes into.
         draws: it draws random numbers.
+        results: how many values the expression is a tuple of; 0 where it is one value, no tuple.
     """
 
     text: str
@@ -39,17 +40,19 @@ class Candidate:
     statement: bool = False
     writes: str = ""
     draws: bool = False
+    results: int = 0
 
 
 class Author:
     """Writes a program, in train and in eval mode at once.
 
     Lines whose value would be decided by rounding, or too large, are declined; programs with NaN
-    and infinities among their leaves may have any values.
+    and infinities among their leaves may have any values. ``writes_inputs`` lets lines write into
+    arguments.
     """
 
-    def __init__(self, dtype: str, special: bool) -> None:
-        self.dtype, self.special = dtype, special
+    def __init__(self, dtype: str, special: bool, *, writes_inputs: bool = False) -> None:
+        self.dtype, self.special, self.writes_inputs = dtype, special, writes_inputs
         self.leaves: list[Leaf] = []
         self.lines: list[str] = []
         self.exact: set[str] = set()
@@ -58,32 +61,57 @@ class Author:
         # What draws went into: a draw that no result depends on is not captured.
         self.drawn: set[str] = set()
         self._count = 0
+        self.submodules: list[tuple[str, str]] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.numbers: list[str] = []
+        self.lists: list[str] = []
         # Integers become float32, whose rounding then is that of the whole program.
-        self._narrow = False
+        self._dtypes = {getattr(torch, dtype)}
         self._scopes: list[dict[str, Any]] = []
         for training in (True, False):
-            owner = SimpleNamespace(training=training)
-            self._scopes.append({"torch": torch, "F": F, "self": owner})
+            self._scopes.append({**NAMES, "self": nn.Module().train(training)})
         self._random = [torch.Generator().manual_seed(2).get_state()] * 2
 
-    def leaf(self, leaf: Leaf) -> str:
-        """Add a leaf; the text by which lines name it."""
+    def leaf(self, leaf: Leaf, given: str = "") -> str:
+        """Add a leaf, of which ``given`` is made where it is an argument; how lines name it."""
         self.leaves.append(leaf)
         for scope in self._scopes:
             owner = scope["self"]
-            value = getattr(owner, leaf.tied) if leaf.tied else leaf.tensor(0)
+            value: Any = getattr(owner, leaf.tied) if leaf.tied else leaf.tensor(0)
             if value.is_floating_point() and not leaf.tied:
                 value.requires_grad_(leaf.requires_grad)
-            if leaf.kind == "input":
-                scope[leaf.name] = value
-            else:
+            if leaf.kind != "input":
                 setattr(owner, leaf.name, value)
+            elif given:
+                scope[leaf.name] = eval(given, {**scope, leaf.name: value})
+            else:
+                scope[leaf.name] = value
+        if leaf.values in ("number", "list"):
+            (self.numbers if leaf.values == "number" else self.lists).append(leaf.name)
+            return leaf.name
         name = leaf.name if leaf.kind == "input" else f"self.{leaf.name}"
         if leaf.values not in ("normal", "special"):
             self.exact.add(name)
         if leaf.kind != "buffer":
             self.names.append(name)
         return name
+
+    def submodule(self, text: str) -> str:
+        """Add a submodule; how lines name it."""
+        name = f"s{len(self.submodules)}"
+        self.submodules.append((name, text))
+        for scope in self._scopes:
+            made = submodule(scope["self"], name, text)
+            setattr(scope["self"], name, made.train(scope["self"].training))
+        return f"self.{name}"
+
+    def attribute(self, literal: str) -> str:
+        """Add an attribute that is no tensor; how lines name it."""
+        name = f"a{len(self.attributes)}"
+        self.attributes.append((name, literal))
+        for scope in self._scopes:
+            setattr(scope["self"], name, eval(literal))
+        return f"self.{name}"
 
     def value(self, name: str) -> torch.Tensor:
         """The tensor of a name, in train mode."""
@@ -97,21 +125,25 @@ class Author:
     def is_own(self, name: str) -> bool:
         """Whether a value may be written into: no leaf's memory, each element once."""
         value = self.value(name)
-        storages = {self.value(n).untyped_storage().data_ptr() for n in self._leaf_names()}
+        storages = {_storage(self.value(n)) for n in self._leaf_names()}
         apart = 0 not in value.stride() or not value.dim()
-        return value.untyped_storage().data_ptr() not in storages and apart
+        return _storage(value) not in storages and apart
 
     def _leaf_names(self) -> list[str]:
-        return [leaf.name if leaf.kind == "input" else f"self.{leaf.name}" for leaf in self.leaves]
+        """The leaves that lines may not write into."""
+        inputs = [x.name for x in self.leaves if x.kind == "input" and x.is_tensor]
+        others = [f"self.{leaf.name}" for leaf in self.leaves if leaf.kind != "input"]
+        return others if self.writes_inputs else inputs + others
 
-    def write(self, candidate: Candidate, *, quiet: bool = False) -> bool:
-        """Write a line; False where it is declined. ``quiet`` puts it under ``no_grad``."""
-        name = f"v{self._count}"
-        text = candidate.text if candidate.statement else f"{name} = {candidate.text}"
-        if quiet:
-            text = f"with torch.no_grad():\n    {text}"
+    def write(self, candidate: Candidate, *, within: str = "") -> bool:
+        """Write a line; False where it is declined. ``within`` is a ``with`` that it stands in."""
+        count = 0 if candidate.statement else max(1, candidate.results)
+        names = [f"v{self._count + n}" for n in range(count)]
+        text = candidate.text if candidate.statement else f"{', '.join(names)} = {candidate.text}"
+        if within:
+            text = f"with {within}:\n    {text}"
         before = list(self._random)
-        if not all(self._run(number, text, name, candidate) for number in range(2)):
+        if not all(self._run(number, text, names, candidate) for number in range(2)):
             self._random = before
             return False
         self.lines.append(text)
@@ -125,17 +157,16 @@ class Author:
             if drawn:
                 self.drawn |= sharing
                 self.used -= sharing
-        if candidate.statement:
-            return True
-        self._count += 1
-        self.names.append(name)
-        if drawn:
-            self.drawn.add(name)
-        if exact or not self.value(name).is_floating_point():
-            self.exact.add(name)
+        self._count += count
+        self.names += names
+        for name in names:
+            if drawn:
+                self.drawn.add(name)
+            if exact or not self.value(name).is_floating_point():
+                self.exact.add(name)
         return True
 
-    def _run(self, number: int, text: str, name: str, candidate: Candidate) -> bool:
+    def _run(self, number: int, text: str, names: list[str], candidate: Candidate) -> bool:
         scope = self._scopes[number]
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random[number])
@@ -143,40 +174,51 @@ class Author:
                 if not self._is_clear(scope, candidate):
                     return False
                 exec(text, scope)
-            except (RuntimeError, IndexError, ValueError):
+            except (RuntimeError, IndexError, ValueError, TypeError):
                 return False
             state = torch.get_rng_state()
         try:
-            if not candidate.statement and not self._is_fit(scope[name]):
+            if not all(self._is_fit(scope[name]) for name in names):
                 return False
         except RuntimeError:  # Eager refuses to look at a view that was written.
             return False
-        if not candidate.statement:
-            self._narrow |= scope[name].dtype is torch.float32
+        self._dtypes |= {scope[name].dtype for name in names}
         self._random[number] = state
         return True
 
     def _is_clear(self, scope: dict[str, Any], candidate: Candidate) -> bool:
         exact = self.exact.issuperset(candidate.reads)
+        gap = GAP if self._dtypes.isdisjoint(HALF) else HALF_GAP
         for expressions, zero in ((candidate.kinks, exact), (candidate.singular, False)):
             for expression in expressions:
                 distance = eval(expression, scope).detach().abs()
-                if bool(((distance < GAP) & ((distance > 0) | (not zero))).any()):
+                if bool(((distance < gap) & ((distance > 0) | (not zero))).any()):
                     return False
         return True
 
-    def _is_fit(self, value: torch.Tensor) -> bool:
-        if value.numel() > MOST_ELEMENTS or value.dim() > 5:
+    def _is_fit(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.numel() > MOST_ELEMENTS or value.dim() > 5:
             return False
         if self.special or not value.is_floating_point() or not value.numel():
             return True
         return bool(value.isfinite().all()) and float(value.detach().abs().max()) <= LARGEST
 
-    def finish(self, returned: str, options: Sequence[tuple[str, str]]) -> Program:
-        """The program."""
-        leaves, lines = tuple(self.leaves), tuple(self.lines)
-        dtype = "float32" if self._narrow else self.dtype
-        return Program(dtype, leaves, lines, returned, tuple(options))
+    def finish(
+        self, returned: str, options: Sequence[tuple[str, str]], calls: Sequence[Call] = ()
+    ) -> Program:
+        """The program; its dtype is the one of its values that rounds the most."""
+        floating = [dtype for dtype in self._dtypes if dtype.is_floating_point]
+        dtype = str(max(floating, key=lambda dtype: torch.finfo(dtype).eps)).split(".")[-1]
+        return Program(
+            dtype,
+            tuple(self.leaves),
+            tuple(self.lines),
+            returned,
+            tuple(options),
+            tuple(self.submodules),
+            tuple(self.attributes),
+            tuple(calls),
+        )
 
 
 def _storage(value: torch.Tensor) -> int:

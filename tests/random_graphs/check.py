@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-import traceback
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,31 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tvmbridge
 from tests.architectures.compare import Tolerance, difference, leaves, magnitude
+from tests.random_graphs.outcome import Outcome, text_of
 from tests.random_graphs.program import Drawn, Program
+from tests.random_graphs.session import SEED, check_calls, starts
 from tvmbridge.errors import BridgeError
 
-SEED = 2
 # Rounding that a line may add, in units of the last place of the largest value around.
 UNITS = 2000.0
 Found = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a program.
-
-    ``result`` is *right*, *refused*, *wrong* or *error*; *invalid* where eager PyTorch raises. In
-    the parent *crash* and *timeout* come to that.
-    """
-
-    result: str
-    reason: str = ""
-    joint: str = ""
-    seconds: float = 0.0
-
-
 def is_valid(program: Program) -> bool:
-    """Whether eager PyTorch runs it, backward included."""
+    """Whether eager PyTorch runs it, backward included; of several calls the first one."""
+    if program.calls:
+        return starts(program)
     try:
         for training in (True, False):
             _run(program.build().train(training), program.inputs(), gradients=training)
@@ -48,7 +35,10 @@ def is_valid(program: Program) -> bool:
 
 
 def check(program: Program) -> Outcome:
-    """Run forward and backward in train mode, and forward in eval mode, both ways."""
+    """Run forward and backward in train mode, and forward in eval mode, both ways; or the calls
+    that the program comes with."""
+    if program.calls:
+        return check_calls(program)
     start = time.perf_counter()
     if not is_valid(program):
         return Outcome("invalid")
@@ -58,9 +48,9 @@ def check(program: Program) -> Outcome:
         try:
             found, joint_here = _dispatched(program, training)
         except BridgeError as error:
-            return Outcome("refused", f"{name}: {_text(error)}", joint, _since(start))
+            return Outcome("refused", f"{name}: {text_of(error)}", joint, _since(start))
         except Exception as error:
-            return Outcome("error", f"{name}: {_text(error)}", joint, _since(start))
+            return Outcome("error", f"{name}: {text_of(error)}", joint, _since(start))
         joint = joint or joint_here
         if isinstance(found, str):
             return Outcome("refused", f"{name}: fell back: {found}", joint, _since(start))
@@ -78,12 +68,6 @@ def check(program: Program) -> Outcome:
 
 def _since(start: float) -> float:
     return time.perf_counter() - start
-
-
-def _text(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)[-2:]
-    places = "; ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in frames)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]} ({places})"
 
 
 def _dispatched(program: Program, training: bool) -> tuple[Found | str, str]:

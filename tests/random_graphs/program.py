@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import json
 import linecache
 import zlib
@@ -12,6 +14,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.random_graphs import functions
+
+# What the text of a program may name.
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "nn": nn,
+    "checkpoint": checkpoint,
+    "copy": copy,
+    "functions": functions,
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +37,8 @@ class Leaf:
         name: ``x0`` for an input, ``p0`` for a parameter, ``b0`` for a buffer, ...
         kind: *input*, *parameter* or *buffer*.
         values: *grid* (multiples of a quarter, so that ties are exact), *normal*, *special* (with
-            NaN and infinities), *mask*, or *index* (0 and 1).
+            NaN and infinities), *mask*, *index* and *count* (0 and 1), *number* or *list* (no
+            tensors: the call says what they are).
         tied: the parameter of which this is another name.
     """
 
@@ -34,6 +50,11 @@ class Leaf:
     requires_grad: bool = False
     tied: str = ""
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor at all."""
+        return self.values not in ("number", "list")
+
     def tensor(self, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Its values for a seed; floating ones as ``dtype`` if it is given."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()) + seed)
@@ -43,7 +64,7 @@ class Leaf:
 
         if self.values == "mask":
             return integers(0, 2).bool()
-        if self.values == "index":
+        if self.values in ("index", "count"):
             return integers(0, 2)
         if self.values == "grid":
             numbers = integers(-8, 9).double() / 4
@@ -58,11 +79,46 @@ class Leaf:
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of a module among several, with what happens before it.
+
+    Args:
+        arguments: an expression for each argument, over the tensors of the inputs' leaves.
+        before: statements about ``module``.
+        after: statements between forward and backward, about ``module``, the tensors among the
+            arguments, ``given``, and among the results, ``made``.
+        seed: of the values.
+        gradients: *grad*, *no_grad* or *inference*.
+        used: which of the results the loss is made of, by their position in the tree; all where
+            it is None.
+        dispatched: the dispatch is told of these arguments first.
+        twice: two calls with one backward for both.
+    """
+
+    arguments: tuple[str, ...]
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    seed: int = 0
+    training: bool = True
+    gradients: str = "grad"
+    used: tuple[int, ...] | None = None
+    dispatched: bool = False
+    twice: bool = False
+
+    def given(self, leaves: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The arguments, made of the tensors of ``leaves``."""
+        with torch.enable_grad():
+            return [eval(text, {**NAMES, **leaves}) for text in self.arguments]
+
+
+@dataclass(frozen=True)
 class Program:
-    """What :func:`~tests.random_graphs.strategy.programs` draws.
+    """What :func:`~tests.random_graphs.strategy.programs` and
+    :func:`~tests.random_graphs.modules.modules` draw.
 
     ``lines`` are the statements of forward, ``returned`` is the expression of its result;
-    ``options`` are compile options.
+    ``options`` are compile options. ``submodules`` and ``attributes`` are names with the
+    expressions of what they are. A program with ``calls`` is checked by these, one after another.
     """
 
     dtype: str
@@ -70,6 +126,9 @@ class Program:
     lines: tuple[str, ...]
     returned: str
     options: tuple[tuple[str, str], ...] = ()
+    submodules: tuple[tuple[str, str], ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
+    calls: tuple[Call, ...] = ()
 
     @property
     def arguments(self) -> tuple[Leaf, ...]:
@@ -93,6 +152,11 @@ class Program:
             leaf.tensor(seed, dtype).requires_grad_(leaf.requires_grad) for leaf in self.arguments
         ]
 
+    def tensors(self, seed: int) -> dict[str, torch.Tensor]:
+        """The tensors that the arguments of a call are made of."""
+        chosen = [leaf for leaf in self.arguments if leaf.is_tensor]
+        return {x.name: x.tensor(seed).requires_grad_(x.requires_grad) for x in chosen}
+
     def to_json(self) -> str:
         """One line of text from which :meth:`from_json` makes the program again."""
         return json.dumps(asdict(self))
@@ -102,20 +166,39 @@ class Program:
         """The program of :meth:`to_json`."""
         content: dict[str, Any] = json.loads(text)
         leaves = tuple(_leaf(leaf) for leaf in content["leaves"])
-        options = tuple((name, value) for name, value in content["options"])
-        return cls(content["dtype"], leaves, tuple(content["lines"]), content["returned"], options)
+        named = {
+            field: tuple((name, value) for name, value in content[field])
+            for field in ("options", "submodules", "attributes")
+        }
+        calls = tuple(_call(call) for call in content["calls"])
+        lines = tuple(content["lines"])
+        return cls(content["dtype"], leaves, lines, content["returned"], **named, calls=calls)
 
     def script(self) -> str:
         """A runnable reproduction."""
         return (
             "from tests.random_graphs.check import check\n"
-            "from tests.random_graphs.program import Leaf, Program\n\n"
+            "from tests.random_graphs.program import Call, Leaf, Program\n\n"
             f"program = {self!r}\nprint(program.source(), check(program))\n"
         )
 
 
 def _leaf(content: Mapping[str, Any]) -> Leaf:
     return Leaf(**{**content, "shape": tuple(content["shape"])})
+
+
+def _call(content: Mapping[str, Any]) -> Call:
+    used = content["used"]
+    tuples = {name: tuple(content[name]) for name in ("arguments", "before", "after")}
+    return Call(**{**content, **tuples, "used": None if used is None else tuple(used)})
+
+
+def submodule(owner: nn.Module, name: str, text: str) -> nn.Module:
+    """A submodule, with the same parameters each time; the text may name others of its owner."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(name.encode()))
+        made: nn.Module = eval(text, {**NAMES, "self": owner})
+        return made
 
 
 class Drawn(nn.Module):
@@ -131,12 +214,16 @@ class Drawn(nn.Module):
                 self.register_parameter(leaf.name, parameter)
             elif leaf.kind == "buffer":
                 self.register_buffer(leaf.name, leaf.tensor(0, dtype))
+        for name, text in program.submodules:
+            setattr(self, name, submodule(self, name, text))
+        for name, text in program.attributes:
+            setattr(self, name, ast.literal_eval(text))
         source = program.source()
         name = f"<program {zlib.crc32(source.encode()):08x}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-        scope: dict[str, Any] = {"torch": torch, "F": F}
+        scope = dict(NAMES)
         exec(compile(source, name, "exec"), scope)
         self._function = scope["forward"]
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: Any) -> Any:
         return self._function(self, *inputs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.conformance.runner import Worker, WorkerDied
-from tests.random_graphs.check import Outcome
+from tests.random_graphs.modules import modules
+from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Program
 from tests.random_graphs.strategy import programs
 
@@ -17,25 +19,32 @@ from tests.random_graphs.strategy import programs
 PROGRAMS_OF_A_WORKER = 60
 
 
-def drawn(count: int, number: int) -> list[Program]:
-    """The first ``count`` different programs of a seed."""
-    found: dict[Program, None] = {}
+KINDS = {"functions": programs, "modules": modules}
 
-    @seed(number)
+
+def drawn(number: int, seed_number: int, kind: str = "functions") -> Program:
+    """The program of a number, a seed and one of ``KINDS``.
+
+    Each is drawn by itself: within one run hypothesis varies what it has drawn before.
+    """
+    found: list[Program] = []
+
+    @seed(seed_number * 1_000_003 + number)
     @settings(
-        max_examples=2 * count + 20,
+        max_examples=2,  # The first one is the simplest there is.
         database=None,
         deadline=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs())
+    @given(KINDS[kind]())
     def collect(program: Program) -> None:
-        if len(found) < count:
-            found[program] = None
+        found.append(program)
 
-    collect()
-    return list(found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        collect()
+    return found[-1]
 
 
 def run_programs(

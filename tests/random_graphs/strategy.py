@@ -46,7 +46,8 @@ def programs(draw: st.DrawFn, least: int = 5, most: int = 40) -> Program:
             break
         candidate = draw(st.sampled_from(FAMILIES))(draw, author)
         if candidate is not None:
-            author.write(candidate, quiet=draw(st.integers(0, 19)) == 7)
+            quiet = draw(st.integers(0, 19)) == 7
+            author.write(candidate, within="torch.no_grad()" if quiet else "")
     options = [("joint", "aot")] if draw(st.integers(0, 5)) == 3 else []
     options += [("residual_policy", "save_all")] if draw(st.integers(0, 7)) == 5 else []
     return author.finish(_returned(draw, author), options)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.random_graphs.__main__ import BAD, main
-from tests.random_graphs.check import Outcome, check, is_valid
+from tests.random_graphs.check import check, is_valid
+from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Leaf, Program
 from tests.random_graphs.reduce import reduced
-from tests.random_graphs.runner import drawn
+from tests.random_graphs.runner import KINDS, drawn
 from tests.random_graphs.strategy import programs
 
 
@@ -30,8 +31,10 @@ def test_drawn_program(program: Program) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_three_hundred_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--count", "300", "--seed", "11", "--workers", "2"]) == 0, capsys.readouterr().out
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_hundred_programs(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--count", "300", "--seed", "11", "--workers", "2", "--kind", kind]
+    assert main(arguments) == 0, capsys.readouterr().out
 
 
 X = Leaf("x0", "input", (3,), "float64", "grid", True)
@@ -42,13 +45,15 @@ def program(*lines: str) -> Program:
 
 
 def test_a_seed_gives_the_same_programs() -> None:
-    first, second = drawn(8, 5), drawn(8, 5)
+    first, second = (
+        [drawn(number, 5, kind) for kind in KINDS for number in range(4)] for _ in "ab"
+    )
     assert first == second
     assert len(set(first)) == 8
 
 
 def test_a_program_survives_its_text() -> None:
-    for original in drawn(8, 6):
+    for original in [drawn(number, 6, kind) for kind in KINDS for number in range(4)]:
         assert Program.from_json(original.to_json()) == original
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tvmbridge.differentiation.custom_functions import AppliedFunction, FunctionWatch
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.differentiation.facts import GradientFacts
 from tvmbridge.differentiation.hoist import hoist_draws
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError, first_line
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
 from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
@@ -59,7 +60,7 @@ def trace_joint(
     Raises:
         UnsupportedOperatorError: an operator of forward or backward cannot be compiled.
     """
-    traced = _record(rehearsal, facts)
+    traced, functions = _record(rehearsal, facts)
     _check_strided_views(traced)
     given_names = [d.name for d in rehearsal.inputs]
     noise = hoist_draws(
@@ -93,8 +94,7 @@ def trace_joint(
             wanted=facts.wanted,
             gradient_reads=facts.gradient_reads,
             drawn=tuple(i.name for i in drawn),
-            linear=not facts.custom,
-            functions=facts.functions,
+            functions=functions,
         ),
         noise=noise,
         imported=imported,
@@ -111,8 +111,13 @@ def _in_calling_order(
     return plain + [i for i, n in pairs if n.drop_probability is not None]
 
 
-def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
-    """Every operator of forward and its gradient: ``(primals..., cotangents...) -> results``."""
+def _record(
+    rehearsal: Rehearsal, facts: GradientFacts
+) -> tuple[fx.GraphModule, tuple[AppliedFunction, ...]]:
+    """Every operator of forward and its gradient: ``(primals..., cotangents...) -> results``.
+
+    With it come the custom autograd functions, in the order in which their borders are numbered.
+    """
     count = len(rehearsal.inputs)
     position = {d.name: i for i, d in enumerate(rehearsal.inputs)}
     wanted = [position[name] for name in facts.wanted]
@@ -121,14 +126,17 @@ def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
             "the outputs require a gradient, but none of it reaches an input or a parameter"
         )
 
+    functions: list[AppliedFunction] = []
+
     def joint(*values: torch.Tensor) -> list[torch.Tensor]:
         leaves = rehearsal.leaves_of(values[:count])
-        outputs = rehearsal(leaves)
-        gradients = torch.autograd.grad(
-            [outputs[number] for number in facts.cotangent_of],
-            [leaves[i] for i in wanted],
-            values[count:],
-        )
+        watch = FunctionWatch({})
+        with watch.noticing():
+            outputs = rehearsal(leaves)
+        differentiated = [outputs[number] for number in facts.cotangent_of]
+        bordered = watch.bordered(differentiated)
+        gradients = torch.autograd.grad(differentiated, [leaves[i] for i in wanted], values[count:])
+        functions[:] = bordered.functions()
         return [*(o.detach() for o in outputs), *gradients]
 
     with rehearsal.mode:
@@ -140,7 +148,7 @@ def _record(rehearsal: Rehearsal, facts: GradientFacts) -> fx.GraphModule:
             aten.native_batch_norm.default: _batch_norm,
             aten.sort.default: sort_as_eager,
         }
-        return _traced(joint, fakes, table)
+        return _traced(joint, fakes, table), tuple(functions)
 
 
 def _traced(
@@ -155,7 +163,7 @@ def _traced(
         raise
     except Exception as error:
         raise UnsupportedOperatorError(
-            f"PyTorch cannot trace the gradient: {str(error).strip().splitlines()[0]}"
+            f"PyTorch cannot trace the gradient: {first_line(error)}"
         ) from error
     assert isinstance(traced, fx.GraphModule)
     return traced

@@ -1,8 +1,8 @@
 """Custom autograd functions: what backward of a module must know of those that forward applies.
 
-A function with several outputs, of which a gradient arrives for some, gets zeros for the others,
-or None if it asked for that. Its backward may do anything with them: multiply a zero by infinity,
-or take another way. So it matters which outputs a gradient arrives for.
+PyTorch calls the backward of a function when a gradient arrives for one of its outputs, with zeros
+for the others, or None if it asked for that. It may do anything with them: multiply a zero by
+infinity, or take another way. So a recorded gradient shows by borders where it begins and ends.
 """
 
 from __future__ import annotations
@@ -15,34 +15,42 @@ from typing import Any
 
 import torch
 import torch._functorch.utils
-from torch.autograd.function import BackwardCFunction, FunctionCtx
+from torch.autograd.function import BackwardCFunction
 
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.kernels.borders import enters, leaves
 from tvmbridge.tracing.patches import patched_here
+
+# Operators of ours, which have PyTorch's own formulas for a backward.
+_OURS = "GeneratedBackwardFor_tvmbridge_"
+_Edge = tuple[Any, int]
 
 
 @dataclass(frozen=True)
 class AppliedFunction:
-    """One call of a custom autograd function with several outputs.
+    """One call of a custom autograd function.
 
-    ``reads`` says for each output from which cotangents (by number) a gradient arrives for it, and
-    ``own`` which cotangent is that gradient as it is (None: it is computed). ``zeros``: zeros stand
-    for gradients that do not arrive; otherwise None does.
+    ``reads`` says for each output that gradients may arrive for from which cotangents, by number.
+    ``zeros``: zeros stand for gradients that do not arrive; otherwise None does. ``cut_off``: one
+    that its gradients come through hands on none to it.
     """
 
     name: str
     reads: tuple[frozenset[int], ...]
-    own: tuple[int | None, ...]
     zeros: bool
+    cut_off: bool = False
+
+    def is_called(self, absent: Collection[int]) -> bool:
+        """Whether PyTorch calls its backward where these cotangents do not arrive."""
+        return bool(frozenset().union(*self.reads) - frozenset(absent))
 
 
 class FunctionWatch:
     """Notes the custom autograd functions that are applied, and why in ``reasons``."""
 
     def __init__(self, reasons: dict[str, None]) -> None:
-        self.custom = False
         self._reasons = reasons
-        self._bare: list[FunctionCtx] = []
+        self._bare: list[BackwardCFunction] = []
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
@@ -52,51 +60,90 @@ class FunctionWatch:
             # The patch's call and its stub stand between this function and Function.apply.
             cls = sys._getframe(3).f_locals.get("cls")
             name = getattr(cls, "__name__", "unnamed")
-            # Operators of ours have PyTorch's own formulas for a backward.
-            self.custom |= not name.startswith("GeneratedBackwardFor_tvmbridge_")
             self._reasons[f"the custom autograd function {name} has a backward of its own"] = None
             return unwrap(args)
 
-        def asked(genuine: Any, ctx: FunctionCtx, value: bool) -> None:
-            genuine(ctx, value)
-            if not value:
-                self._bare.append(ctx)
+        def told(genuine: Any, ctx: BackwardCFunction, name: str, value: Any) -> None:
+            genuine(ctx, name, value)
+            if name == "materialize_grads":
+                self._bare = [known for known in self._bare if known is not ctx]
+                self._bare += [] if value else [ctx]
 
         with (
             patched_here(torch._functorch.utils, "unwrap_dead_wrappers", applied),
-            patched_here(FunctionCtx, "set_materialize_grads", asked),
+            patched_here(BackwardCFunction, "__setattr__", told),
         ):
             yield
 
-    def applied(self, outputs: Sequence[torch.Tensor]) -> tuple[AppliedFunction, ...]:
-        """Those with several outputs behind ``outputs``, whose cotangents are numbered so."""
-        if not self.custom:
-            return ()
-        readers: dict[Any, dict[int, set[int]]] = {}
+    def bordered(self, outputs: Sequence[torch.Tensor]) -> Bordered:
+        """Those behind ``outputs``, whose cotangents are numbered so, with borders from now on."""
+        return Bordered(outputs, set(map(id, self._bare)))
+
+
+class Bordered:
+    """The custom functions behind outputs, whose backwards show where they begin and end.
+
+    Args:
+        outputs: those whose gradient is going to be recorded.
+        bare: the ids of the nodes that get None for gradients that do not arrive.
+    """
+
+    def __init__(self, outputs: Sequence[torch.Tensor], bare: Collection[int]) -> None:
+        self._bare = bare
+        self._reads: dict[Any, dict[int, set[int]]] = {}
+        self._cutting: set[int] = set()
         for number, output in enumerate(outputs):
-            for node, place in _edges_behind(output):
-                readers.setdefault(node, {}).setdefault(place, set()).add(number)
-        returned: dict[Any, int] = {(o.grad_fn, o.output_nr): i for i, o in enumerate(outputs)}
-        bare = set(map(id, self._bare))
+            for node, place in _edges_behind((output.grad_fn, output.output_nr)):
+                if isinstance(node, BackwardCFunction) and not _name(node).startswith(_OURS):
+                    self._reads.setdefault(node, {}).setdefault(place, set()).add(number)
+        for number, node in enumerate(self._reads):
+            self._put_borders(number, node)
+
+    def _put_borders(self, number: int, node: Any) -> None:
+        name, wanted = _name(node), [other is not None for other, _ in node.next_functions]
+
+        def enter(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+            if all(g is None for g in gradients):
+                raise UnsupportedOperatorError(
+                    f"the backward of the custom autograd function {name} is called, but the one "
+                    "before it gives it no gradient"
+                )
+            return tuple(None if g is None else enters(g, number) for g in gradients)
+
+        def leave(results: tuple[Any, ...], gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+            if any(r is None and w for r, w in zip(results, wanted, strict=False)):
+                self._cutting.add(number)
+            entered = [g for g in gradients if g is not None]
+            return tuple(None if r is None else leaves(r, entered) for r in results)
+
+        node.register_prehook(enter)
+        node.register_hook(leave)
+
+    def functions(self) -> tuple[AppliedFunction, ...]:
+        """They, in the order of their numbers, after the gradient was recorded."""
+        cut_off: set[Any] = set()
+        for number, node in enumerate(self._reads):
+            if number in self._cutting:
+                cut_off |= {other for other, _ in _edges_behind((node, 0)) if other is not node}
         return tuple(
             AppliedFunction(
-                name=type(node).__name__.removesuffix("Backward"),
-                reads=tuple(frozenset(numbers) for numbers in places.values()),
-                own=tuple(
-                    returned.get((node, place)) if len(numbers) == 1 else None
-                    for place, numbers in places.items()
-                ),
-                zeros=id(node) not in bare,
+                name=_name(node),
+                reads=tuple(map(frozenset, places.values())),
+                zeros=id(node) not in self._bare,
+                cut_off=node in cut_off,
             )
-            for node, places in readers.items()
-            if isinstance(node, BackwardCFunction) and len(places) > 1
+            for node, places in self._reads.items()
         )
 
 
-def _edges_behind(output: torch.Tensor) -> set[tuple[Any, int]]:
-    """All nodes that backward from ``output`` may visit, with the output that it enters by."""
-    edges: set[tuple[Any, int]] = {(output.grad_fn, output.output_nr)}
-    waiting, visited = [output.grad_fn], set()
+def _name(node: Any) -> str:
+    return type(node).__name__.removesuffix("Backward")
+
+
+def _edges_behind(edge: _Edge) -> set[_Edge]:
+    """All nodes that backward may visit from there on, with the output that it enters by."""
+    edges: set[_Edge] = {edge}
+    waiting, visited = [edge[0]], set()
     while waiting:
         node = waiting.pop()
         if node is None or node in visited:
@@ -107,23 +154,20 @@ def _edges_behind(output: torch.Tensor) -> set[tuple[Any, int]]:
     return edges
 
 
-def zeros_to_pass(functions: Sequence[AppliedFunction], absent: Collection[int]) -> frozenset[int]:
-    """Which of the ``absent`` cotangents are zeros that a function gets.
+def called(functions: Sequence[AppliedFunction], absent: Collection[int]) -> frozenset[int]:
+    """The numbers of the functions whose backward is called without the ``absent`` cotangents.
 
     Raises:
-        UnsupportedOperatorError: what a function would get is not known.
+        UnsupportedOperatorError: one of them takes None for a gradient that does not arrive, or it
+            is not known whether one arrives.
     """
-    passed: set[int] = set()
-    for function in functions:
-        missing = [i for i, reads in enumerate(function.reads) if reads <= set(absent)]
-        if len(missing) == len(function.reads):
-            continue  # PyTorch does not call it.
-        own = [function.own[i] for i in missing]
-        if missing and (not function.zeros or None in own):
-            given = "zeros" if function.zeros else "None"
+    numbers = {i for i, function in enumerate(functions) if function.is_called(absent)}
+    for function in (functions[i] for i in numbers if not functions[i].zeros):
+        reads = function.reads
+        missing = any(r <= set(absent) for r in reads)
+        if missing or (function.cut_off and any(r & set(absent) for r in reads)):
             raise UnsupportedOperatorError(
-                f"the custom autograd function {function.name} gets {given} for an output that no "
+                f"the custom autograd function {function.name} gets None for an output that no "
                 "gradient arrives for, which its compiled backward does not do"
             )
-        passed |= {number for number in own if number is not None}
-    return frozenset(passed)
+    return frozenset(numbers)

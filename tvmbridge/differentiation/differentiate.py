@@ -30,9 +30,9 @@ class JointModule:
     outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
     cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
     which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
-    those that it is computed from. ``drawn`` are the primals that are random draws. ``linear``: the
-    gradients are known to be linear in the cotangents, as PyTorch's own formulas are. ``functions``
-    are the custom autograd functions with several outputs.
+    those that it is computed from. ``drawn`` are the primals that are random draws. ``functions``
+    are the custom autograd functions, in the order in which their borders are numbered; without any
+    the gradients are linear in the cotangents, as PyTorch's own formulas are.
     """
 
     mod: tvm.IRModule
@@ -43,7 +43,6 @@ class JointModule:
     wanted: tuple[str, ...]
     gradient_reads: tuple[frozenset[int], ...] | None = None
     drawn: tuple[str, ...] = ()
-    linear: bool = True
     functions: tuple[AppliedFunction, ...] = ()
 
 

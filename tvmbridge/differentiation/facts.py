@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tvmbridge.differentiation.custom_functions import AppliedFunction, FunctionWatch
+from tvmbridge.differentiation.custom_functions import FunctionWatch
 from tvmbridge.differentiation.draws import captured_draw
 from tvmbridge.differentiation.flow import AutogradWatch, FlowWatch
 from tvmbridge.differentiation.reached import reached_by_gradients
@@ -37,8 +37,7 @@ class GradientFacts:
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
     ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
-    ``draws`` counts the random draws of forward. ``custom``: custom autograd functions take part,
-    whose backward may be anything; ``functions`` are those that have several outputs.
+    ``draws`` counts the random draws of forward.
     """
 
     lost: tuple[str, ...]
@@ -47,8 +46,6 @@ class GradientFacts:
     gradient_reads: tuple[frozenset[int], ...]
     layouts: Mapping[int, Layout]
     draws: int
-    custom: bool = False
-    functions: tuple[AppliedFunction, ...] = ()
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
@@ -74,7 +71,6 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         reached = reached_by_gradients(
             rehearsal, leaves, [outputs[i] for i in differentiable], layouts
         )
-        applied = functions.applied([outputs[i] for i in differentiable])
     if not _draws_alike(watch, rehearsal):
         watch.reasons[OTHER_DRAWS] = None
     flowing = [i for i, reads in reached.items() if reads]
@@ -85,8 +81,6 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         gradient_reads=tuple(reached[i] for i in flowing),
         layouts={n: v for n, i in enumerate(flowing) if (v := layouts[i]) is not None},
         draws=len(watch.draws),
-        custom=functions.custom,
-        functions=applied,
     )
 
 

@@ -81,7 +81,7 @@ def derive(
 
 
 def _complex_reason(captured: CapturedGraph) -> str:
-    """Gradients of complex tensors are conjugated: the rules for ATen calls do not know."""
+    """Gradients of complex tensors are conjugated, which the rules for ATen calls do not do."""
     for node in captured.program.graph.nodes:
         values = node.meta.get("val")
         for value in values if isinstance(values, tuple | list) else [values]:

@@ -18,6 +18,7 @@ from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
 from tvmbridge.kernels.aten_call import emit_aten_call, zeros_call
+from tvmbridge.kernels.borders import BORDERS
 from tvmbridge.kernels.dtypes import as_pairs, has_type, tensor_type, to_relax_dtype
 from tvmbridge.noise import dropout_arguments
 from tvmbridge.types import CapturedGraph, InputKind, TensorSpec
@@ -92,6 +93,8 @@ class Importer:
 
     def _convert_operator(self, node: fx.Node) -> Any:
         name = str(node.target)
+        if node.target in BORDERS:  # They do not stay.
+            return emit_aten_call(self.builder, node, self.values)
         if not node.all_input_nodes and nbytes_of(node) <= _MAX_FOLDED_BYTES:
             return self._fold(node)
         converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]

@@ -23,7 +23,7 @@ _MOVES = (
     "scatter scatter_add sort msort take_along_dim topk"
 )
 _ELEMENTWISE = (
-    "abs add addcdiv addcmul cos div erf exp gelu glu lerp log maximum minimum mul native_dropout "
+    "abs add addcdiv addcmul cos div erf exp gelu glu log maximum minimum mul native_dropout "
     "neg pow reciprocal relu rsqrt rsub sigmoid silu sin sqrt sub tanh"
 )
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"

@@ -10,6 +10,24 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.observing.contents import MISSING
+
+
+class StandsForForward:
+    """What is installed as an instance's ``forward`` and does the same.
+
+    ``own`` is the forward that the instance had; None: it has that of its class.
+    """
+
+    own: Callable[..., Any] | None
+
+
+def stands_for(forward: Any) -> Any:
+    """The forward in an instance's dict; a dispatcher counts as what it stands for."""
+    if not isinstance(forward, StandsForForward):
+        return forward
+    return MISSING if forward.own is None else forward.own
+
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     """The forward that the class of ``module`` has now, whatever the instance has."""

@@ -125,7 +125,7 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
     return [*hidden, _Watched(classes[place], name, label, copy.deepcopy(value))]
 
 
-class _Holder:
+class _Container:
     """A container or plain object, and what it held: the same objects under the same keys?"""
 
     def __init__(self, value: Any) -> None:
@@ -213,19 +213,19 @@ class ValueGuard:
         for watched in self._watched:
             watched.changed()
         self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
-        holders: dict[int, _Holder] = {}
+        containers: dict[int, _Container] = {}
         for watched in self._watched:
             for value in watched.held:
                 # One configuration is often an attribute of many submodules.
-                holders.setdefault(id(value), _Holder(value)).watched.append(watched)
-        self._held = list(holders.values())
+                containers.setdefault(id(value), _Container(value)).watched.append(watched)
+        self._containers = list(containers.values())
 
     def changed(self) -> str | None:
         """What has another value now, by its name; None: nothing."""
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        for holder in self._held:
-            if holder.changed():
-                suspects += holder.watched
+        for container in self._containers:
+            if container.changed():
+                suspects += container.watched
         if not suspects:
             return None
         for watched in suspects:

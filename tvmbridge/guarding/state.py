@@ -7,33 +7,22 @@ optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as nn_module
 
+from tvmbridge.guarding.forwards import stands_for
 from tvmbridge.guarding.guard import ValueGuard
+from tvmbridge.guarding.hooks import GLOBAL_HOOKS, HOOKS
 from tvmbridge.guarding.plain import PLAIN
 from tvmbridge.libraries import acts
 from tvmbridge.observing.contents import MISSING
 from tvmbridge.tracing.old_norms import OldNorms
 from tvmbridge.types import CapturedGraph, InputKind
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-# Of every module in the process; the dispatched module's own call runs them, but its submodules
-# are not called.
-_GLOBAL_HOOKS = tuple(
-    getattr(nn_module, f"_global{name}")
-    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-)
 _HELD = ("_parameters", "_buffers", "_modules")
 
 _REPLACED = "a submodule was replaced"
@@ -46,7 +35,7 @@ class _Entry:
 
     owner: nn.Module
     held: str  # the name of the dict among the attributes; "" is the dict of attributes itself
-    key: str
+    key: Any  # a name; of a hook its number
     expected: Any = None
     reason: str = ""
 
@@ -61,8 +50,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
-        kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.ATTRIBUTE)
-        inputs = [d for d in captured.inputs if d.kind in kinds]
+        inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
         self._expected = [
             (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
@@ -118,8 +106,8 @@ class ModuleState:
         children = self._modules[1:]
         self._members = [copied(m) for m in self._modules]
         self._types = [type(m) for m in self._modules]
-        self._hooks = [dict_of(m, name) for m in children for name in _HOOKS if name in m.__dict__]
-        self._hooks += _GLOBAL_HOOKS if children else ()
+        self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
+        self._hooks += GLOBAL_HOOKS if children else ()
 
     def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
         """The same expectations of a deep copy of the module, found through the copy's ``memo``.
@@ -156,6 +144,15 @@ class ModuleState:
         """The tensors of now, in the order of :attr:`names`; None where missing."""
         return [owner.get(name) for owner, name in self._slots]
 
+    def requires_grad(self) -> bool:
+        """Whether a tensor that compiled code reads, or has as a constant, requires a gradient."""
+        tensors = [*self.tensors(), *(t for t, *_ in self._constants)]
+        return any(t.requires_grad for t in tensors if t is not None)
+
+    def is_whole(self) -> bool:
+        """Whether all of the module's tensors that forward reads are looked up here."""
+        return all(t is not None for t in self.tensors()) and self._restructured() is None
+
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor of now that has this name, and that an output shares memory with."""
         owner, key = self._found[name]
@@ -182,7 +179,7 @@ class ModuleState:
         for place, key, expected, reason in self._entries:
             if place.get(key, MISSING) is not expected:
                 now = place.get(key, MISSING)
-                if reason is not _PATCHED or _own(now) is not _own(expected):
+                if reason is not _PATCHED or stands_for(now) is not stands_for(expected):
                     return reason
         # Whole lists at once: this runs at every call.
         if list(map(len, self._dicts)) != self._lengths:
@@ -200,9 +197,22 @@ class ModuleState:
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
-        reason = self._restructured()
+        reason = self._restructured() or self._exchanged(tensors, check_grad)
         if reason is not None:
             return reason
+        for alias, name in self._ties:
+            if self.tensor(alias) is not self.tensor(name):
+                return "tied parameters were untied"
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
+                return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
+        value = self.value_changed()
+        return f"{value} changed" if value else None
+
+    def _exchanged(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
+        """In what ``tensors`` are others than the code was compiled for."""
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
@@ -219,16 +229,7 @@ class ModuleState:
                 return "the shape of a parameter or buffer changed"
             if check_grad and tensor.requires_grad is not requires_grad:
                 return "requires_grad of a parameter changed"
-        for alias, name in self._ties:
-            if self.tensor(alias) is not self.tensor(name):
-                return "tied parameters were untied"
-        for constant, signs, requires_grad in self._constants:
-            if _written(constant) != signs:
-                return "a tensor that forward has as a constant was written"
-            if check_grad and constant.requires_grad is not requires_grad:
-                return "requires_grad of a tensor that forward has as a constant changed"
-        value = self.value_changed()
-        return f"{value} changed" if value else None
+        return None
 
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
@@ -244,22 +245,6 @@ def _not_plain(tensor: Any) -> str:
     if tensor is None:
         return "a parameter or buffer is missing"
     return "a parameter or buffer is not a plain tensor"
-
-
-class StandsForForward:
-    """What is installed as an instance's ``forward`` and does the same.
-
-    ``own`` is the forward that the instance had; None: it has that of its class.
-    """
-
-    own: Callable[..., Any] | None
-
-
-def _own(forward: Any) -> Any:
-    """The forward in an instance's dict; a dispatcher counts as what it stands for."""
-    if not isinstance(forward, StandsForForward):
-        return forward
-    return MISSING if forward.own is None else forward.own
 
 
 def _structure(module: nn.Module) -> Iterator[_Entry]:

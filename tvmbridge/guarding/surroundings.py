@@ -10,23 +10,28 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from tvmbridge.observing.settings import settings_kept
+from tvmbridge.turns import compiling
+
 _C = torch._C
 _CHECKPOINTS = "torch.utils.checkpoint"
-# The threads in which the bridge traces a module at this moment.
-_tracers: set[int] = set()
+# The thread in which the bridge traces a module at this moment.
+_tracer: int | None = None
 
 
 @contextmanager
 def tracing_here() -> Iterator[None]:
-    """Within it this thread traces: the flags that say so are PyTorch's, and of all threads."""
-    thread = threading.get_ident()
-    outermost = thread not in _tracers
-    _tracers.add(thread)
-    try:
-        yield
-    finally:
-        if outermost:
-            _tracers.discard(thread)
+    """Within it this thread traces, and no other one does; it may be entered again.
+
+    The flags that say that something is traced are PyTorch's, and of all threads.
+    """
+    global _tracer
+    with compiling():
+        outer, _tracer = _tracer, threading.get_ident()
+        try:
+            yield
+        finally:
+            _tracer = outer
 
 
 def refused_now() -> str | None:
@@ -54,7 +59,7 @@ def in_checkpoint() -> bool:
 
 
 def _traced_elsewhere() -> bool:
-    return bool(_tracers) and threading.get_ident() not in _tracers
+    return _tracer not in (None, threading.get_ident())
 
 
 def _mode_refuses() -> str | None:
@@ -71,6 +76,7 @@ def _mode_refuses() -> str | None:
 def undisturbed() -> Iterator[None]:
     """Within it the modes of the caller that are about calls do not reach the compilation."""
     with (
+        settings_kept(),
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),
         torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import tvm_ffi
@@ -24,8 +23,8 @@ KERNELS = {
 def register_kernels() -> None:
     """Make the kernels known to TVM; done once, before the first build."""
     # An error that a kernel raises keeps its class on its way through TVM.
-    linalg: Any = torch.linalg  # which does not export its error
-    for error in (UnsupportedOperatorError, NotImplementedError, linalg.LinAlgError):
+    of_torch = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+    for error in (UnsupportedOperatorError, of_torch, NotImplementedError):
         tvm_ffi.register_error(error.__name__, error)
     for name, kernel in KERNELS.items():
         tvm_ffi.register_global_func(name, kernel)

@@ -63,11 +63,12 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 def output_layouts(captured: CapturedGraph) -> dict[int, Layout]:
     """The layouts of the computed results that do not lie as compiled code gives them, by number.
 
-    Written state is not among them: it keeps its own.
+    State that is written is not among them: it keeps its own.
     """
     found: dict[int, Layout] = {}
     for number, output in enumerate(o for o in captured.outputs if o.is_computed):
-        if output.kind is OutputKind.USER and output.spec is not None:
+        given = output.kind is OutputKind.USER or output.rebinds
+        if given and output.spec is not None:
             layout = Layout.of(output.spec.shape, output.spec.stride)
             if layout is not None:
                 found[number] = layout

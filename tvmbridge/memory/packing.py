@@ -13,8 +13,7 @@ At every call the addresses of the parameters are compared with those of the pac
 differ (``load_state_dict(assign=True)``, ``module.to(...)``, ``parameter.data = ...``) the
 parameters are packed again. A parameter is moved only where nobody can notice, see
 :func:`~tvmbridge.memory.pack.unmovable`; where that no longer holds at a call, the values are
-concatenated
-for that call alone, and it is counted.
+concatenated for that call alone, and it is counted.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _THEMSELVES = (
     enum.Enum,
 )
 # Modules are watched by themselves, and the others hold nothing that could change.
-_OPAQUE = (*_THEMSELVES, nn.Module, types.MethodType, functools.partial)
+_OPAQUE = (*_THEMSELVES, nn.Module)
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
@@ -50,10 +50,8 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
         return repr(a) == repr(b)
     if isinstance(a, _THEMSELVES):
         return False
-    if isinstance(a, types.MethodType):
-        return a.__func__ is b.__func__
-    if isinstance(a, functools.partial):
-        return same_value((a.func, a.args, a.keywords), (b.func, b.args, b.keywords), depth)
+    if isinstance(a, types.MethodType) and a.__func__ is not b.__func__:
+        return False
     if depth == 0:
         return True
     ours, theirs = state_of(a), state_of(b)
@@ -127,6 +125,10 @@ def state_of(value: Any) -> list[Any] | None:
         return [pickle.dumps(value.get_state(legacy=False))]
     if isinstance(value, random.Random):
         return [repr(value.getstate())]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
     if isinstance(value, (*CONTAINERS, *_OPAQUE)):
         return contents(value)
     held = contents(value)

@@ -177,15 +177,20 @@ def with_aliases(
     for output in outputs:
         if output.kind is OutputKind.USER:
             alias, stride = next(observed)
-            spec = output.spec
-            if spec is not None:
-                spec = replace(spec, stride=stride or make_contiguous_strides_for(spec.shape))
-            described.append(replace(output, alias=alias, spec=spec))
+            described.append(replace(output, alias=alias, spec=_laid_out(output.spec, stride)))
+        elif output.target is not None and output.target in seen.rebound:
+            alias = seen.sharing.exchanged.get(output.target)
+            spec = _laid_out(output.spec, seen.rebound[output.target])
+            described.append(replace(output, rebinds=True, alias=alias, spec=spec))
         else:
-            alias = seen.sharing.exchanged.get(output.target or "")
-            rebinds = output.target in seen.rebound
-            described.append(replace(output, rebinds=rebinds, alias=alias))
+            described.append(output)
     return tuple(described)
+
+
+def _laid_out(spec: TensorSpec | None, stride: tuple[int, ...] | None) -> TensorSpec | None:
+    if spec is None:
+        return None
+    return replace(spec, stride=stride or make_contiguous_strides_for(spec.shape))
 
 
 def _output_spec(name: str, value: Any) -> TensorSpec:

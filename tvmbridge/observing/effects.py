@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.dependence import DependenceError
-from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.observing.contents import same_value, state_of
-from tvmbridge.observing.executed import is_called_by_library
+from tvmbridge.observing.contents import DEPTH, same_value, state_of
+from tvmbridge.observing.executed import calling_python_module, is_called_by_library
+from tvmbridge.observing.generators import Generators
 from tvmbridge.reads import Question
 from tvmbridge.tracing.patches import patched_here
+from tvmbridge.tracing.standins import tensors_of
 
 
-def wrote(tensors: Iterable[torch.Tensor], versions: Mapping[int, int], writable: set[int]) -> bool:
-    return any(t._version != versions.get(id(t), 0) for t in tensors if id(t) not in writable)
+class StateBefore:
+    """What forward could write, as it is before it runs.
+
+    Args:
+        module: whose forward it is.
+        held: the tensors that it holds, those in containers too.
+    """
+
+    def __init__(self, module: nn.Module, held: Iterable[torch.Tensor]) -> None:
+        self._module = module
+        self._attributes = _attributes(module)
+        self._tensors = tensors_of(module)
+        self._versions = {id(t): _version(t) for t in held}
+        self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
+
+    def written(self) -> tuple[str, ...]:
+        """The names of the attributes that are others now, or hold something else."""
+        before, after = self._attributes, _attributes(self._module)
+        changed = [n for n, held in after.items() if not _unchanged(before.get(n, []), held)]
+        return (*(name for name in before if name not in after), *changed)
+
+    def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors for which there are others ``after`` forward, by name, as they were."""
+        return {n: t for n, t in self._tensors.items() if after.get(n, t) is not t}
+
+    def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
+        """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
+        others = (t for t in held if id(t) not in self._writable)
+        return any(_version(t) != self._versions.get(id(t), 0) for t in others)
 
 
-def snapshot(module: nn.Module) -> dict[str, list[Any]]:
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
     """Everything that forward could write, by name, with what it holds; buffers by name alone."""
     found: dict[str, list[Any]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
@@ -37,27 +66,22 @@ def snapshot(module: nn.Module) -> dict[str, list[Any]]:
             elif name in ("_parameters", "_modules"):
                 found.update({f"{prefix}{n}": [v] for n, v in value.items()})
             elif not name.endswith("_hooks"):
-                found[f"{prefix}{name}"] = all_held(value, 4)
+                found[f"{prefix}{name}"] = all_held(value)
     return found
 
 
-def all_held(value: Any, depth: int) -> list[Any]:
+def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
+    """``value`` and what it holds, each followed by what that holds, down to ``depth``."""
     held = (state_of(value) or []) if depth else []
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
 
 
-def written(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> tuple[str, ...]:
-    written = [name for name in before if name not in after]
-    for name, now in after.items():
-        then = before.get(name, [])
-        if len(now) != len(then) or not all(map(_unchanged, then, now)):
-            written.append(name)
-    return tuple(written)
-
-
-def _unchanged(then: Any, now: Any) -> bool:
-    # What containers hold follows them in the list.
-    return then is now or (type(then) is type(now) and same_value(then, now, depth=0))
+def _unchanged(before: list[Any], after: list[Any]) -> bool:
+    """Whether two lists of :func:`all_held` are the same; what containers hold follows them."""
+    return len(before) == len(after) and all(
+        then is now or (type(then) is type(now) and same_value(then, now, depth=0))
+        for then, now in zip(before, after, strict=True)
+    )
 
 
 class QuestionWatch(TorchFunctionMode):
@@ -92,7 +116,18 @@ class QuestionWatch(TorchFunctionMode):
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in self._OF_AUTOGRAD and not is_called_by_library(1):
             self.complaints[f"reads {name} of a tensor"] = None
+        if name == "requires_grad" and not is_called_by_library(1):
+            self.asks.add(Question.GRADIENTS)
         return func(*args, **(kwargs or {}))
+
+
+_NOTED = (
+    (torch, "manual_seed", "seeds PyTorch's generator"),
+    (torch, "seed", "seeds PyTorch's generator"),
+    (torch, "initial_seed", "reads the seed of PyTorch's generator"),
+    (torch, "set_rng_state", "sets the state of PyTorch's generator"),
+    (torch.random, "set_rng_state", "sets PyTorch's generator"),
+)
 
 
 @contextmanager
@@ -102,48 +137,13 @@ def impurities() -> Iterator[list[str]]:
     All generators are as before afterwards.
     """
     found: list[str] = []
-
-    def noting(what: str) -> Callable[..., Any]:
-        def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found.append(what)
-            return genuine(*args, **kwargs)
-
-        return note
-
-    def refusing(what: str) -> Callable[..., Any]:
-        def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            raise DependenceError(
-                f"uses {what}, which compiled code would not call again: leave this module to "
-                "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
-            )
-
-        return refuse
-
-    def enter(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
-        if not isinstance(hooks, save_on_cpu):
-            found.append("installs hooks on the tensors that autograd saves")
-        return genuine(hooks)
-
-    def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
-        # The patch's call and its stub stand between this function and who enters.
-        caller = sys._getframe(3).f_globals.get("__name__", "")
-        if not mode.mode and not caller.startswith("torch._subclasses"):
-            found.append("leaves inference mode")
-        return genuine(mode)
-
+    noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]
     generators = Generators()
     try:
-        with (
-            patched_here(torch, "manual_seed", noting("seeds PyTorch's generator")),
-            patched_here(torch, "seed", noting("seeds PyTorch's generator")),
-            patched_here(torch, "set_rng_state", noting("sets the state of PyTorch's generator")),
-            patched_here(torch.random, "set_rng_state", noting("sets PyTorch's generator")),
-            patched_here(saved_tensors_hooks, "__enter__", enter),
-            patched_here(torch.autograd, "grad", refusing("torch.autograd.grad")),
-            patched_here(torch.autograd, "backward", refusing("Tensor.backward")),
-            patched_here(torch.inference_mode, "__enter__", infer),
-            patched_here(torch, "initial_seed", noting("reads the seed of PyTorch's generator")),
-        ):
+        with ExitStack() as stack:
+            for owner, name, note in noted:
+                stack.enter_context(patched_here(owner, name, note))
+            stack.enter_context(_autograd_watched(found))
             yield found
         # Nothing is drawn on fake tensors.
         used = generators.used()
@@ -154,49 +154,43 @@ def impurities() -> Iterator[list[str]]:
         generators.restore()
 
 
-class Generators:
-    """The states of the global generators, of PyTorch, Python and numpy, as they are now."""
-
-    def __init__(self) -> None:
-        self._torch = torch.get_rng_state()
-        self._python = random.getstate()
-        self._numpy = numpy.random.get_state()
-
-    def used(self) -> list[str]:
-        """The modules whose generator has another state now."""
-        changed = {
-            "torch": not torch.equal(torch.get_rng_state(), self._torch),
-            "random": random.getstate() != self._python,
-            "numpy.random": repr(numpy.random.get_state()) != repr(self._numpy),
-        }
-        return [name for name, differs in changed.items() if differs]
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._torch)
-        random.setstate(self._python)
-        numpy.random.set_state(self._numpy)
-
-
 @contextmanager
-def no_draws_by(operators: Iterable[str]) -> Iterator[None]:
-    """Within it code runs in which ``operators``, of unknown makers, are called.
+def _autograd_watched(found: list[str]) -> Iterator[None]:
+    def hook(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
+        if not isinstance(hooks, save_on_cpu):
+            found.append("installs hooks on the tensors that autograd saves")
+        return genuine(hooks)
 
-    Raises:
-        UnsupportedOperatorError: random numbers were drawn. All draws of compiled code are made
-            before it runs, so that one within it would stand in another place of the sequence.
-    """
-    names = ", ".join(operators)
-    if not names:
+    def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
+        # The patch's call and its stub stand between this function and who enters, which may be
+        # PyTorch's decorator of a function of the user's.
+        caller = calling_python_module(3) or ""
+        if not mode.mode and not caller.startswith("torch._subclasses"):
+            found.append("leaves inference mode")
+        return genuine(mode)
+
+    with (
+        patched_here(saved_tensors_hooks, "__enter__", hook),
+        patched_here(torch.inference_mode, "__enter__", infer),
+        patched_here(torch.autograd, "grad", _refusing("torch.autograd.grad")),
+        patched_here(torch.autograd, "backward", _refusing("Tensor.backward")),
+    ):
         yield
-        return
-    generators = Generators()
-    try:
-        yield
-        used = generators.used()
-    finally:
-        generators.restore()
-    if used:
-        raise UnsupportedOperatorError(
-            f"an operator that was registered ({names}) draws from {', '.join(used)} without "
-            "saying so by the tag nondeterministic_seeded"
+
+
+def _noting(what: str, found: list[str]) -> Callable[..., Any]:
+    def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found.append(what)
+        return genuine(*args, **kwargs)
+
+    return note
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise DependenceError(
+            f"uses {what}, which compiled code would not call again: leave this module to "
+            "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
         )
+
+    return refuse

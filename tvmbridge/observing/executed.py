@@ -57,14 +57,20 @@ def executed_functions(note: Callable[[Executed], None]) -> Iterator[None]:
 
 
 def is_called_by_library(depth: int) -> bool:
-    """Whether the function ``depth`` calls above the one that asks is none of users.
+    """Whether the function ``depth`` calls above the one that asks is none of users."""
+    caller = calling_python_module(depth + 1)
+    return caller is None or _is_library(caller)
+
+
+def calling_python_module(depth: int) -> str | None:
+    """The Python module of the function ``depth`` calls above the one that asks, if there is one.
 
     Modes that pass a function of PyTorch on are not counted.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return frame is None or _is_library(frame.f_globals.get("__name__"))
+    return None if frame is None else str(frame.f_globals.get("__name__"))
 
 
 def _is_library(name: Any) -> bool:

@@ -78,7 +78,7 @@ class ForeignModules:
             if attribute == "training":
                 self._minding.add(id(module))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """What was noted so far does not count."""
         self._run.clear()
 

@@ -75,14 +75,14 @@ def collections_put_off() -> Iterator[None]:
             gc.enable()
 
 
-def release_frames(error: BaseException, outside: BaseException | None = None) -> None:
+def release_frames(error: BaseException, handled: BaseException | None = None) -> None:
     """Let the frames that ``error`` went through keep none of their variables alive.
 
     Args:
         error: what was raised; those that it followed are looked at too.
-        outside: what was being handled before, whose frames are left alone.
+        handled: what was being handled before, whose frames are left alone.
     """
-    seen = {id(outside)}
+    seen = {id(handled)}
     waiting: list[BaseException | None] = [error]
     while waiting:
         each = waiting.pop()

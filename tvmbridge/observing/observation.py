@@ -7,8 +7,8 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,14 +29,7 @@ from tvmbridge.observing.attributes import (
     values_read,
 )
 from tvmbridge.observing.contents import contents
-from tvmbridge.observing.effects import (
-    QuestionWatch,
-    all_held,
-    impurities,
-    snapshot,
-    written,
-    wrote,
-)
+from tvmbridge.observing.effects import QuestionWatch, StateBefore, all_held, impurities
 from tvmbridge.observing.foreign import ForeignModules, ForeignTensors
 from tvmbridge.observing.leaks import (
     Made,
@@ -45,6 +38,7 @@ from tvmbridge.observing.leaks import (
     saved_without_circles,
 )
 from tvmbridge.observing.outside import OutsideReads
+from tvmbridge.observing.settings import settings_kept
 from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
@@ -64,7 +58,8 @@ class Observation:
     ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
     ``assigned`` are those that it gives a constant value before it may read them, with that value;
     ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
-    ``rebound`` are the buffers that it exchanges for others rather than writing into them.
+    ``rebound`` are the buffers that it exchanges for others rather than writing into them, with the
+    strides of those.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
     are not its own. ``kept``: a tensor that it made outlived the call.
@@ -79,7 +74,7 @@ class Observation:
     writes: tuple[str, ...]
     structure: pytree.TreeSpec
     sharing: Sharing
-    rebound: frozenset[str]
+    rebound: Mapping[str, tuple[int, ...] | None]
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
@@ -92,107 +87,178 @@ class Observation:
 
 
 def observe(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    within: Iterable[AbstractContextManager[Any]] = (),
 ) -> Observation:
-    """Run forward on fake tensors with the shapes of the arguments, and note what it does."""
-    made, outside = Made(), sys.exc_info()[1]
+    """Run forward on fake tensors with the shapes of the arguments, and note what it does.
+
+    Args:
+        module: whose forward is run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        needs_grad: whether autograd records.
+        within: further contexts, for forward alone.
+    """
+    made, handled = Made(), sys.exc_info()[1]
     with collections_put_off():
         try:
             with saved_without_circles():
-                seen = _observe(module, args, kwargs, needs_grad, made)
+                fakes = _Fakes.of(module, args, kwargs)
+                seen = _observe(module, fakes, needs_grad, made, within)
         except BaseException as error:
-            release_frames(error, outside)
+            release_frames(error, handled)
             made.forget()
             raise
         return replace(seen, kept=made.forget())
 
 
+@dataclass(frozen=True)
+class _Fakes:
+    """The fake tensors that forward is run on.
+
+    ``given`` are the leaves of its arguments, of this ``structure``. ``held`` stand for the
+    module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
+    stand for, where these have no name in the module but are held by lists or dicts.
+    """
+
+    mode: FakeTensorMode
+    given: list[Any]
+    structure: pytree.TreeSpec
+    held: dict[int, torch.Tensor]
+    beside: dict[int, torch.Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Fakes:
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        # Each argument is a primal of its own, even where two are one tensor, or a parameter.
+        given = [_fake(mode, leaf) for leaf in leaves]
+        own = _all_tensors(module)
+        held = {id(t): _fake(mode, t) for t in own}
+        named = {id(t) for t in tensors_of(module).values()}
+        beside = {id(held[id(t)]): t for t in own if id(t) not in named}
+        return cls(mode, given, structure, held, beside)
+
+
+class _Run:
+    """One run of a forward on fakes, and what watches it.
+
+    It is made, and runs, in the modes that forward is run in.
+    """
+
+    def __init__(self, module: nn.Module, fakes: _Fakes, foreign_modules: ForeignModules) -> None:
+        self.outside = OutsideReads(module)
+        self.foreign = ForeignTensors(fakes.beside)
+        self.views = ViewWatch()
+        self.questions = QuestionWatch()
+        self.results: list[Any] = []
+        self._left_changed: list[str] = []
+        self._module = module
+        self._fakes = fakes
+        self._foreign_modules = foreign_modules
+        self._records = torch.is_grad_enabled()
+
+    def run(self, made: Made, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
+        """Run forward in the contexts ``within``; the structure of its ``results``."""
+        args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
+        forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
+        with (
+            made,
+            self.foreign,
+            self.views,
+            self.questions,
+            self._foreign_modules.noticing_new_ones(),
+            self.outside.collecting(),
+            settings_kept() as settings,
+            ExitStack() as further,
+        ):
+            for each in within:
+                further.enter_context(each)
+            self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
+            self._left_changed = settings.changed()
+        if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
+            self.questions.asks.add(Question.INFERENCE)
+        return structure
+
+    def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
+        """What its results share memory with; ``after`` are the module's tensors of now."""
+        inputs = {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
+        return aliases_of(self.results, inputs, after, self.views if self._records else None)
+
+    def complaints(self) -> list[str]:
+        """What it asked, read or would have differentiated and compiled code cannot."""
+        found = [f"leaves {name} changed" for name in self._left_changed]
+        recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
+        if recorded and not self._records:
+            found.append("turns gradients on where they are off, for what it returns")
+        found += [*self.questions.complaints, *self.outside.complaints]
+        return found + (self.foreign.without_gradient() if self._records else [])
+
+
 def _observe(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    fakes: _Fakes,
     needs_grad: bool,
     made: Made,
+    within: Iterable[AbstractContextManager[Any]],
 ) -> Observation:
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    # Each argument is a primal of its own, even where two are one tensor, or one is a parameter.
-    given = [_fake(mode, leaf) for leaf in leaves]
-    held = {id(t): _fake(mode, t) for t in _all_tensors(module)}
-    named = {id(t) for t in tensors_of(module).values()}
-    beside = {id(held[id(t)]): t for t in _all_tensors(module) if id(t) not in named}
     others = ForeignModules()
     with ExitStack() as stack:
         impure = stack.enter_context(impurities())
         reads = stack.enter_context(recorded_reads(module, others))
         assignments = stack.enter_context(recorded_assignments(module, reads))
-        for context in (mode, torch.set_grad_enabled(needs_grad), without_autocast()):
+        for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
-        stack.enter_context(tensors_replaced(module, held))
-        before, state = snapshot(module), tensors_of(module)
-        versions = {id(t): t._version for t in held.values()}
-        writable = {id(t) for t in (*module.parameters(), *module.buffers())}
-        reads.clear()
-        assignments.clear()
-        others.forget()
-        fake_args, fake_kwargs = unflatten(given, structure)
-        outside = OutsideReads()
-        forward = TailWatch(ArgumentWatch(module.forward), differentiated=needs_grad)
-        with (
-            made,
-            ForeignTensors(beside) as foreign,
-            ViewWatch() as views,
-            QuestionWatch() as questions,
-            others.noticing_new_ones(),
-            outside.collecting(),
-        ):
-            results, returned = pytree.tree_flatten(forward(*fake_args, **fake_kwargs))
-        if torch.is_grad_enabled() != needs_grad:
-            impure.append("leaves another gradient mode than it found")
-        if not needs_grad and any(getattr(r, "grad_fn", None) is not None for r in results):
-            impure.append("turns gradients on where they are off, for what it returns")
+        stack.enter_context(tensors_replaced(module, fakes.held))
+        # No fakes stand for what objects of other classes hold.
+        before = StateBefore(module, (*fakes.held.values(), *_all_tensors(module)))
+        for noted_so_far in (reads, assignments, others):
+            noted_so_far.clear()
+        run = _Run(module, fakes, others)
+        structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)
         after = {name: t for name, t in tensors_of(module).items() if name not in weights}
         assigned = values_assigned(module, set(assignments))
-        writes = written(before, snapshot(module))
+        writes = before.written()
         normed = tuple(name for name in writes if name in weights)
-        shared = shared_with(normed, module, results)
+        shared = shared_with(normed, module, run.results)
         if shared is not None:
             impure.append(f"returns {shared}, which a hook has made")
-        inputs = {i: t for i, t in enumerate(given) if isinstance(t, torch.Tensor)}
-        sharing = aliases_of(results, inputs, after, views if needs_grad else None)
-        if wrote(_all_tensors(module), versions, writable):
+        sharing = run.sharing(after)
+        if before.has_written_other_tensors(_all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
-        rebound = {n: t for n, t in state.items() if after.get(n, t) is not t}
-        refuse_exchanged(rebound, results, sharing)
-        strides = tuple(map(dense_strides, results))
-        if any(isinstance(t, torch.Tensor) and t.is_inference() for t in results):
-            questions.asks.add(Question.INFERENCE)
-    impure += [*questions.complaints, *outside.complaints]
-    if needs_grad:
-        impure += foreign.without_gradient()
+        rebound = before.rebound(after)
+        refuse_exchanged(rebound, run.results, sharing)
+        strides = tuple(map(dense_strides, run.results))
+        exchanged = {name: dense_strides(after[name]) for name in rebound}
     values = values_read(module, read)
-    for (path, name), value in values.items():
-        if any(isinstance(held, Iterator) for held in all_held(value, 4)):
-            impure.append(f"reads the iterator {path}.{name}".replace(" .", " "))
     return Observation(
-        values,
-        assigned,
-        tuple(name for name in writes if name not in normed),
-        returned,
-        sharing,
-        frozenset(rebound),
-        tuple(impure),
-        tuple(foreign.found.values()),
-        tuple(others.stateful()),
-        outside=outside.values(module),
-        changes=outside.changed(),
-        asks=frozenset(questions.asks | outside.asks),
+        values=values,
+        assigned=assigned,
+        writes=tuple(name for name in writes if name not in normed),
+        structure=structure,
+        sharing=sharing,
+        rebound=exchanged,
+        impure=(*impure, *run.complaints(), *_iterators_among(values)),
+        foreign=tuple(run.foreign.found.values()),
+        foreign_modules=tuple(others.stateful()),
+        outside=run.outside.values(),
+        changes=run.outside.changed(),
+        asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
         normed=normed,
     )
+
+
+def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in all_held(value)):
+            yield f"reads the iterator {path}.{name}".replace(" .", " ")
 
 
 def _all_tensors(module: nn.Module) -> list[torch.Tensor]:

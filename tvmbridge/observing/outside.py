@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import io
 import os
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -21,24 +21,30 @@ import numpy
 import torch
 from torch import nn
 
+from tvmbridge.libraries import SAME_WHEN_COMPILED
 from tvmbridge.observing.contents import (
-    CONTAINERS,
     MISSING,
-    attributes_of,
-    is_constant,
-    may_grow,
     same_value,
     state_of,
 )
+from tvmbridge.observing.data import data_of, is_data, is_object, is_of_users
+from tvmbridge.observing.definitions import Codes, exactly, named, of_class
 from tvmbridge.observing.executed import Executed, executed_functions
 from tvmbridge.observing.mentions import Mention, Origin
 from tvmbridge.observing.places import Cells, Place, bind, places
 from tvmbridge.reads import Holder, OutsideValue, Question
 from tvmbridge.tracing.standins import copied_values
 
-_GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 # Tracing switches them off meanwhile.
 _EXCHANGED = (torch.backends.mkldnn, torch.backends.nnpack, torch.backends.cudnn)
+_ABOUT_COMPILERS = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch.compiler.is_exporting,
+    torch._utils.is_compiling,
+)
+# Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
+_UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
     {
@@ -60,9 +66,16 @@ class OutsideReads:
     ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._classes = {
+            cls: copied_values(data_of(cls))
+            for cls in {base: None for m in module.modules() for base in type(m).__mro__}
+            if is_of_users(cls)
+        }
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names: set[str] = set()
+        self._met: set[type] = set()
         self._cells: list[Cells] = []
         # Code of functions within functions that ran, whose free variables are made at each run.
         self._inner: set[int] = set()
@@ -77,6 +90,7 @@ class OutsideReads:
         self._names |= set(executed.code.co_names)
         if executed.mentions.compares_identity:
             self.asks.add(Question.IDENTITY)
+        same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
         own = id(executed.code) not in self._inner
         self._inner.update(map(id, _codes_within(executed.code)))
         for mention in executed.mentions.found:
@@ -85,13 +99,18 @@ class OutsideReads:
             passed = places(executed, mention)
             if passed:
                 self._look_at(passed)
+                if any(passed[-1].value is f for f in _ABOUT_COMPILERS) and not same_anyway:
+                    self.asks.add(Question.COMPILED)
             elif mention == Mention(Origin.GLOBAL, "id"):
                 self.asks.add(Question.IDENTITY)
 
     def _look_at(self, passed: Sequence[Place]) -> None:
+        self._met |= {p.value if isinstance(p.value, type) else type(p.value) for p in passed}
         value = passed[-1].value
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self.complaints.append(f"reads the iterator {passed[-1].label}")
         elif _is_class_of_some_tensors(value):
             self.asks.add(Question.CLASS)
         for found in _values(passed):
@@ -101,18 +120,29 @@ class OutsideReads:
             if any(place.value in _EXCHANGED for place in passed[:-1]):
                 self.complaints.append(f"reads {found.label}, which is exchanged in a trace,")
 
-    def values(self, module: nn.Module) -> tuple[OutsideValue, ...]:
-        """What was collected, and the attributes of the module's classes that are mentioned."""
-        for found in _of_classes({type(m) for m in module.modules()}, self._names):
+    def values(self) -> tuple[OutsideValue, ...]:
+        """What was collected, and the class attributes that are mentioned.
+
+        The classes are those of the module, of its submodules, and of objects that forward reads.
+        """
+        modules = list(self._module.modules())
+        classes = {type(m) for m in modules}
+        classes |= {type(v) for m in modules for v in vars(m).values()}
+        for found in _of_classes(classes | self._met, self._names | _UNNAMED):
             self._values.setdefault(found.key, found)
-        return tuple(self._values.values())
+        codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
+        return (*self._values.values(), codes)
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was found; generators of random numbers are put back."""
         changed = bind(self._cells)
         changed += [value.label for value in self._values.values() if _has_changed(value)]
+        for cls, before in self._classes.items():
+            now = data_of(cls)
+            written = {n for n in {**before, **now} if not _same(before, now, n)}
+            changed += [f"{cls.__name__}.{name}" for name in written]
         restore_generators(self._values.values())
-        return tuple(changed)
+        return tuple(dict.fromkeys(changed))
 
 
 def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -124,6 +154,10 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _is_class_of_some_tensors(value: Any) -> bool:
     return isinstance(value, type) and value is not torch.Tensor and issubclass(value, torch.Tensor)
+
+
+def _same(before: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    return same_value(before.get(name, MISSING), now.get(name, MISSING))
 
 
 def _has_changed(found: OutsideValue) -> bool:
@@ -146,12 +180,13 @@ def restore_generators(values: Iterable[OutsideValue]) -> None:
 def _of_classes(classes: Iterable[type], names: set[str]) -> Iterator[OutsideValue]:
     """The data among the attributes of users' classes that are called by one of ``names``."""
     for cls in {base: None for c in classes for base in c.__mro__}:
-        if cls.__module__.partition(".")[0] in ("torch", "builtins"):
+        if not is_of_users(cls):
             continue
         for name in names & cls.__dict__.keys():
-            if _is_data(cls.__dict__[name]):
+            if is_data(cls.__dict__[name]):
                 label = f"{cls.__name__}.{name}"
                 yield _watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
+        yield from of_class(cls, names)
 
 
 def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
@@ -160,16 +195,13 @@ def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     found = _setting(place)
     # What torch holds itself are dtypes and numbers.
     of_torch = bool(before) and before[-1].value is torch
-    if found is None and not of_torch and (_is_data(place.value) or _is_object(place.value)):
+    if found is None and not of_torch and (is_data(place.value) or is_object(place.value)):
         found = _watched(place)
-    if found is None:
-        return
-    yield found
-    for each in before:
+    ends = [found] if found is not None else list(named(passed))
+    yield from ends
+    for each in before if ends else ():
         if not isinstance(each.value, types.ModuleType):
-            yield OutsideValue(
-                each.holder, each.name, each.label, each.value, each.key, itself=True
-            )
+            yield exactly(each)
 
 
 class _State:
@@ -229,28 +261,3 @@ def _reads_setting(value: Any) -> bool:
     if (value.__module__ or "").startswith("torch.backends"):
         return value.__name__.endswith("_enabled") and not value.__name__.startswith("set_")
     return value.__name__ in _SETTINGS
-
-
-def _is_data(value: Any) -> bool:
-    """Whether ``value`` is a constant, or a container in which there is or may come one.
-
-    Keys of a mapping alone are none: registries of functions have such.
-    """
-    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray)):
-        return True
-    if not isinstance(value, CONTAINERS):
-        return False
-    held = value.values() if isinstance(value, Mapping) else value
-    return (may_grow(value) and not held) or any(map(_is_data, list(held)))
-
-
-def _is_object(value: Any) -> bool:
-    """Whether ``value`` is a plain object of a user's class that holds data."""
-    if isinstance(value, CONTAINERS):
-        return False
-    package = type(value).__module__.partition(".")[0]
-    if package in sys.stdlib_module_names and type(value) is not types.SimpleNamespace:
-        return False
-    if isinstance(value, (type, torch.Tensor, nn.Module)) or package in ("torch", "numpy"):
-        return False
-    return any(map(_is_data, attributes_of(value).values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import types
@@ -84,6 +85,8 @@ def _attribute(place: Place, name: str) -> Place | None:
         return None
     elif name in (getattr(owner, "__dict__", None) or {}):
         holder = vars(owner)
+    elif not hasattr(inspect.getattr_static(type(owner), name, property()), "__get__"):
+        holder = _Attributes(owner)  # which its class has for all, until the object has its own
     else:
         return None
     value = holder.get(name, MISSING)
@@ -137,7 +140,7 @@ def bind(cells: Sequence[Cells]) -> list[str]:
 
 
 class _Attributes:
-    """Attributes that are in no dict, or in another one for each thread."""
+    """Attributes that are in no dict, in another one for each thread, or in that of the class."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner

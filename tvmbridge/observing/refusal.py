@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.guarding.hooks import hooked_submodule
 from tvmbridge.guarding.plain import other_answer, unusual_in
 from tvmbridge.reads import Question
 from tvmbridge.tracing.standins import (
@@ -52,9 +53,16 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     """Refuse what tracing would take for something else, or would end the process.
 
     Raises:
-        CaptureError: the class of the module, an argument or one of its tensors cannot be captured.
+        CaptureError: the class of the module, an argument or one of its tensors cannot be captured,
+            or a submodule has hooks.
     """
     reason = _unusual_class(module) or unusual_in(module, tree_leaves((args, dict(kwargs))))
+    hooked = hooked_submodule(module) if reason is None else None
+    if hooked is not None:
+        reason = (
+            f"its submodule {hooked} has hooks, which compiled code would not call: remove them, "
+            "or dispatch the submodules themselves, whose own hooks are called"
+        )
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
 

@@ -18,6 +18,7 @@ from tvmbridge.observing.attributes import values_read
 from tvmbridge.observing.contents import same_value
 from tvmbridge.observing.foreign import refuse_foreign
 from tvmbridge.observing.observation import Observation, observe
+from tvmbridge.observing.other_way import refuse_other_way
 from tvmbridge.observing.outside import restore_generators
 from tvmbridge.observing.refusal import (
     raise_if_forward_refuses,
@@ -26,6 +27,7 @@ from tvmbridge.observing.refusal import (
     refuse_what_is_asked,
     user_line,
 )
+from tvmbridge.reads import Question
 from tvmbridge.tracing.standins import (
     copied_values,
     run_apart,
@@ -92,6 +94,9 @@ def staged(
         logger.debug("forward cannot be observed", exc_info=True)
         raise_if_forward_refuses(module, args, kwargs)
         return Stage(_actor(module) if apart else module, None, error)
+    if Question.COMPILED in seen.asks:
+        refuse_other_way(module, lambda within: observe(actor, args, kwargs, needs_grad, within))
+        seen = replace(seen, asks=seen.asks - {Question.COMPILED})
     if apart:
         _refuse_to_part(module, seen)
     refuse_foreign(module, seen.foreign_modules)

@@ -15,6 +15,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule, Trace
 from tvm.target import Target
 
+from tvmbridge.errors import first_line
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Entry, Folder
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.tasks import Task
@@ -91,7 +92,7 @@ class Library:
                 logger.warning(
                     "the record of %s cannot be applied and is left out: %s",
                     task.label,
-                    str(error).splitlines()[0] if str(error) else type(error).__name__,
+                    first_line(error),
                 )
         return None
 

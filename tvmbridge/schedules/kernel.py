@@ -53,8 +53,7 @@ class Stage:
     """One block: ``buffer[dims] = value`` (or the reduction of ``value``) over ``axes``.
 
     ``binds`` are named intermediate values in order; they and ``value`` mention iteration
-    variables,
-    the slots of ``loads`` and earlier names.
+    variables, the slots of ``loads`` and earlier names.
     """
 
     name: str

@@ -26,8 +26,7 @@ class Member:
     """A stage of a nest, over ``columns`` positions of a row, in pass ``time``.
 
     Even times are passes over columns, odd ones the scalars between. ``kept`` says that its value
-    is read
-    after its pass, or from another column, so that it needs a place in memory.
+    is read after its pass, or from another column, so that it needs a place in memory.
     """
 
     stage: Stage

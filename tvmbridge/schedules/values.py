@@ -89,8 +89,7 @@ class Evaluator:
     """Builds the statements and the expression for elements of stages at given indices.
 
     ``stored`` are the buffers that lie in memory; ``places`` redirects reads of a buffer (a row
-    kept in
-    a local buffer, a value held in a scalar).
+    kept in a local buffer, a value held in a scalar).
     """
 
     def __init__(
@@ -139,8 +138,7 @@ class Evaluator:
 
         TVM's simplifier multiplies out chains of bound variables, floating ones too: the time grows
         exponentially with the length of a chain, and ``(x + y) - y`` is found to be ``x``. It
-        does not
-        look behind a read.
+        does not look behind a read.
         """
         cell = tirx.decl_buffer([integer(self.lane.count)], dtype, f"{hint}_cell")
         self.cells.append(tirx.AllocBuffer(cell))

@@ -44,7 +44,44 @@ def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *arg
     """Call ``function``; as in the original, gradients flow only if an argument wants one."""
     connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(connected and torch.is_grad_enabled()), _once(preserve_rng_state):
-        return function(*args)
+        results = function(*args)
+        return _as_one(results) if torch.is_grad_enabled() else results
+
+
+def _as_one(results: Any) -> Any:
+    """``results`` of a function that, in eager PyTorch, is one node to autograd."""
+    several = results if isinstance(results, tuple) else (results,)
+    floating = [i for i, r in enumerate(several) if _is_floating(r)]
+    required = [several[i].requires_grad for i in floating]
+    # What stands in other containers autograd does not see.
+    found = [
+        r if _is_floating(r) else pytree.tree_map_only(torch.Tensor, _detach, r) for r in several
+    ]
+    if len(floating) > 1 or not all(required):
+        given = ReentrantCheckpoint.apply(*(several[i] for i in floating))  # type: ignore[no-untyped-call]
+        for place, result in zip(floating, given, strict=True):
+            found[place] = result
+    return tuple(found) if isinstance(results, tuple) else found[0]
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+class ReentrantCheckpoint(torch.autograd.Function):
+    """The results of a checkpoint: where one of them gets a gradient, the others get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(r.clone() for r in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
 
 
 def _plain_generator(

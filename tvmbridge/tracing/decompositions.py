@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -15,6 +14,7 @@ from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.tracing.attention import attention, attention_with_dropout, safe_softmax
 from tvmbridge.tracing.promotion import promoting_as_kernels
 from tvmbridge.tracing.recurrent import recurrent_decompositions
 
@@ -136,12 +136,12 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     table.update(recurrent_decompositions(table))
     table[aten.sort.default] = sort_as_eager
     table.update({op: _unless_half(table[op]) for op in _ROUNDED_ONCE if op in table})
-    table[aten._safe_softmax.default] = _safe_softmax
+    table[aten._safe_softmax.default] = safe_softmax
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
-        table[sdpa] = _attention
+        table[sdpa] = attention
     else:
-        table[sdpa] = _attention_with_dropout
+        table[sdpa] = attention_with_dropout
     table[aten.rrelu.default] = _rrelu
     for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
         if op in table:
@@ -187,12 +187,6 @@ def _rrelu(
     return functional(x, slopes, lower, upper, True, generator=generator)[0]
 
 
-def _attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
-    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
-    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    return _attention(*args, **kwargs) if dropout_p else NotImplemented
-
-
 # PyTorch takes them apart before a table is asked.
 _WHOLE_UNDER_AUTOGRAD = (aten.multi_margin_loss.default,)
 
@@ -222,7 +216,7 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
         aten.copy.default: _copy,
         aten.sort.default: sort_as_eager,
         aten.view.default: _view,
-        aten._safe_softmax.default: _safe_softmax,
+        aten._safe_softmax.default: safe_softmax,
     }
 
 
@@ -258,44 +252,3 @@ def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> 
         return result
     back = [order.index(d) for d in range(x.dim())]
     return result.permute(order).contiguous().permute(back)
-
-
-def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
-    masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
-    zero = torch.zeros((), dtype=x.dtype, device=x.device)
-    result = torch.softmax(torch.where(masked, zero, x), dim=dim, dtype=dtype)
-    return torch.where(masked, zero.to(result.dtype), result)
-
-
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch."""
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = torch.matmul(query, key.transpose(-2, -1)) * factor
-    if is_causal:
-        rows, columns = (torch.arange(scores.shape[d], device=scores.device) for d in (-2, -1))
-        attn_mask = rows[:, None] >= columns
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        # Added, as PyTorch does: what stands behind a mask still spoils a gradient if it is NaN.
-        closed = torch.zeros(attn_mask.shape, dtype=scores.dtype, device=scores.device)
-        attn_mask = torch.where(attn_mask, closed, -math.inf)
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    # A causal mask leaves each row its first column; any other may close a row altogether.
-    may_close = attn_mask is not None and not is_causal
-    weights = aten._safe_softmax(scores, -1) if may_close else torch.softmax(scores, -1)
-    if dropout_p > 0.0:
-        weights = torch.dropout(weights, dropout_p, True)
-    return torch.matmul(weights, value)

@@ -1,10 +1,10 @@
 """Fast paths of PyTorch's attention modules, spelled out while a module is traced.
 
 In eval mode, where nothing is recorded, ``nn.MultiheadAttention`` and
-``nn.TransformerEncoderLayer``
-call fused kernels whose results differ from those of their other path in what nobody should look
-at, but who does must find the same: rows that may attend to nothing are NaN, masks of numbers count
-as masks of truths, and ``nn.TransformerEncoder`` leaves zeros where a sequence is padded.
+``nn.TransformerEncoderLayer`` call fused kernels whose results differ from those of their other
+path in what nobody should look at, but who does must find the same: rows that may attend to nothing
+are NaN, masks of numbers count as masks of truths, and ``nn.TransformerEncoder`` leaves zeros where
+a sequence is padded.
 
 The modules leave these paths when they are traced. Here they stay on them, and the fused kernels
 are taken apart.
@@ -15,10 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from types import MethodType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -27,10 +24,9 @@ from torch.nn.modules import activation, transformer
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.tracing.patches import patched_here
+from tvmbridge.tracing.patches import forward_patched_here, patched_here
 
 _ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
-_forward = nn.TransformerEncoder.forward
 
 
 @contextmanager
@@ -44,14 +40,9 @@ def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
         # The modules ask these two whether they are traced.
         stack.enter_context(patched_here(torch.overrides, "has_torch_function", _no))
         stack.enter_context(patched_here(activation, "_is_make_fx_tracing", _no))
-        stack.enter_context(patched_here(nn.TransformerEncoder, "forward", _encoder))
+        stack.enter_context(forward_patched_here(module, nn.TransformerEncoder, _encoder))
         if _has_plain_layers(module):
             stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
-        for encoder in module.modules():
-            own = encoder.__dict__.get("forward")
-            if isinstance(own, MethodType) and own.__func__ is _forward:
-                bound = MethodType(partial(_encoder, _forward), encoder)
-                stack.enter_context(mock.patch.dict(encoder.__dict__, forward=bound))
         stack.enter_context(_FusedAttention())
         yield
 

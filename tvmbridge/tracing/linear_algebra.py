@@ -23,9 +23,6 @@ def _checked(
     return result.clone()
 
 
-# Its members have no types.
-_named: Any = torch.return_types
-
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 register(
     _LIBRARY,
@@ -56,13 +53,13 @@ def _cholesky(A: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
 def _lu_factor(A: torch.Tensor, *, pivot: bool = True) -> Any:
     result, pivots, failed = torch.linalg.lu_factor_ex(A, pivot=pivot)
     passed = [_passed(each, failed, "torch.linalg.lu_factor", A) for each in (result, pivots)]
-    return _named.linalg_lu_factor(passed)
+    return torch.return_types.linalg_lu_factor(passed)  # type: ignore[attr-defined]
 
 
 def _ldl_factor(A: torch.Tensor, *, hermitian: bool = False) -> Any:
     result, pivots, failed = torch.linalg.ldl_factor_ex(A, hermitian=hermitian)
     passed = [_passed(each, failed, "torch.linalg.ldl_factor", A) for each in (result, pivots)]
-    return _named.linalg_ldl_factor(passed)
+    return torch.return_types.linalg_ldl_factor(passed)  # type: ignore[attr-defined]
 
 
 def _power(A: torch.Tensor, n: int) -> torch.Tensor:

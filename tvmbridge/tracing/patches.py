@@ -9,9 +9,14 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
 from typing import Any
+from unittest import mock
+
+from torch import nn
 
 _LOCK = threading.Lock()
 
@@ -36,8 +41,10 @@ _INSTALLED: dict[tuple[int, str], _Installed] = {}
 
 
 @contextmanager
-def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[Any]:
     """Within it calls of ``owner.name`` from this thread are calls of ``replacement``.
+
+    Yields the genuine function.
 
     Args:
         owner: a module or a class.
@@ -48,10 +55,31 @@ def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iter
     stack = installed.local.__dict__.setdefault("stack", [])
     stack.append(replacement)
     try:
-        yield
+        yield installed.genuine
     finally:
         stack.pop()
         _release(owner, name, installed)
+
+
+@contextmanager
+def forward_patched_here(
+    module: nn.Module, kind: type[nn.Module], replacement: Callable[..., Any]
+) -> Iterator[None]:
+    """Within it the forward of ``kind`` is ``replacement``, for this thread.
+
+    Args:
+        module: a forward of that kind which its submodules hold themselves is replaced too.
+        kind: a class of modules.
+        replacement: as for :func:`patched_here`.
+    """
+    with ExitStack() as stack:
+        genuine = stack.enter_context(patched_here(kind, "forward", replacement))
+        for owner in module.modules():
+            own = owner.__dict__.get("forward")
+            if isinstance(own, MethodType) and own.__func__ is genuine:
+                bound = MethodType(partial(replacement, genuine), owner)
+                stack.enter_context(mock.patch.dict(owner.__dict__, forward=bound))
+        yield
 
 
 def _install(owner: Any, name: str) -> _Installed:

@@ -1,6 +1,7 @@
-"""Recurrent layers, kept whole one layer and one direction at a time.
+"""Recurrent layers, kept whole: all of a stack, or one layer and one direction at a time.
 
-Between the layers of a stack there is dropout, whose masks are drawn outside of compiled code. The
+A stack without a gradient is one operator. In training it is one a layer and direction, and without
+a gradient one a layer where dropout is drawn, for its masks are drawn outside of compiled code. The
 decomposition that comes with PyTorch takes a stack apart into its steps, and without its dropout;
 it stays for calls that no operator of ours stands for.
 """
@@ -12,16 +13,23 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.tracing.recurrent_layers import gru, lstm, rnn_relu, rnn_tanh
 from tvmbridge.tracing.recurrent_onednn import onednn_lstm_layer, trains_by_onednn, workspace_size
+from tvmbridge.tracing.recurrent_stacks import STACKS
 
 aten = torch.ops.aten
 
-_STACKS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+_STACKS: dict[Any, Any] = {
+    torch.lstm: aten.lstm.input,
+    torch.gru: aten.gru.input,
+    torch.rnn_tanh: aten.rnn_tanh.input,
+    torch.rnn_relu: aten.rnn_relu.input,
+}
 _PACKED = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -33,7 +41,7 @@ def recurrent_decompositions(table: dict[Any, Decomposition]) -> dict[Any, Decom
 
     A packed sequence with dropout is not taken apart.
     """
-    stacks = {op: _with_dropout(table[op]) for op in _STACKS if op in table}
+    stacks = {op: _with_dropout(table[op]) for op in _STACKS.values() if op in table}
     packed = {op: _unless_dropout(table[op]) for op in _PACKED if op in table}
     return stacks | packed
 
@@ -61,15 +69,10 @@ def _listed(state: Any) -> list[torch.Tensor]:
 def _with_dropout(whole: Decomposition) -> Decomposition:
     """A stack by ``whole``, which takes stacks without dropout, of one layer after the other."""
 
-    def layer(
-        x: torch.Tensor,
-        state: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        results = whole(x, state, params, has_biases, 1, 0.0, False, bidirectional, False)
-        return _with_states_of(results, state)
+    def layer(*args: Any) -> tuple[torch.Tensor, ...]:
+        *tensors, has_biases, bidirectional = args
+        results = whole(*tensors, has_biases, 1, 0.0, False, bidirectional, False)
+        return _with_states_of(results, args[1])
 
     return _stack_of(layer)
 
@@ -152,6 +155,25 @@ def _one_state(steps: Any, x: torch.Tensor, hidden: torch.Tensor, *weights: Any)
     return steps(linear(x, weights[0], weights[2]), hidden, weights[1], weights[3])[:2]
 
 
+def _without_gradient(function: Any, x: torch.Tensor, state: Any, params: Any, *flags: Any) -> Any:
+    """A stack by PyTorch's ``function``; by one call of it a layer where dropout is drawn."""
+    has_biases, num_layers, dropout, train, bidirectional, batch_first = flags
+    device = x.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    learned = any(parameter.requires_grad for parameter in params)
+
+    def layers(*args: Any, count: int = 1, batch_first: bool = False) -> tuple[torch.Tensor, ...]:
+        x, state, params, has_biases, bidirectional = args
+        settings = (has_biases, count, bidirectional, batch_first, learned, autocast)
+        output, *finals = STACKS[function](x, _listed(state), params, *settings)
+        return output.transpose(0, 1) if batch_first else output, *finals
+
+    if dropout and train and num_layers > 1:
+        return _stack_of(layers)(x, state, params, *flags)
+    given = (x, state, params, has_biases, bidirectional)
+    return layers(*given, count=num_layers, batch_first=batch_first)
+
+
 _LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
     torch.lstm: _lstm_layer,
     torch.gru: partial(_one_state, gru),
@@ -162,44 +184,54 @@ _WHOLE = {function: _kept_whole(function) for function in _LAYERS}
 
 
 class RecurrentLayersKeptWhole(TorchFunctionMode):
-    """Within it recurrent layers whose gradient is wanted are operators of ours.
+    """Within it recurrent layers of tensors are operators of ours.
 
-    What these cannot stand for is taken apart into its steps.
+    Where a gradient is wanted, one a layer and direction; elsewhere one for all layers, unless
+    dropout is drawn between them. What these cannot stand for is taken apart into its steps.
 
     Raises:
-        UnsupportedOperatorError: autocast makes of an LSTM what a trace does not show.
+        UnsupportedOperatorError: autocast makes of an LSTM in training what a trace does not show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WHOLE and not kwargs and _is_one_tensor_with_gradient(args):
-            if _is_plain(args):
-                return _WHOLE[func](*args)
+        if func in _WHOLE and not kwargs and _is_of_a_tensor(args):
             autocast = torch.is_autocast_enabled(args[0].device.type)
-            if func is torch.lstm and autocast and trains_by_onednn(args[0], *args[1]):
-                raise UnsupportedOperatorError(
-                    "an LSTM under autocast runs as oneDNN's layer in eager PyTorch, in another "
-                    "dtype than in a trace; call it outside of autocast"
-                )
+            if not _gradient_is_wanted(args):
+                if autocast or _are_alike(args):
+                    return _without_gradient(func, *args)
+            elif autocast:
+                return _under_autocast(func, args)
+            elif _are_alike(args):
+                return _WHOLE[func](*args)
         return func(*args, **(kwargs or {}))
 
 
-def _is_one_tensor_with_gradient(args: Sequence[Any]) -> bool:
-    """Whether the call is of a tensor, not a packed sequence, and a gradient is wanted."""
-    if not torch.is_grad_enabled() or isinstance(args[2], torch.Tensor):
-        return False
-    return any(tensor.requires_grad for tensor in _tensors(args))
+def _under_autocast(function: Any, args: Sequence[Any]) -> Any:
+    """A stack in training taken apart here: later on autocast would be forgotten."""
+    if function is torch.lstm and trains_by_onednn(args[0], *args[1]):
+        raise UnsupportedOperatorError(
+            "an LSTM under autocast trains as oneDNN's layer in eager PyTorch, in another dtype "
+            "than in a trace; call it outside of autocast"
+        )
+    return _with_dropout(decomposition_table[_STACKS[function]])(*args)
+
+
+def _is_of_a_tensor(args: Sequence[Any]) -> bool:
+    """Whether the call is of a tensor, not a packed sequence, and of no function transform."""
+    packed = isinstance(args[2], torch.Tensor)
+    return not packed and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _gradient_is_wanted(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(args))
+
+
+def _are_alike(args: Sequence[Any]) -> bool:
+    """Whether the tensors have one dtype that layers compute in, and one device."""
+    x, *others = _tensors(args)
+    alike = all((t.dtype, t.device) == (x.dtype, x.device) for t in others)
+    return alike and x.dtype in _FLOATING
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     return [args[0], *_listed(args[1]), *args[2]]
-
-
-def _is_plain(args: Sequence[Any]) -> bool:
-    """Whether the tensors are alike, and nothing changes what is computed with them."""
-    x, *others = _tensors(args)
-    return (
-        x.dtype in _FLOATING
-        and all((t.dtype, t.device) == (x.dtype, x.device) for t in others)
-        and not torch.is_autocast_enabled(x.device.type)
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )

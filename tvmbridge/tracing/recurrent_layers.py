@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tvmbridge.custom_operator import NAMESPACE
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.tracing.recurrent_steps import (
     gru_gradients,
     gru_steps,
@@ -62,6 +63,15 @@ def differentiate(name: str, formula: Function, without_gradient: int = 0) -> No
     torch.library.register_autograd(
         f"{NAMESPACE}::{name}", backward, setup_context=set_up, lib=_LIBRARY
     )
+
+
+def refuse_gradient(name: str) -> None:
+    """Have autograd raise where a gradient of the operator ``name`` is asked for."""
+
+    def backward(ctx: Any, *arriving: torch.Tensor | None) -> Any:
+        raise UnsupportedOperatorError(f"{NAMESPACE}::{name} is for calls without a gradient")
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, lib=_LIBRARY)
 
 
 def empty_like(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.observing.effects import Generators
+from tvmbridge.observing.generators import Generators
 from tvmbridge.structure import map_tensors
 from tvmbridge.tracing.patches import patched_here
 

@@ -7,7 +7,6 @@ result of the compiled code, which is looked at after the call.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tvmbridge.observing.executed import calling_python_module
 from tvmbridge.tracing.patches import patched_here
 
 
@@ -26,8 +26,7 @@ def noted_checks() -> Iterator[list[torch.Tensor]]:
     def noting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
         passed = genuine(*args, **kwargs)
         # The patch's call and its stub stand between this function and who calls it.
-        caller = sys._getframe(3).f_globals.get("__name__", "")
-        if not caller.startswith("torch.distributions"):
+        if not (calling_python_module(3) or "").startswith("torch.distributions"):
             return passed
         found.append(passed)
         return True if isinstance(passed, FakeTensor) else passed

@@ -93,27 +93,24 @@ _QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
 _CTC = "int blank=0, str reduction='mean', bool zero_infinity=False"
 _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
 
+
+def _quantiles(function: Any) -> tuple[CustomOperator, CustomOperator]:
+    """The function for fractions in a tensor, and for one that is a number."""
+    name = function.__name__
+    by_tensor = CustomOperator(
+        name,
+        f"Tensor input, Tensor q, {_QUANTILE}",
+        function,
+        _quantile,
+        (function, getattr(torch.Tensor, name)),
+    )
+    schema = f"Tensor input, float q, {_QUANTILE}"
+    return by_tensor, CustomOperator(f"{name}.scalar", schema, function, _quantile)
+
+
 _FUNCTIONS = (
-    CustomOperator(
-        "quantile",
-        f"Tensor input, Tensor q, {_QUANTILE}",
-        torch.quantile,
-        _quantile,
-        (torch.quantile, torch.Tensor.quantile),
-    ),
-    CustomOperator(
-        "quantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.quantile, _quantile
-    ),
-    CustomOperator(
-        "nanquantile",
-        f"Tensor input, Tensor q, {_QUANTILE}",
-        torch.nanquantile,
-        _quantile,
-        (torch.nanquantile, torch.Tensor.nanquantile),
-    ),
-    CustomOperator(
-        "nanquantile.scalar", f"Tensor input, float q, {_QUANTILE}", torch.nanquantile, _quantile
-    ),
+    *_quantiles(torch.quantile),
+    *_quantiles(torch.nanquantile),
     CustomOperator(
         "cov",
         "Tensor input, int correction=1, Tensor? fweights=None, Tensor? aweights=None",

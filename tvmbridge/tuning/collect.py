@@ -10,10 +10,11 @@ from torch import nn
 from tvm.target import Target
 
 from tvmbridge.build import fuse
-from tvmbridge.compiled import lower_module
 from tvmbridge.dispatcher import Dispatcher
 from tvmbridge.durations import Stages
 from tvmbridge.guarding.forwards import with_own_forward
+from tvmbridge.guarding.surroundings import tracing_here
+from tvmbridge.lowering import lower_module
 from tvmbridge.memory.laying_out import lay_out_functions
 from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
@@ -40,7 +41,8 @@ def module_tasks(
     installed = module.__dict__.get("forward")
     original = installed.original if isinstance(installed, Dispatcher) else None
     packing = installed.packing if isinstance(installed, Dispatcher) else Packing(module)
-    with with_own_forward(module, original) if original is not None else nullcontext():
+    own_forward = with_own_forward(module, original) if original is not None else nullcontext()
+    with tracing_here(), own_forward:
         lowered = lower_module(
             module,
             args,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tvmbridge.inspect.check.twin import Generators, restarted
+from tvmbridge.inspect.check.twin import GeneratorStates, restarted
 from tvmbridge.inspect.compare.comparison import STAGES, Comparison
 from tvmbridge.inspect.compare.precision import Precision
 from tvmbridge.inspect.compare.sample import Sample
@@ -39,7 +39,7 @@ class Judge:
     """
 
     def __init__(
-        self, sample: Sample, states: Generators, backward: bool, options: CompileOptions
+        self, sample: Sample, states: GeneratorStates, backward: bool, options: CompileOptions
     ) -> None:
         self._sample = sample
         self._states = states

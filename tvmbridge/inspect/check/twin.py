@@ -20,10 +20,10 @@ from tvmbridge.observing.arguments import Arguments, ArgumentWatch
 from tvmbridge.tracing.standins import tensors_of, without_autocast
 from tvmbridge.types import HiddenBase
 
-Generators = list[tuple[torch.Generator, torch.Tensor]]
+GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]
 
 
-def generator_states(device: torch.device) -> Generators:
+def generator_states(device: torch.device) -> GeneratorStates:
     """PyTorch's default generators that a call may draw from, and their states of now."""
     generators = [torch.default_generator]
     if device.type == "cuda":
@@ -33,7 +33,7 @@ def generator_states(device: torch.device) -> Generators:
 
 
 @contextmanager
-def restarted(states: Generators) -> Iterator[None]:
+def restarted(states: GeneratorStates) -> Iterator[None]:
     """Within it the generators start from ``states``; then they are as they were."""
     now = [(g, g.get_state()) for g, _ in states]
     for generator, state in states:

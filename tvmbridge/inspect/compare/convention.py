@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tvmbridge.compiled import LoweredModule
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.inspect.compare.eager import state_name
 from tvmbridge.inspect.compare.inputs import base_name, title
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import TraceBuilder
+from tvmbridge.lowering import LoweredModule
 from tvmbridge.memory.aliasing import made_again
 from tvmbridge.memory.views import laid_out
 from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputDescriptor, OutputKind

@@ -10,8 +10,8 @@ import torch
 import tvm
 from tvm import relax
 
-from tvmbridge.compiled import lower_module
 from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.guarding.surroundings import tracing_here
 from tvmbridge.inspect.compare.convention import CallingConvention, draws_of
 from tvmbridge.inspect.compare.eager import Reference
 from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
@@ -20,6 +20,7 @@ from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Stage, stages_of
 from tvmbridge.inspect.compare.trace import Trace, tensors_in
+from tvmbridge.lowering import lower_module
 from tvmbridge.memory.packing import Packing
 from tvmbridge.options import CompileOptions
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights
@@ -59,7 +60,8 @@ class Route(CallingConvention):
         records: list[PassRecord] = []
         seen: list[tuple[PassRecord, tvm.IRModule, tvm.IRModule]] = []
         args, kwargs, _ = sample.arguments()
-        with sample.unchanged_state(), observed_passes(lambda *step: seen.append(step)):
+        observed = observed_passes(lambda *step: seen.append(step))
+        with sample.unchanged_state(), tracing_here(), observed:
             lowered = lower_module(
                 sample.module,
                 args,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import tvm
 
-from tvmbridge.compiled import LoweredModule
+from tvmbridge.lowering import LoweredModule
 from tvmbridge.types import PassRecord
 
 

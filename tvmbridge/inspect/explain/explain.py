@@ -12,13 +12,13 @@ import torch
 from torch import fx, nn
 
 from tvmbridge.capture import capture, normalize_sample
-from tvmbridge.compiled import LoweredModule, lower_module
 from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.frontend.limits import refuse_what_cannot_run
-from tvmbridge.guarding.surroundings import undisturbed
+from tvmbridge.guarding.surroundings import tracing_here, undisturbed
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import user_source
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse
+from tvmbridge.lowering import LoweredModule, lower_module
 from tvmbridge.memory.packing import Packing
 from tvmbridge.noise import find_noise
 from tvmbridge.observing.contents import MISSING
@@ -59,7 +59,7 @@ def explain(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
-    with torch.random.fork_rng(), undisturbed():
+    with tracing_here(), torch.random.fork_rng(), undisturbed():
         return _Explanation(type(module).__name__, chosen).of(module, args, kwargs)
 
 

@@ -20,20 +20,9 @@ from tests.packed_helpers import (
     make,
     members,
     packed,
-    packed_copy,
     sample,
 )
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
-
-
-@pytest.fixture(scope="module")
-def served() -> nn.Module:
-    return dispatched()
-
-
-@pytest.fixture
-def module(served: nn.Module) -> nn.Module:
-    return packed_copy(served)
 
 
 def test_saved_files_do_not_grow(module: nn.Module) -> None:

@@ -1,0 +1,43 @@
+"""Borders of custom autograd functions go away: they have told what they are there for.
+
+Before::
+
+    lv = R.call_pure_packed("tvmbridge.aten", '{"op": "tvmbridge.enters.default", ...}', a)
+    lv1 = R.multiply(lv, x)
+    gv = R.call_pure_packed("tvmbridge.aten", '{"op": "tvmbridge.leaves.default", ...}', lv1, lv)
+
+After::
+
+    lv = a
+    lv1 = R.multiply(lv, x)
+    gv = lv1
+
+Requires: nothing. Guarantees: there are no borders, and every value is as before. Runs after:
+whatever changes which cotangents arrive. Runs before: tidying, which removes the bindings that are
+left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from tvmbridge.kernels.borders import inside, is_border
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
+
+
+@dataclass(frozen=True)
+class RemoveBorders(RelaxPass):
+    """Replace each border by what it hands on."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        def inside_of(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:
+            if not is_border(call):
+                return call
+            report.rewrote()
+            return inside(call)
+
+        removed = map_calls(mod, inside_of)
+        return removed if report.rewrites else mod

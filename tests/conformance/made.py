@@ -1,0 +1,75 @@
+"""Operators for special values that OpInfo has no samples of: expressions, and odd numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.testing import make_tensor
+from torch.testing._internal.opinfo.core import SampleInput
+
+from tests.conformance import expressions, integer_expressions
+from tests.conformance.expressions import Expression
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
+
+
+@dataclass(frozen=True)
+class Made:
+    """Expressions of tensors as one operator, a sample for each; attributes as OpInfo has them.
+
+    Each takes ``count`` tensors of one shape, and is named by its place among ``expressions``;
+    ``local`` says that an element of a result comes of those at its place alone.
+    """
+
+    name: str
+    expressions: tuple[Expression, ...]
+    dtypes: frozenset[torch.dtype]
+    count: int = 1
+    gradient: bool = True
+    shape: tuple[int, ...] = (5, 7)
+    local: bool = False
+    variant_test_name: str = "made"
+
+    def op(self, which: int, *tensors: torch.Tensor) -> Any:
+        """The expression ``which``."""
+        return self.expressions[which](*tensors)
+
+    @property
+    def supports_autograd(self) -> bool:
+        """Whether its gradient is checked."""
+        return self.gradient
+
+    def supported_dtypes(self, device: str) -> frozenset[torch.dtype]:
+        """The dtypes of its tensors."""
+        return self.dtypes
+
+    def supported_backward_dtypes(self, device: str) -> frozenset[torch.dtype]:
+        """The dtypes in which it has a gradient."""
+        return self.dtypes & _FLOATS
+
+    def sample_inputs(
+        self, device: str, dtype: torch.dtype, requires_grad: bool
+    ) -> Iterator[SampleInput]:
+        """A sample for each expression."""
+        for which in range(len(self.expressions)):
+            tensors = [
+                make_tensor(self.shape, dtype=dtype, device=device) for _ in range(self.count)
+            ]
+            yield SampleInput(which, args=tuple(t.requires_grad_(requires_grad) for t in tensors))
+
+
+MADE: tuple[Made, ...] = (
+    Made("identities", expressions.IDENTITIES, _FLOATS, local=True),
+    Made("numbers", expressions.NUMBERS, _FLOATS, local=True),
+    Made("powers", expressions.POWERS, _FLOATS, local=True),
+    Made("reductions", expressions.REDUCTIONS, _FLOATS),
+    Made("cancelled", expressions.CANCELLED, _FLOATS, count=2, gradient=False),
+    Made("pairs", expressions.PAIRS, _FLOATS, count=2),
+    Made("scatter_reductions", expressions.REDUCE, _FLOATS, count=2),
+    Made("integers", integer_expressions.INTEGER, _INTEGERS, gradient=False),
+    Made("integer_pairs", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False),
+)

@@ -1,0 +1,62 @@
+"""What can be told of tensors beside their values: who shares memory, how they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tests.architectures.compare import leaves
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a tree, in order."""
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: Any) -> Any:
+    """A tree with copies of its tensors, which nothing changes later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: detached(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        items = [detached(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _addresses(tensor: torch.Tensor) -> set[int]:
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    places = torch.arange(storage.nbytes() // size)
+    chosen = places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return set((chosen.flatten() * size + storage.data_ptr()).tolist())
+
+
+def sharing(
+    results: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[tuple[list[bool], list[bool]]]:
+    """For each result: of which of ``others`` and of the results it has elements in common, and
+    which of them it is."""
+    memory = [_addresses(t) for t in (*others, *results)]
+    return [
+        (
+            [not memory[len(others) + n].isdisjoint(elements) for elements in memory],
+            [result is other for other in (*others, *results)],
+        )
+        for n, result in enumerate(results)
+    ]
+
+
+def order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of the dimensions that count; None where elements do not lie side by side."""
+    if not tensor.numel():
+        return None
+    pairs = [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    expected = 1
+    for extent, stride in sorted(pairs, key=lambda pair: pair[1]):
+        if stride != expected:
+            return None
+        expected *= extent
+    return tuple(stride for _, stride in pairs)

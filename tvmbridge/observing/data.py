@@ -1,0 +1,54 @@
+"""Data: which of the values outside of a module are looked into, beside functions and classes."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tvmbridge.observing.contents import CONTAINERS, attributes_of, is_constant, may_grow
+
+_GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
+
+
+def is_data(value: Any) -> bool:
+    """Whether ``value`` is a constant, a tensor, or a container in which there is or may come one.
+
+    Keys of a mapping alone are none: registries of functions have such.
+    """
+    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray, torch.Tensor)):
+        return True
+    if not isinstance(value, CONTAINERS):
+        return False
+    held = value.values() if isinstance(value, Mapping) else value
+    return (may_grow(value) and not held) or any(map(is_data, list(held)))
+
+
+def is_object(value: Any) -> bool:
+    """Whether ``value`` is a plain object of a user's class, and it or the class holds data."""
+    if isinstance(value, CONTAINERS):
+        return False
+    if isinstance(value, (type, torch.Tensor, nn.Module)):
+        return False
+    if not is_of_users(type(value)) and type(value) is not types.SimpleNamespace:
+        return False
+    of_classes = map(data_of, filter(is_of_users, type(value).__mro__))
+    return any(of_classes) or any(map(is_data, attributes_of(value).values()))
+
+
+def is_of_users(cls: type) -> bool:
+    """Whether ``cls`` is none of PyTorch's, numpy's and Python's library's."""
+    package = cls.__module__.partition(".")[0]
+    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
+
+
+def data_of(cls: type) -> dict[str, Any]:
+    """The data among the attributes of ``cls`` itself, by name."""
+    held = {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}
+    return {name: value for name, value in held.items() if is_data(value)}

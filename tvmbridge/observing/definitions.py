@@ -1,0 +1,105 @@
+"""Definitions: the functions and classes that forward calls by name, which may be exchanged.
+
+A helper that is patched, or reloaded while a notebook runs, leaves the old one in compiled code.
+Which function a name means is watched, and the code of each: reloading exchanges that alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from tvmbridge.observing.places import Place
+from tvmbridge.reads import OutsideValue
+
+_KINDS = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    functools._lru_cache_wrapper,
+)
+# Of larger mappings without data among their values the entries are not watched.
+_LARGEST_REGISTRY = 64
+_IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod)
+_PARTS: tuple[Callable[[Any], Any], ...] = tuple(
+    map(operator.attrgetter, ("__code__", "__defaults__"))
+)
+
+
+def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
+    """The function or class that a mention ends at, or a class whose method it is: that very one.
+
+    Of a mapping of functions (the caller knows that there is no data in it) each entry; others may
+    be added. Those of PyTorch itself and of Python's library are left out.
+    """
+    *before, place = passed
+    if before and isinstance(before[-1].value, type):
+        *before, place = before
+    owner = before[-1].value if before else None
+    package = owner.__name__ if isinstance(owner, types.ModuleType) else ""
+    if package == "torch" or package.partition(".")[0] in sys.stdlib_module_names:
+        return
+    if isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value):
+        yield exactly(place)
+    elif isinstance(place.value, dict) and len(place.value) <= _LARGEST_REGISTRY:
+        for key, value in place.value.items():
+            label = f"{place.label}[{key!r}]"
+            yield exactly(Place(place.value, place.value, key, label, value))
+
+
+def _is_of_pythons_library(value: Any) -> bool:
+    defined = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+    return defined and str(value.__module__).partition(".")[0] in sys.stdlib_module_names
+
+
+def exactly(place: Place) -> OutsideValue:
+    """What must be that very object, whatever it holds."""
+    return OutsideValue(place.holder, place.name, place.label, place.value, place.key, itself=True)
+
+
+def of_class(cls: type, names: Iterable[str]) -> Iterator[OutsideValue]:
+    """The methods and properties of ``cls`` itself that are called by one of ``names``."""
+    held = vars(cls)
+    for name in names:
+        if isinstance(held.get(name), _IN_CLASSES):
+            yield exactly(Place(cls, held, name, f"{cls.__name__}.{name}", held[name]))
+
+
+class Codes:
+    """The code of functions, and the defaults of their parameters, behind one name.
+
+    It stands for itself as long as they are the same; otherwise for what they are now.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._functions = [f for value in values for f in _functions(value)]
+        self._before = self._now()
+
+    def get(self, name: str, default: Any) -> Any:
+        now = self._now()
+        return self if all(map(operator.is_, now, self._before)) else now
+
+    def _now(self) -> list[Any]:
+        return [each for part in _PARTS for each in map(part, self._functions)]
+
+    def watched(self) -> OutsideValue:
+        """The value that a guard compares."""
+        key = (id(self), "")
+        return OutsideValue(self, "", "the code of a function", self, key, itself=True)
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The functions of Python that ``value`` is, or is made of."""
+    if isinstance(value, property):
+        parts: list[Any] = [value.fget]
+    elif isinstance(value, functools.partial):
+        parts = [value.func]
+    else:
+        parts = [getattr(value, "__wrapped__", None), getattr(value, "__func__", None), value]
+    yield from (part for part in parts if isinstance(part, types.FunctionType))

@@ -1,0 +1,156 @@
+"""Settings: what forward may leave of PyTorch otherwise than it found it.
+
+Eager PyTorch goes on with them after the call; compiled code would not change them at each call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import deterministic
+
+_C = torch._C
+_backends = torch.backends
+
+
+class _Setting(NamedTuple):
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+def _attribute(owner: Any, name: str, label: str) -> _Setting:
+    return _Setting(f"{label}.{name}", partial(getattr, owner, name), partial(setattr, owner, name))
+
+
+def _flushes_denormals() -> bool:
+    # PyTorch does not tell; it is a mode of the processor that Python's numbers are under, too.
+    return sys.float_info.min / 2 == 0
+
+
+def _default_device() -> Any:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if context is None else context.device
+
+
+def _put_grad_mode(mode: bool) -> None:
+    # Unseen by those who watch what forward does.
+    with _C.DisableTorchFunction():
+        torch.set_grad_enabled(mode)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled(), warns
+
+
+def _anomaly() -> tuple[bool, bool]:
+    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+
+
+_SETTINGS = (
+    _Setting("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    _Setting("the default device", _default_device, torch.set_default_device),
+    _Setting("the number of threads", torch.get_num_threads, torch.set_num_threads),
+    _Setting("the gradient mode", torch.is_grad_enabled, _put_grad_mode),
+    _Setting("inference mode", torch.is_inference_mode_enabled, lambda _: None),
+    _Setting(
+        "deterministic algorithms",
+        _deterministic,
+        lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1]),
+    ),
+    _attribute(deterministic, "fill_uninitialized_memory", "torch.utils.deterministic"),
+    _Setting("anomaly detection", _anomaly, lambda v: torch.set_anomaly_enabled(*v)),
+    *(
+        setting
+        for device in ("cpu", "cuda")
+        for setting in (
+            _Setting(
+                f"autocast of {device}",
+                partial(torch.is_autocast_enabled, device),
+                partial(torch.set_autocast_enabled, device),
+            ),
+            _Setting(
+                f"the dtype of autocast of {device}",
+                partial(torch.get_autocast_dtype, device),
+                partial(torch.set_autocast_dtype, device),
+            ),
+        )
+    ),
+    _Setting(
+        "the cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    ),
+    _Setting(
+        "the precision of float32 products",
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    _Setting("the flushing of denormals", _flushes_denormals, torch.set_flush_denormal),
+    _Setting("warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
+    *(
+        _Setting(f"scaled_dot_product_attention by {kind}", enabled, put)
+        for kind, enabled, put in (
+            ("flash", _backends.cuda.flash_sdp_enabled, _backends.cuda.enable_flash_sdp),
+            ("math", _backends.cuda.math_sdp_enabled, _backends.cuda.enable_math_sdp),
+            (
+                "mem_efficient",
+                _backends.cuda.mem_efficient_sdp_enabled,
+                _backends.cuda.enable_mem_efficient_sdp,
+            ),
+        )
+    ),
+    _Setting(
+        "torch.backends.mha's fast path",
+        _backends.mha.get_fastpath_enabled,
+        _backends.mha.set_fastpath_enabled,
+    ),
+    *(
+        _attribute(_backends.cudnn, name, "torch.backends.cudnn")
+        for name in ("enabled", "benchmark", "deterministic")
+    ),
+    _attribute(_backends.mkldnn, "enabled", "torch.backends.mkldnn"),
+    _attribute(_backends.opt_einsum, "enabled", "torch.backends.opt_einsum"),
+)
+
+
+class Settings:
+    """The settings of PyTorch as they are now, in this thread."""
+
+    def __init__(self) -> None:
+        self._values = [setting.get() for setting in _SETTINGS]
+        self._modes = _C._len_torch_function_stack()
+
+    def changed(self) -> list[str]:
+        """The names of those that are others now."""
+        pairs = zip(_SETTINGS, self._values, strict=True)
+        found = [setting.name for setting, value in pairs if setting.get() != value]
+        if not found and _C._len_torch_function_stack() != self._modes:
+            found.append("a function mode that it entered")
+        return found
+
+    def restore(self) -> None:
+        """Give them the values back that they had."""
+        for setting, value in zip(_SETTINGS, self._values, strict=True):
+            if setting.get() != value:
+                setting.put(value)
+        while _C._len_torch_function_stack() > self._modes:
+            _C._pop_torch_function_stack()
+
+
+@contextmanager
+def settings_kept() -> Iterator[Settings]:
+    """Settings are as before afterwards, whatever runs within it."""
+    settings = Settings()
+    try:
+        # What is entered within it ends with it; it says of gradients what it thinks best.
+        infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        with _C._InferenceMode(infers):
+            _put_grad_mode(records)
+            yield settings
+    finally:
+        settings.restore()

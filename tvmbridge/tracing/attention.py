@@ -1,0 +1,57 @@
+"""Attention by its definition, where it cannot stay one kernel: its dropout, and its gradient."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
+    masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    result = torch.softmax(torch.where(masked, zero, x), dim=dim, dtype=dtype)
+    return torch.where(masked, zero.to(result.dtype), result)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch."""
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = torch.matmul(query, key.transpose(-2, -1)) * factor
+    if is_causal:
+        rows, columns = (torch.arange(scores.shape[d], device=scores.device) for d in (-2, -1))
+        attn_mask = rows[:, None] >= columns
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        # Added, as PyTorch does: what stands behind a mask still spoils a gradient if it is NaN.
+        closed = torch.zeros(attn_mask.shape, dtype=scores.dtype, device=scores.device)
+        attn_mask = torch.where(attn_mask, closed, -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    # A causal mask leaves each row its first column; any other may close a row altogether.
+    may_close = attn_mask is not None and not is_causal
+    weights = aten._safe_softmax(scores, -1) if may_close else torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return torch.matmul(weights, value)
+
+
+def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
+    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
+    dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    return attention(*args, **kwargs) if dropout_p else NotImplemented
