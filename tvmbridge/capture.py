@@ -143,32 +143,8 @@ def _export(
     needs_grad: bool,
     bases: Sequence[HiddenBase],
 ) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
-    table = decomposition_table(differentiated=needs_grad or module.training)
     try:
-        with (
-            torch.set_grad_enabled(needs_grad),
-            without_autocast(),
-            without_hooks(module),
-            kept_whole_under_autograd(),
-            warnings.catch_warnings(),
-        ):
-            # torch.export copies its own tree specs in a way that torch deprecates.
-            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-            with DropoutWithoutEffect(), functions_replaced(module):
-                # Only now is forward what is to be traced.
-                watch = ArgumentWatch(NormsPutBack(module))
-                tails = TailWatch(watch, differentiated=needs_grad)
-                with watched_forward(module, WithBases(tails, bases)):
-                    given, named = without_repetitions((args, dict(kwargs)))
-                    program = torch.export.export(module, given, named, strict=False)
-            # Without it PyTorch drops draws that nothing reads.
-            with (
-                torch._inductor.config.patch(fallback_random=True),
-                composites_prepared_for(program),
-            ):
-                program = program.run_decompositions(table)
-            tidy_draws(program)
-            return program, watch, tails.tail
+        return _exported(module, args, kwargs, needs_grad, bases)
     except CaptureError:
         raise
     except Exception as error:
@@ -180,3 +156,36 @@ def _export(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
             f"{first_paragraph(error)}"
         ) from error
+
+
+def _exported(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    bases: Sequence[HiddenBase],
+) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
+    """The program, what became of its arguments, and its tail; errors are torch.export's."""
+    table = decomposition_table(differentiated=needs_grad or module.training)
+    with (
+        torch.set_grad_enabled(needs_grad),
+        without_autocast(),
+        without_hooks(module),
+        kept_whole_under_autograd(),
+        warnings.catch_warnings(),
+    ):
+        # torch.export copies its own tree specs in a way that torch deprecates.
+        warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
+        with DropoutWithoutEffect(), functions_replaced(module):
+            # Only now is forward what is to be traced.
+            watch = ArgumentWatch(NormsPutBack(module))
+            tails = TailWatch(watch, differentiated=needs_grad)
+            with watched_forward(module, WithBases(tails, bases)):
+                given, named = without_repetitions((args, dict(kwargs)))
+                program = torch.export.export(module, given, named, strict=False)
+        # Without it PyTorch drops draws that nothing reads.
+        without_drops = torch._inductor.config.patch(fallback_random=True)
+        with without_drops, composites_prepared_for(program):
+            program = program.run_decompositions(table)
+        tidy_draws(program)
+        return program, watch, tails.tail

@@ -82,7 +82,7 @@ GRAPHS = (
         "ties of amax",
         "rules",
         "tvmbridge.gradients.rules",
-        "return [op.multiply(ties, op.divide(grad, count))]",
+        "return [op.divide(op.multiply(grad, ties), count)]",
         "return [op.multiply(ties, grad)]",
         (_RULES, "-k", "max or min"),
     ),
