@@ -37,13 +37,14 @@ def _positive(*batch: int) -> torch.Tensor:
     return rows @ rows.mT + torch.eye(3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["one matrix", "a batch"])
-def test_results_gradients_and_errors_are_those_of_eager_pytorch(batch: tuple[int, ...]) -> None:
+def test_results_gradients_and_errors_are_those_of_eager_pytorch() -> None:
     plain = Called(_all)
     module = copy.deepcopy(plain)
-    sample = tuple(_positive(*batch).requires_grad_() for _ in FUNCTIONS)
+    # Of single matrices and of batches the errors read otherwise.
+    batches: list[tuple[int, ...]] = [() if i % 3 else (2,) for i in range(len(FUNCTIONS))]
+    sample = tuple(_positive(*batch).requires_grad_() for batch in batches)
     add_tvm_dispatch(module, sample)
-    leaves = [_positive(*batch).requires_grad_() for _ in FUNCTIONS]
+    leaves = [_positive(*batch).requires_grad_() for batch in batches]
     found = []
     for called in (module, plain):
         results = called(*leaves)
