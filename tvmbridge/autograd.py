@@ -14,6 +14,7 @@ from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
 from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
+from tvmbridge.output_hooks import let_hooks_wait
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 
@@ -87,6 +88,8 @@ class TrainingCall:
             for i in self.unreached:
                 primals[i] = primals[i].detach()
         results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, *primals)  # type: ignore[no-untyped-call]
+        if len(self.parts.cotangent_of) > 1:
+            let_hooks_wait(results[i] for i in self.parts.cotangent_of)
         node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
         if node is not None:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]

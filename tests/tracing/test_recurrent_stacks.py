@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.tracing.recurrent import RecurrentLayersKeptWhole
 
 KINDS: dict[str, Any] = {
@@ -167,3 +167,19 @@ def test_training_under_autocast_rounds_as_in_eager() -> None:
     assert dispatch_report(module).tvm_calls == 1
     assert torch.equal(results[0][0], results[1][0])
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+
+
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2])
+        state: torch.Tensor = self.gru(packed)[1]
+        return state
+
+
+def test_packing_is_refused_by_name() -> None:
+    with pytest.raises(BridgeError, match="packs a padded sequence"):
+        add_tvm_dispatch(_Packed(), torch.randn(3, 2, 4))

@@ -11,7 +11,7 @@ from tvm import ir, tirx
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
 from tvmbridge.legalize import normalizations
-from tvmbridge.legalize.arithmetic import absolute, arithmetic, negative
+from tvmbridge.legalize.arithmetic import absolute, arithmetic, cast, negative
 from tvmbridge.legalize.comparisons import COMPARISONS
 from tvmbridge.legalize.elementwise import (
     binary,
@@ -41,6 +41,7 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
             ("divide", tirx.div),
         )
     },
+    "relax.astype": cast(_upstream("relax.astype")),
     "relax.abs": absolute(_upstream("relax.abs")),
     "relax.negative": negative(_upstream("relax.negative")),
     "relax.exp": unary_float("exp"),

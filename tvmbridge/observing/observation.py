@@ -106,7 +106,7 @@ def observe(
     with collections_put_off():
         try:
             with saved_without_circles():
-                # Nothing here may hold the fakes: what is alive afterwards was kept by forward.
+                # The fakes have no name here: what is alive when it is done counts as kept.
                 seen = _observe(module, _Fakes.of(module, args, kwargs), needs_grad, made, within)
         except BaseException as error:
             release_frames(error, handled)

@@ -149,17 +149,22 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     table[EXTREMUM] = extremum_taken_apart
     for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
         if op in table:
-            table[op] = _of_dense_rows(table[op])
+            table[op] = _index_fill(table[op])
     return table
 
 
-def _of_dense_rows(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """The parts of a dense operand: of another they write into a tensor with its strides."""
+def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """The parts of a dense operand: of another they write into a tensor with its strides.
 
-    def decompose(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    Rows are counted from behind too, which those of ``index_copy`` in the parts are not.
+    """
+
+    def decompose(x: torch.Tensor, dim: int, index: torch.Tensor, *value: Any) -> Any:
+        rows = x.shape[dim] if x.dim() else 1
+        index = torch.where(index < 0, index + rows, index)
         if x.stride() == torch.empty(x.shape, device="meta").stride():
-            return parts(x, *args, **kwargs)
-        result = parts(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+            return parts(x, dim, index, *value)
+        result = parts(x.clone(memory_format=torch.contiguous_format), dim, index, *value)
         return _copy(torch.empty_like(x), result)
 
     return decompose

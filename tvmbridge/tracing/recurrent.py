@@ -30,30 +30,14 @@ _STACKS: dict[Any, Any] = {
     torch.rnn_tanh: aten.rnn_tanh.input,
     torch.rnn_relu: aten.rnn_relu.input,
 }
-_PACKED = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Decomposition = Callable[..., Any]
 
 
 def recurrent_decompositions(table: dict[Any, Decomposition]) -> dict[Any, Decomposition]:
-    """Those of ``table`` for recurrent layers, made right for dropout.
-
-    A packed sequence with dropout is not taken apart.
-    """
-    stacks = {op: _with_dropout(table[op]) for op in _STACKS.values() if op in table}
-    packed = {op: _unless_dropout(table[op]) for op in _PACKED if op in table}
-    return stacks | packed
-
-
-def _unless_dropout(whole: Decomposition) -> Decomposition:
-    def decompose(*args: Any) -> Any:
-        dropout, train = args[6:8]
-        if dropout and train:
-            return NotImplemented
-        return _with_states_of(whole(*args), args[2])
-
-    return decompose
+    """Those of ``table`` for recurrent layers, made right for dropout."""
+    return {op: _with_dropout(table[op]) for op in _STACKS.values() if op in table}
 
 
 def _with_states_of(results: Sequence[torch.Tensor], state: Any) -> tuple[torch.Tensor, ...]:
@@ -190,11 +174,17 @@ class RecurrentLayersKeptWhole(TorchFunctionMode):
     dropout is drawn between them. What these cannot stand for is taken apart into its steps.
 
     Raises:
-        UnsupportedOperatorError: autocast makes of an LSTM in training what a trace does not show.
+        UnsupportedOperatorError: a sequence is packed, or autocast makes of an LSTM in training
+            what a trace does not show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WHOLE and not kwargs and _is_of_a_tensor(args):
+        if func is torch._pack_padded_sequence or (func in _WHOLE and _is_of_packed(args)):
+            raise UnsupportedOperatorError(
+                "forward packs a padded sequence, and the values of the lengths decide what shape "
+                "it has then; leave it padded, or dispatch the submodules before and behind it"
+            )
+        if func in _WHOLE and not kwargs and not _is_transformed():
             autocast = torch.is_autocast_enabled(args[0].device.type)
             if not _gradient_is_wanted(args):
                 if autocast or _are_alike(args):
@@ -216,10 +206,14 @@ def _under_autocast(function: Any, args: Sequence[Any]) -> Any:
     return _with_dropout(decomposition_table[_STACKS[function]])(*args)
 
 
-def _is_of_a_tensor(args: Sequence[Any]) -> bool:
-    """Whether the call is of a tensor, not a packed sequence, and of no function transform."""
-    packed = isinstance(args[2], torch.Tensor)
-    return not packed and torch._C._functorch.peek_interpreter_stack() is None
+def _is_of_packed(args: Sequence[Any]) -> bool:
+    """Whether the call is of a packed sequence: the sizes of its batches come before the states."""
+    return len(args) > 3 and isinstance(args[3], list | tuple)
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _gradient_is_wanted(args: Sequence[Any]) -> bool:
