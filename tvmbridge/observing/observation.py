@@ -106,8 +106,8 @@ def observe(
     with collections_put_off():
         try:
             with saved_without_circles():
-                fakes = _Fakes.of(module, args, kwargs)
-                seen = _observe(module, fakes, needs_grad, made, within)
+                # No name here: what hangs on the fakes must be gone when it is asked what is kept.
+                seen = _observe(module, _Fakes.of(module, args, kwargs), needs_grad, made, within)
         except BaseException as error:
             release_frames(error, handled)
             made.forget()
