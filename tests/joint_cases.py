@@ -174,7 +174,7 @@ CASES: dict[str, Case] = {
     "several outputs": _head(_several, "aot"),
     "used twice": _head(lambda m, x: m.fc(x) * m.fc(x * m.w) + x, "relax"),
     "noise": _head(_noisy, "aot"),
-    "masked attention": _head(_masked_attention, "relax"),
+    "masked attention": _head(_masked_attention, "aot"),
     "convolutions": Case(ConvNet, lambda: (torch.randn(2, 2, 7, 7),), "relax"),
     "tied and frozen": Case(Tied, _rows, "relax"),
     "classifier": Case(

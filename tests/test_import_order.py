@@ -57,6 +57,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "frontend",
             "head",
             "noise",
+            "output_hooks",
             "outputs",
             "report",
             "runtime",

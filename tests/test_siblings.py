@@ -72,7 +72,30 @@ def test_a_hook_is_refused_until_it_is_removed(module: nn.Module) -> None:
         logits.sum().backward(retain_graph=True)
     handle.remove()
     logits.sum().backward()
-    assert seen == [None]
+    assert not seen
+
+
+def test_a_gradient_by_an_output_that_others_are_computed_from_is_refused(
+    module: nn.Module,
+) -> None:
+    features, logits, picked, _ = module(_x())
+    both = logits.sum() + features.sum()
+    for asked in (features, torch.autograd.graph.get_gradient_edge(features)):
+        for inputs in ([asked], [asked, module.get_parameter("body.weight")]):
+            for loss in (logits.sum(), both):
+                with pytest.raises(BridgeError, match="is asked for by output 0 of a dispatched"):
+                    torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
+    # What does not flow between them is as in eager PyTorch.
+    found = torch.autograd.grad(both + (picked * 3).sum(), [logits, picked], retain_graph=True)
+    assert [float(g.mean()) for g in found] == [1.0, 3.0]
+    (alone,) = torch.autograd.grad((features * 2).sum(), features, retain_graph=True)
+    assert bool((alone == 2).all())
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(picked.sum(), features, retain_graph=True)
+    weight = module.get_parameter("head.weight")
+    assert torch.autograd.grad(both, weight, retain_graph=True)[0].isfinite().all()
+    with pytest.raises(BridgeError, match="is asked for by output 0"):
+        both.backward(inputs=[features], retain_graph=True)
 
 
 def test_submodules_that_are_dispatched_hand_it_over(module: nn.Module) -> None:

@@ -14,8 +14,9 @@ from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
 from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
+from tvmbridge.output_hooks import let_hooks_wait
 from tvmbridge.siblings import Watched, readers_of
-from tvmbridge.types import InputKind, OutputKind, TensorSpec
+from tvmbridge.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 
 _NO_DOUBLE_BACKWARD = (
     "tvmbridge does not support double backward: its compiled backward has no derivative. "
@@ -24,6 +25,11 @@ _NO_DOUBLE_BACKWARD = (
 _NO_BATCHES = (
     "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
     "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
+)
+_NO_GRADIENT_FOR_HOOK = (
+    "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
+    "output that this backward starts from depends on {name}. Remove the hook, use the output that "
+    "does, or call remove_tvm_dispatch(module)"
 )
 _NO_LAYOUT = (
     "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
@@ -53,6 +59,12 @@ class TrainingCall:
         ]
         self.gradient_of = [position[name] for name in parts.wanted]
         self.num_primals = len(parts.primals)
+        # Autograd would call the hooks of what no gradient reaches.
+        self.unreached = [
+            i
+            for i, d in enumerate(_primals(compiled))
+            if d.requires_grad and i not in set(self.gradient_of)
+        ]
         self.overwritten = _overwritten(compiled)
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
@@ -71,7 +83,13 @@ class TrainingCall:
 
         ``strides`` are those that the outputs get at this call; None: those of the sample's.
         """
+        if self.unreached:
+            primals = list(primals)
+            for i in self.unreached:
+                primals[i] = primals[i].detach()
         results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, *primals)  # type: ignore[no-untyped-call]
+        if len(self.parts.cotangent_of) > 1:
+            let_hooks_wait(results[i] for i in self.parts.cotangent_of)
         node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
         if node is not None:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
@@ -82,11 +100,17 @@ class TrainingCall:
         return [primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads]
 
 
+def _primals(compiled: CompiledModule) -> list[InputDescriptor]:
+    """The primals, but for packed weights, which are the last ones."""
+    return [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
+
+
 def _packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
     """Positions of the parameters whose packed values are among the primals ``reads``."""
     assert compiled.split is not None
-    inputs = [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
-    position = {d.target: i for i, d in enumerate(inputs) if d.kind is InputKind.PARAMETER}
+    position = {
+        d.target: i for i, d in enumerate(_primals(compiled)) if d.kind is InputKind.PARAMETER
+    }
     first = len(compiled.split.primals) - len(compiled.packs)
     packs = (names for i, names in enumerate(compiled.packs, start=first) if i in reads)
     return [position[name] for names in packs for name in names]
@@ -96,10 +120,9 @@ def _overwritten(compiled: CompiledModule) -> frozenset[int]:
     """Positions of the primals that are written into after forward: statistics, arguments."""
     captured = compiled.captured
     written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
-    primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
     return frozenset(
         i
-        for i, d in enumerate(primals)
+        for i, d in enumerate(_primals(compiled))
         if (OutputKind.INPUT_MUTATION, d.name) in written
         or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
     )
@@ -135,6 +158,8 @@ class _CompiledFunction(torch.autograd.Function):
             saved = saved[: len(saved) - len(call.guarded)]
             with call.packing:
                 gradients = _run_backward(call, saved, cotangents)
+        if any(gradient is None for gradient in gradients):
+            _refuse_hooks_without_gradient(ctx, gradients)
         if torch.is_grad_enabled():
             arrived = [c for c in cotangents if c is not None]
             gradients = _refuse_second_derivative(gradients, [*ctx.sources, *arrived])
@@ -179,6 +204,21 @@ def _run_backward(
         backward = partial.without(absent)
     values += [c for i, c in enumerate(filled) if i not in absent]
     return backward(values, len(flowing))
+
+
+def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuse what autograd would do with primals that no gradient reaches: call their hooks."""
+    call: TrainingCall = ctx.call
+    wanted = [i for i in range(call.num_primals) if ctx.needs_input_grad[i + 2]]
+    sources = dict(zip(wanted, ctx.sources, strict=False))
+    for position, gradient in zip(call.gradient_of, gradients, strict=True):
+        source = sources.get(position)
+        if gradient is not None or source is None:
+            continue
+        if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
+            descriptor = _primals(call.compiled)[position]
+            name = descriptor.target or descriptor.name
+            raise BridgeError(_NO_GRADIENT_FOR_HOOK.format(name=name))
 
 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:

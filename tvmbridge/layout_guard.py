@@ -60,8 +60,8 @@ class LayoutGuard:
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
         self._positions = [d.position or 0 for d in users]
         self._wide = [i for i, d in enumerate(held) if len(d.spec.shape) > 1]
-        self._sample = [d.spec.stride for d in users]
-        self._sample += [held[i].spec.stride for i in self._wide]
+        self._sample = [(d.position or 0, d.spec.stride) for d in users]
+        self._held_sample = [(i, held[i].spec.stride) for i in self._wide]
         self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | str] = {}
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
@@ -69,9 +69,9 @@ class LayoutGuard:
         for tensor, order in zip(tensors, self._held_orders, strict=False):
             if tensor is not None and memory_order(tensor) != order:
                 return "a parameter is laid out otherwise, so that random numbers would differ"
-        looked_at = self._looked_at(leaves, tensors)
-        if [t.stride() for t in looked_at] == self._sample:
+        if self._lie_as_sample(leaves, tensors):
             return None
+        looked_at = self._looked_at(leaves, tensors)
         return self._mismatch_of_others(leaves) or self._unserved(looked_at, leaves)
 
     def strides(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Strides:
@@ -81,12 +81,22 @@ class LayoutGuard:
         """
         if not self._known:
             return None
-        looked_at = self._looked_at(leaves, tensors)
-        if [t.stride() for t in looked_at] == self._sample:
+        if self._lie_as_sample(leaves, tensors):
             return None
-        strides = self._known[tuple(map(_kind, looked_at))]
+        strides = self._known[tuple(map(_kind, self._looked_at(leaves, tensors)))]
         assert not isinstance(strides, str)
         return strides
+
+    def _lie_as_sample(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
+        # At each call.
+        for position, stride in self._sample:
+            if leaves[position].stride() != stride:
+                return False
+        for i, stride in self._held_sample:
+            tensor = tensors[i]
+            if tensor is not None and tensor.stride() != stride:
+                return False
+        return True
 
     def _looked_at(
         self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]

@@ -92,7 +92,7 @@ class Outputs:
                 with torch.no_grad():
                     self._target(output, leaves, tensors).copy_(value)
         self._state.assign()
-        self._state.renew_weights()
+        self._state.norms.renew()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
         for name, alias in self._rebound_views:

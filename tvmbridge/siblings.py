@@ -3,25 +3,37 @@
 In eager PyTorch ``features, logits = model(x)`` are connected: the gradient of ``logits`` flows
 through ``features``, where ``retain_grad`` and hooks see it (Grad-CAM, attention maps). Compiled
 code is one step to autograd, and its outputs stand side by side: such a hook would silently see
-less than in eager, so backward refuses instead.
+less than in eager, so backward refuses instead; and so it does where a gradient is asked for by
+such an output.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from types import FrameType
 
 import torch
 from torch import fx
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from tvmbridge.errors import BridgeError
 from tvmbridge.types import CapturedGraph
 
+# Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
+_STARTS_BACKWARD = _engine_run_backward.__code__
 _UNSEEN = (
     "output {number} of a dispatched module has a hook or retain_grad, and another output is "
     "computed from it: tvmbridge's compiled code does not hand over the gradient that flows "
     "between them. Dispatch the submodules before and behind that output, each for itself, or "
     "call remove_tvm_dispatch(module)"
+)
+_NO_PATH = (
+    "a gradient is asked for by output {number} of a dispatched module, which another output is "
+    "computed from: tvmbridge's compiled code does not hand over the gradient that flows between "
+    "them. Dispatch the submodules before and behind that output, each for itself, or call "
+    "remove_tvm_dispatch(module)"
 )
 
 
@@ -66,6 +78,8 @@ class Watched:
     ) -> None:
         self._readers = readers
         self._outputs = {number: weakref.ref(outputs[number]) for number in readers}
+        for reader in set().union(*readers.values()):
+            outputs[reader].register_hook(_InputsWatch(self, reader))
 
     def refuse_hooks(self, cotangents: Sequence[torch.Tensor | None]) -> None:
         """Refuse hooks that miss a gradient.
@@ -75,7 +89,56 @@ class Watched:
         """
         for number, reference in self._outputs.items():
             output = reference()
-            if output is None or not (output.retains_grad or output._backward_hooks):
+            if output is None or not (output.retains_grad or _has_hooks(output)):
                 continue
             if any(cotangents[reader] is not None for reader in self._readers[number]):
                 raise BridgeError(_UNSEEN.format(number=number))
+
+    def refuse_inputs(self, reader: int) -> None:
+        """Refuse that a gradient is asked for by an output that ``reader`` is computed from.
+
+        It would miss what flows between them, and our backward does not run.
+
+        Raises:
+            BridgeError: backward, in which a cotangent arrived for ``reader``, is asked for that.
+        """
+        for asked in _inputs_of_backward():
+            edge = asked if isinstance(asked, GradientEdge) else get_gradient_edge(asked)
+            number = edge.output_nr
+            if getattr(edge.node, "watched", None) is self and reader in self._readers.get(
+                number, ()
+            ):
+                raise BridgeError(_NO_PATH.format(number=number))
+
+
+class _InputsWatch:
+    """A hook of an output that is computed from others; it changes nothing."""
+
+    # Who pickles the output need not be told that its hooks are lost.
+    __torch_unserializable__ = True
+
+    def __init__(self, watched: Watched, reader: int) -> None:
+        self._watched = watched
+        self._reader = reader
+
+    def __call__(self, cotangent: torch.Tensor | None) -> None:
+        if cotangent is not None:
+            self._watched.refuse_inputs(self._reader)
+
+
+def _has_hooks(output: torch.Tensor) -> bool:
+    hooks = output._backward_hooks or {}
+    return not all(isinstance(hook, _InputsWatch) for hook in hooks.values())
+
+
+def _inputs_of_backward() -> Sequence[torch.Tensor | GradientEdge]:
+    """What the gradients are asked for by, of the backward that runs; none where it is for all.
+
+    PyTorch does not tell; the function that starts it has it as an argument, in this thread.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STARTS_BACKWARD:
+            return tuple(frame.f_locals["args"][3])
+        frame = frame.f_back
+    return ()

@@ -18,6 +18,7 @@ from tvmbridge.guarding.signature import Signature
 from tvmbridge.guarding.state import ModuleState
 from tvmbridge.guarding.surroundings import in_checkpoint
 from tvmbridge.kernels.aten_call import foreign_among
+from tvmbridge.kernels.dtypes import as_pairs
 from tvmbridge.layout_guard import LayoutGuard
 from tvmbridge.memory.packing import Packing
 from tvmbridge.noise import draw_noise
@@ -54,6 +55,10 @@ class Variant:
         self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
         noise = captured.noise
+        self._has_complex = any(
+            spec.dtype.is_complex
+            for spec in (*(d.spec for d in captured.inputs), *(n.spec for n in noise))
+        )
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
         given = {d.name: i for i, d in enumerate(captured.inputs)}
@@ -151,7 +156,7 @@ class Variant:
         primals += tensors
         noise = draw_noise(captured.noise, captured.head, [primals[i] for i in self._head_reads])
         primals += [noise[i] for i in self._noise_order]
-        return primals
+        return list(map(as_pairs, primals)) if self._has_complex else primals
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""

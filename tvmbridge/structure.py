@@ -1,20 +1,94 @@
-"""Structures of arguments and results: PyTorch's pytrees, with sizes that stay sizes."""
+"""Structures of arguments and results: PyTorch's pytrees, with sizes that stay sizes.
+
+A result may also be an instance of a dataclass, which PyTorch takes for a leaf: see :func:`opened`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """What an instance of the dataclass ``kind`` holds, by field; PyTorch sees into it."""
+
+    kind: type
+    values: Mapping[str, Any]
+
+
+def _flatten(record: Fields) -> tuple[list[Any], Any]:
+    return list(record.values.values()), (record.kind, tuple(record.values))
+
+
+def _flatten_with_keys(record: Fields) -> tuple[list[Any], Any]:
+    keyed = [(pytree.GetAttrKey(name), value) for name, value in record.values.items()]
+    return keyed, (record.kind, tuple(record.values))
+
+
+def _unflatten(values: Any, context: Any) -> Fields:
+    kind, names = context
+    return Fields(kind, dict(zip(names, values, strict=True)))
+
+
+pytree.register_pytree_node(
+    Fields,
+    _flatten,
+    _unflatten,
+    flatten_with_keys_fn=_flatten_with_keys,
+    serialized_type_name="tvmbridge.Fields",
+)
+
+
+def opened(results: Any, kept: Collection[int] = ()) -> Any:
+    """``results`` with :class:`Fields` in place of dataclass instances that hold nothing else.
+
+    Containers whose id is in ``kept`` stay the objects that they are.
+    """
+
+    def stays(value: Any) -> bool:
+        return id(value) in kept or _is_record(value)
+
+    def open_one(value: Any) -> Any:
+        if id(value) in kept or not _is_record(value):
+            return value
+        names = [field.name for field in dataclasses.fields(value)]
+        return Fields(type(value), {name: opened(getattr(value, name), kept) for name in names})
+
+    if not any(map(_is_record, pytree.tree_leaves(results, is_leaf=stays))):
+        return results
+    return pytree.tree_map(open_one, results, is_leaf=stays)
+
+
+def _is_record(value: Any) -> bool:
+    kind = type(value)
+    if kind in pytree.SUPPORTED_NODES or not dataclasses.is_dataclass(kind):
+        return False
+    if issubclass(kind, torch.Tensor | nn.Module | dict | list | tuple):
+        return False
+    names = {field.name for field in dataclasses.fields(kind)}
+    return all(hasattr(value, n) for n in names) and getattr(value, "__dict__", {}).keys() <= names
+
+
+def _closed(kind: type, names: Sequence[str], values: Sequence[Any]) -> Any:
+    """The instance as it was: its ``__init__`` does not run again."""
+    instance: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(instance, name, value)
+    return instance
+
+
 def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
-    """The structure ``spec`` with ``leaves``.
+    """The structure ``spec`` with ``leaves``, with instances where dataclasses were opened.
 
     PyTorch's own function makes a plain tuple where a ``torch.Size`` stood.
     """
-    if not _has_size(spec):
+    if not _has_own(spec):
         return pytree.tree_unflatten(leaves, spec)
     return _rebuilt(iter(leaves), spec)
 
@@ -31,10 +105,10 @@ def _children(spec: Any) -> list[Any]:
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
 
-def _has_size(spec: Any) -> bool:
+def _has_own(spec: Any) -> bool:
     if spec.is_leaf():
         return False
-    return spec.type is torch.Size or any(_has_size(child) for child in _children(spec))
+    return spec.type in (torch.Size, Fields) or any(_has_own(child) for child in _children(spec))
 
 
 def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
@@ -43,4 +117,7 @@ def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
     parts = [_rebuilt(leaves, child) for child in _children(spec)]
     if spec.type is torch.Size:
         return torch.Size(parts)
+    if spec.type is Fields:
+        kind, names = spec.context
+        return _closed(kind, names, parts)
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)

@@ -69,7 +69,6 @@ TABLE = {
             "max_position_embeddings": 40,
         },
         lambda: {"input_ids": text()["input_ids"]},
-        refused="complex64",
     ),
     "funnel": Architecture(
         "encoder",

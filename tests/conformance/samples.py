@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -92,6 +92,11 @@ def _choose(cases: list[Case], limit: int) -> list[Case]:
     return chosen
 
 
+def cases_of_samples(samples: Iterable[Any]) -> list[Case]:
+    """A case of each sample, labelled by its number."""
+    return [case_of(str(i), sample) for i, sample in enumerate(samples)]
+
+
 def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = False) -> list[Case]:
     """The cases of one operator and dtype, always the same ones in the same order.
 
@@ -100,7 +105,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     op = operators()[name]
     torch.manual_seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=gradient))
-    plain = [case_of(str(i), sample) for i, sample in enumerate(samples)]
+    plain = cases_of_samples(samples)
     cases = _choose(plain, limit)
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
         special = None if name in _ORDINARY_ONLY else "finite" if name in _FINITE_ONLY else "all"
@@ -117,6 +122,5 @@ def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
     torch.manual_seed(0)
     op = special_operators()[name]
     samples = op.sample_inputs("cpu", dtype, requires_grad=gradient)
-    plain = [case_of(str(i), sample) for i, sample in enumerate(samples)]
-    ordinary = [case for case in plain if case.ordinary]
+    ordinary = [case for case in cases_of_samples(samples) if case.ordinary]
     return ordinary if isinstance(op, Made) else _choose(ordinary, limit)

@@ -134,7 +134,7 @@ class SpecialCheck:
         forward = self.joint is None
         if self.local and (forward or len({t.shape for t in case.tensors}) == 1):
             return Strictness(forward, self.signed, filling.overflows)
-        tensors = [t.double() for t in case.tensors if t.is_floating_point()]
+        tensors = [t.double() for t in case.tensors if not t.is_complex()]
         numbers = [t[t.isfinite()].abs() for t in tensors]
         largest = max((float(n.max()) for n in numbers if n.numel()), default=0.0)
         if filling.cotangents and filling.overflows:

@@ -169,6 +169,11 @@ NOT_A_NUMBER: Cases = {
         lambda x: (x.softmax(-1), x.log_softmax(-1), x.logsumexp(-1)),
         (torch.stack([special(), special().nan_to_num(), torch.full((16,), -INF)]),),
     ),
+    "softmax that underflows": (
+        lambda x: (x.softmax(-1), -(x.softmax(-1) * x.softmax(-1).log()).sum(-1)),
+        (torch.tensor([[0.0, -88.0, -95.0, -103.0, -104.5, -200.0, -INF, -1.0]] * 2),),
+    ),
+    "elu of alpha 0": (lambda x: functional.elu(x, 0.0), (special(),)),
     "functions": (
         lambda x: (x.exp(), x.tanh(), x.sigmoid(), x.erf(), x.sin(), x.log(), x.sqrt(), x.rsqrt()),
         (special(),),

@@ -10,6 +10,7 @@ from torch.nn import functional
 from tvm import relax
 
 from tests.gradients.cases import INF, NAN, Case, integers, mask, normal, special
+from tvmbridge.legalize.powers import SHORT_EXPONENTS
 
 op = relax.op
 
@@ -112,6 +113,18 @@ def binary_cases() -> Iterator[Case]:
                 lambda x, m, f=f: f(x, op.astype(m, "float64")),
                 lambda x, m, g=g: g(x, m.double()),
                 (x, other),
+            )
+
+
+def power_cases() -> Iterator[Case]:
+    for exponent in SHORT_EXPONENTS:
+        for form, x in (("plain", normal(3, 4).abs() + 0.1), ("special", special())):
+            yield Case(
+                "relax.power",
+                f"{form}-{exponent}",
+                lambda x, e=exponent: op.power(x, const(e)),
+                lambda x, e=exponent: torch.pow(x, e),
+                (x,),
             )
 
 
@@ -227,6 +240,7 @@ def elementwise_cases() -> Iterator[Case]:
     """All cases of this file."""
     yield from unary_cases()
     yield from binary_cases()
+    yield from power_cases()
     yield from nan_cases()
     yield from where_cases()
     yield from cast_cases()

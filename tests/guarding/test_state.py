@@ -238,3 +238,18 @@ def test_forward_that_reaches_the_module_by_a_closure_is_traced_itself() -> None
         module.weight.mul_(2)
         torch.testing.assert_close(module(_x()), _x() @ module.weight.T * 2)
     assert dispatch_report(module).tvm_calls == 1
+
+
+def test_tensors_that_stand_in_for_parameters_do_not_keep_the_module_from_being_compiled() -> None:
+    module = nn.Linear(4, 4).eval()
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        add_tvm_dispatch(module, x)
+    others = {name: p.detach() * 2 for name, p in module.named_parameters()}
+    module.train()
+    found = torch.func.functional_call(module, others, (x,))
+    torch.testing.assert_close(found, nn.functional.linear(x, others["weight"], others["bias"]))
+    module(x).sum().backward()
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1
+    assert ["stands in for weight" in reason for reason in report.fallbacks] == [True]

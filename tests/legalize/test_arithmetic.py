@@ -126,3 +126,22 @@ def test_a_product_with_an_integer_zero_is_compiled() -> None:
     x, y = torch.randint(9, (2, 3, 3)), torch.randint(9, (2, 3, 3))
     module = add_tvm_dispatch(Scaled().eval(), (x, y))
     assert torch.equal(module(x, y), Scaled()(x, y))
+
+
+def test_integers_of_more_bits_than_their_tensor_has() -> None:
+    """Of a number that does not fit the lowest bits stay, as in PyTorch."""
+    functions: dict[str, Callable[..., Any]] = {
+        "and": lambda x: x & (2**40 - 3),
+        "or": lambda x: x | (2**31 + 1),
+        "xor": lambda x: x ^ -(2**40),
+        "added": lambda x: x + torch.tensor(2**40 + 5),
+        "multiplied": lambda x: x * torch.tensor(-(2**33) - 3),
+        "compared": lambda x: x > torch.tensor(2**40),
+        "chosen": lambda x: torch.where(x > 2, x, torch.tensor(2**35 + 1)),
+    }
+    x = torch.arange(-3, 3, dtype=torch.int32)
+
+    def all_of_them(x: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(function(x) for function in functions.values())
+
+    assert_like_eager(all_of_them, x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -84,3 +85,12 @@ def test_a_frozen_parameter_in_a_list_is_watched(kind: str) -> None:
     change(frozen)
     assert torch.equal(module(x), eager(module)(x))
     assert any(reason in found for found in dispatch_report(module).fallbacks)
+
+
+def test_a_tensor_in_an_object_that_was_written_before_is_no_write_of_forward() -> None:
+    held = SimpleNamespace(scale=torch.ones(6).mul_(2))
+    module = add_tvm_dispatch(Reads(lambda m, x: x * m.held.scale, held), torch.ones(2, 6))
+    assert torch.equal(module(torch.ones(2, 6)), torch.full((2, 6), 2.0))
+    assert dispatch_report(module).tvm_calls == 1
+    held.scale.add_(1)
+    assert torch.equal(module(torch.ones(2, 6)), torch.full((2, 6), 3.0))

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 import tvmbridge
+from tests.random_graphs.__main__ import BAD
 from tests.random_graphs.check import check
 from tests.random_graphs.program import Call, Leaf, Program
 from tests.random_graphs.reduce import reduced
+from tests.random_graphs.runner import drawn
 
 BUFFER = Leaf("b0", "buffer", (3,), "float64", "normal")
 LEAVES = (Leaf("x0", "input", (3,), "float64", "normal", True), BUFFER)
@@ -87,6 +89,13 @@ def test_a_forward_that_differs_is_noticed(
     outcome = check(COUNTED)
     assert outcome.result == "wrong", outcome
     assert noticed in outcome.reason
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_drawn_module(number: int) -> None:
+    program = drawn(number, 0, "modules")
+    outcome = check(program)
+    assert outcome.result not in BAD, f"{outcome}\n{program.source()}\n{program.script()}"
 
 
 def test_calls_that_agree_are_right() -> None:

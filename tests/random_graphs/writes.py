@@ -8,7 +8,7 @@ from tests.random_graphs.author import Author, Candidate
 from tests.random_graphs.elementwise import floating, pick
 from tests.random_graphs.program import Leaf
 
-VIEWS = """{a}[..., 1:] += {a}[..., :-1].detach()|{a}.view(-1)[::2].mul_(0.5)|{a}[0] = {a}[-1]
+VIEWS = """{a}[..., 1:] += {a}[..., :-1].clone()|{a}.view(-1)[::2].mul_(0.5)|{a}[0] = {a}[-1]
 {a}.flatten()[1:].add_(1)|{a}.mT.mul_(2)|{a}[..., ::2] *= 0.5|{a}[..., -1] -= 1|{a}.T[0] += 0.25
 {a}[{a} > 0] *= 0.5|{a}[:, None].sub_(1)|{a}.squeeze().abs_()|{a}.clamp_(min=-0.5)|{a}.t_()
 {a}.unsqueeze_(0)|{a}.squeeze_()|{a}.transpose_(0, -1)|{a}.resize_({a}.shape)|{a} += {a}

@@ -70,5 +70,6 @@ def test_rows_of_a_strided_or_expanded_tensor_are_filled() -> None:
         filled = [t.index_fill(1, index, 2.0) for t in (x, x.t(), expanded)]
         return [*filled, expanded.index_fill(0, index, value), x[0, :1].index_fill(0, index[0], 5)]
 
-    index, value = torch.tensor([0, 2]), torch.tensor(3.0)
+    # Rows are counted from behind too.
+    index, value = torch.tensor([0, -1]), torch.tensor(3.0)
     assert_like_eager(fills, torch.randn(3, 4), index, value)

@@ -98,3 +98,27 @@ def test_every_path(name: str) -> None:
         # The second is compiled when the module has a dispatch already.
         add_tvm_dispatch(module, _sample(), sample_kwargs=call)
     _agree(module, plain, calls)
+
+
+class _Masked(nn.Module):
+    """PyTorch asks of its masks whether they are causal, which a trace cannot tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Transformer(4, 2, 1, 1, 8, 0.0, batch_first=True, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        causal = self.whole.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+        return self.whole(x.flip(1), x, src_mask=mask, tgt_mask=causal)
+
+
+def test_masks_are_causal_or_not() -> None:
+    torch.manual_seed(0)
+    plain = _Masked().eval()
+    module, x = copy.deepcopy(plain), _sample()
+    causal = torch.ones(4, 4).triu(1).bool()
+    with torch.no_grad():
+        add_tvm_dispatch(module, (x, causal))
+        for mask in (causal, causal.flip(0, 1)):
+            torch.testing.assert_close(module(x, mask), plain(x, mask))
+    assert dispatch_report(module).tvm_calls == 2

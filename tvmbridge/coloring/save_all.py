@@ -10,7 +10,7 @@ from tvm import relax
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.operators import is_view, operator_name
 
-_LIGHT = frozenset({"relax.astype", "relax.multiply", "relax.add", "relax.subtract"})
+_LIGHT = frozenset(f"relax.{name}" for name in ("astype", "multiply", "power", "add", "subtract"))
 
 
 def save_all(graph: JointGraph) -> frozenset[relax.Var]:

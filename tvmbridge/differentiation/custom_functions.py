@@ -32,13 +32,15 @@ class AppliedFunction:
 
     ``reads`` says for each output that gradients may arrive for from which cotangents, by number.
     ``zeros``: zeros stand for gradients that do not arrive; otherwise None does. ``cut_off``: one
-    that its gradients come through hands on none to it.
+    that its gradients come through hands on none to it. ``unfed``: so that none comes to it at all,
+    or to one that its gradients come through.
     """
 
     name: str
     reads: tuple[frozenset[int], ...]
     zeros: bool
     cut_off: bool = False
+    unfed: bool = False
 
     def is_called(self, absent: Collection[int]) -> bool:
         """Whether PyTorch calls its backward where these cotangents do not arrive."""
@@ -92,6 +94,7 @@ class Bordered:
         self._bare = bare
         self._reads: dict[Any, dict[int, set[int]]] = {}
         self._cutting: set[int] = set()
+        self._unfed: set[int] = set()
         for number, output in enumerate(outputs):
             for node, place in _edges_behind((output.grad_fn, output.output_nr)):
                 if isinstance(node, BackwardCFunction) and not _name(node).startswith(_OURS):
@@ -100,14 +103,11 @@ class Bordered:
             self._put_borders(number, node)
 
     def _put_borders(self, number: int, node: Any) -> None:
-        name, wanted = _name(node), [other is not None for other, _ in node.next_functions]
+        wanted = [other is not None for other, _ in node.next_functions]
 
         def enter(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
             if all(g is None for g in gradients):
-                raise UnsupportedOperatorError(
-                    f"the backward of the custom autograd function {name} is called, but the one "
-                    "before it gives it no gradient"
-                )
+                self._unfed.add(number)
             return tuple(None if g is None else enters(g, number) for g in gradients)
 
         def leave(results: tuple[Any, ...], gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -121,23 +121,30 @@ class Bordered:
 
     def functions(self) -> tuple[AppliedFunction, ...]:
         """They, in the order of their numbers, after the gradient was recorded."""
-        cut_off: set[Any] = set()
-        for number, node in enumerate(self._reads):
-            if number in self._cutting:
-                cut_off |= {other for other, _ in _edges_behind((node, 0)) if other is not node}
+        cut_off = {other for node in self._nodes(self._cutting) for other in _behind(node)}
+        unfed = self._nodes(self._unfed)
+        unfed += [other for node in unfed for other in _behind(node)]
         return tuple(
             AppliedFunction(
                 name=_name(node),
                 reads=tuple(map(frozenset, places.values())),
                 zeros=id(node) not in self._bare,
                 cut_off=node in cut_off,
+                unfed=node in unfed,
             )
             for node, places in self._reads.items()
         )
 
+    def _nodes(self, numbers: Collection[int]) -> list[Any]:
+        return [node for number, node in enumerate(self._reads) if number in numbers]
+
 
 def _name(node: Any) -> str:
     return type(node).__name__.removesuffix("Backward")
+
+
+def _behind(node: Any) -> set[Any]:
+    return {other for other, _ in _edges_behind((node, 0)) if other is not node}
 
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
@@ -159,9 +166,15 @@ def called(functions: Sequence[AppliedFunction], absent: Collection[int]) -> fro
 
     Raises:
         UnsupportedOperatorError: one of them takes None for a gradient that does not arrive, or it
-            is not known whether one arrives.
+            is not known whether one arrives, or what one adds that is not called.
     """
     numbers = {i for i, function in enumerate(functions) if function.is_called(absent)}
+    for number, function in enumerate(functions):
+        if function.unfed and number not in numbers:
+            raise UnsupportedOperatorError(
+                f"the custom autograd function {function.name} gets no gradient even where all "
+                "outputs do, so that it is not known what it adds to others"
+            )
     for function in (functions[i] for i in numbers if not functions[i].zeros):
         reads = function.reads
         missing = any(r <= set(absent) for r in reads)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from tvmbridge.differentiation.aot import trace_joint
@@ -61,7 +62,7 @@ def derive(
     facts = gradient_facts(rehearsal)
     if options.joint == "aot":
         return _by_autograd(rehearsal, facts, "asked for", records)
-    reason = "; ".join(facts.lost)
+    reason = "; ".join(facts.lost) or _complex_reason(captured)
     if not reason:
         trial: list[PassRecord] = []
         try:
@@ -77,6 +78,16 @@ def derive(
             "uses PyTorch's own derivatives"
         )
     return _by_autograd(rehearsal, facts, reason, records)
+
+
+def _complex_reason(captured: CapturedGraph) -> str:
+    """Gradients of complex tensors are conjugated, which the rules for ATen calls do not do."""
+    for node in captured.program.graph.nodes:
+        values = node.meta.get("val")
+        for value in values if isinstance(values, tuple | list) else [values]:
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                return f"{node.target} is of complex numbers"
+    return ""
 
 
 def _by_relax(

@@ -13,6 +13,7 @@ from tvm import relax
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.limits import FEW_CALLS
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, NUMBERS, Declined, converts
+from tvmbridge.legalize.powers import SHORT_EXPONENTS
 
 aten = torch.ops.aten
 
@@ -84,6 +85,8 @@ def _add_sub(
 ) -> relax.Expr:
     dtype = result_dtype(node)
     subtracts = node.target in (aten.sub.Tensor, aten.sub.Scalar)
+    if subtracts and alpha == -(2**63):
+        raise Declined("the least integer as alpha, which PyTorch negates to itself")
     right = ctx.tensor(b, dtype)
     if alpha != 1:
         right = ctx.emit(relax.op.multiply(right, ctx.tensor(alpha, dtype)))
@@ -127,19 +130,10 @@ def _pow(ctx: Importer, node: fx.Node, x: fx.Node, exponent: int | float) -> rel
     value = ctx.value(x)
     if exponent == 1:
         return value
-    if exponent == 2:
-        return relax.op.multiply(value, value)
-    if exponent == 3:
-        return relax.op.multiply(ctx.emit(relax.op.multiply(value, value)), value)
     if exponent == 0.5:
         return relax.op.sqrt(value)
-    if exponent == -0.5:
-        return relax.op.rsqrt(value)
-    one = ctx.tensor(1, result_dtype(node))
-    if exponent == -1:
-        return relax.op.divide(one, value)
-    if exponent == -2:
-        return relax.op.divide(one, ctx.emit(relax.op.multiply(value, value)))
+    if exponent in SHORT_EXPONENTS:
+        return relax.op.power(value, ctx.tensor(float(exponent), result_dtype(node)))
     if math.prod(node.meta["val"].shape) > FEW_CALLS:
         raise Declined("many powers without a short form, for which PyTorch has vectors")
     return ctx.compiled_call(node)

@@ -19,7 +19,7 @@ from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
 from tvmbridge.kernels.aten_call import emit_aten_call, zeros_call
 from tvmbridge.kernels.borders import BORDERS
-from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
+from tvmbridge.kernels.dtypes import as_pairs, has_type, tensor_type, to_relax_dtype
 from tvmbridge.noise import dropout_arguments
 from tvmbridge.types import CapturedGraph, InputKind, TensorSpec
 
@@ -131,7 +131,8 @@ class Importer:
         if tensor.numel():
             return self.emit(constant(tensor))
         # A file of compiled code cannot hold an empty constant.
-        return self.emit(zeros_call(list(tensor.shape), to_relax_dtype(tensor.dtype)))
+        pairs = as_pairs(tensor)
+        return self.emit(zeros_call(list(pairs.shape), to_relax_dtype(pairs.dtype)))
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
@@ -145,12 +146,12 @@ def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:
             f"forward reads a tensor of shape {tuple(tensor.shape)} that it made while it was "
             "traced and kept; its values are not known"
         )
-    dense = tensor.detach().cpu().contiguous()
+    dense = as_pairs(tensor.detach()).cpu().contiguous()
     if dense.dtype is torch.bool:
         return relax.const(dense.numpy(), "bool")
     # NumPy has no bfloat16.
     values = tvm.runtime.from_dlpack(dense.clone())
-    return relax.const(values, to_relax_dtype(tensor.dtype))
+    return relax.const(values, to_relax_dtype(dense.dtype))
 
 
 @dataclass(frozen=True)
@@ -225,9 +226,9 @@ def to_relax(captured: CapturedGraph) -> tvm.IRModule:
 
 
 def _parameter(name: str, spec: TensorSpec) -> relax.Var:
-    if not is_supported(spec.dtype):
+    if not has_type(spec.dtype):
         raise UnsupportedOperatorError(f"input {name} has dtype {spec.dtype}")
-    return relax.Var(name, relax.TensorType(spec.shape, to_relax_dtype(spec.dtype)))
+    return relax.Var(name, tensor_type(spec.shape, spec.dtype))
 
 
 def _import(

@@ -12,7 +12,7 @@ from tvmbridge.admission import is_proven
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import Converter
 from tvmbridge.kernels.aten_call import true_dtype
-from tvmbridge.kernels.dtypes import is_supported, to_relax_dtype
+from tvmbridge.kernels.dtypes import has_type, is_supported, to_relax_dtype
 from tvmbridge.tracing.promotion import kernel_dtypes
 from tvmbridge.types import TensorSpec
 
@@ -83,7 +83,7 @@ def refuse_what_cannot_run(node: fx.Node) -> None:
     if not results or _returns_numbers(node):
         raise UnsupportedOperatorError(f"{target} returns something that is not a tensor")
     for tensor in results:
-        if not is_supported(tensor.dtype):
+        if not has_type(tensor.dtype):
             raise UnsupportedOperatorError(f"{target} makes a tensor of {tensor.dtype}")
         if not all(isinstance(s, int) for s in tensor.shape):
             raise UnsupportedOperatorError(f"{target} has a result whose shape depends on data")

@@ -16,6 +16,7 @@ from tvmbridge.admission import is_proven
 from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
 from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
 from tvmbridge.gradients.convolution import CONVOLUTION_RULES, is_plain
+from tvmbridge.gradients.powers import has_short_form
 from tvmbridge.gradients.rules import OWN_RULES
 from tvmbridge.kernels.aten_call import aten_call_operator
 
@@ -45,7 +46,6 @@ _UPSTREAM_RULES: tuple[str, ...] = (
     "relax.add",
     "relax.subtract",
     "relax.multiply",
-    "relax.divide",
     "relax.negative",
     "relax.exp",
     "relax.log",
@@ -54,7 +54,6 @@ _UPSTREAM_RULES: tuple[str, ...] = (
     "relax.cos",
     "relax.tanh",
     "relax.sigmoid",
-    "relax.nn.silu",
     "relax.nn.softmax",
     "relax.nn.log_softmax",
     "relax.sum",
@@ -72,6 +71,7 @@ CLAIMED: dict[str, Condition] = {
     **dict.fromkeys((*_UPSTREAM_RULES, *OWN_RULES), _always),
     "relax.strided_slice": _steps_of_one,
     "relax.full": _fills_with_a_number,
+    "relax.power": has_short_form,
     "relax.take": _indices_of_rank_one,
     **dict.fromkeys(CONVOLUTION_RULES, is_plain),
     **dict.fromkeys(ATEN_RULES, is_pulled_back),

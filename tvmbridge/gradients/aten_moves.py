@@ -151,14 +151,15 @@ def _power(pull: _Pull) -> Gradients:
         # A number stays one: PyTorch's kernel for it has short forms.
         fixed = pull["exponent"]
         overload = "Tensor_Scalar" if isinstance(fixed, int | float) else "Tensor_Tensor"
-        power = fixed - 1 if isinstance(fixed, int | float) else less
+        # As a float, also where that is another number than the exponent of the result.
+        power = float(fixed) - 1.0 if isinstance(fixed, int | float) else less
         lower = pull.aten(f"aten.pow.{overload}", pull.result, base, power)
         slope = op.multiply(grad, op.multiply(exponent, lower))
         found["self"] = op.where(op.equal(exponent, zero), zero, slope)
     if isinstance(pull["exponent"], relax.Expr):
-        slope = op.multiply(grad, op.multiply(pull.result, op.log(base)))
+        slope = op.multiply(pull.result, op.log(base))
         flat = op.logical_and(op.equal(base, zero), op.greater_equal(exponent, zero))
-        found["exponent"] = op.where(flat, zero, slope)
+        found["exponent"] = op.multiply(grad, op.where(flat, zero, slope))
     return {name: fit_shape(pull.builder, g, pull[name]) for name, g in found.items()}
 
 

@@ -4,8 +4,12 @@ An operator reaches Relax by a decomposition or a converter, and TVM differentia
 That is PyTorch's derivative for the operators listed here, everywhere: also at kinks, where a side
 is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
 deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
-PyTorch's formula says 0.) Whether Relax has a rule for each of the parts is another question, which
-``CLAIMED`` answers. Names are without overload and without the underscore of in-place variants.
+PyTorch's formula says 0.) Attention has the derivative of softmax: in rows that a mask closes with
+large numbers, rather than with infinities, the backward of PyTorch's fused kernel is off by the
+length of the row, for it exponentiates the scores anew by a logarithm that has lost its digits.
+
+Whether Relax has a rule for each of the parts is another question, which ``CLAIMED`` answers. Names
+are without overload and without the underscore of in-place variants.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ _MOVES = (
     "scatter scatter_add sort msort take_along_dim topk"
 )
 _ELEMENTWISE = (
-    "abs add addcdiv addcmul cos div erf exp gelu glu lerp log maximum minimum mul native_dropout "
-    "neg pow reciprocal relu rsqrt rsub sigmoid silu sin sqrt sub tanh"
+    "abs add addcmul cos div erf exp gelu log maximum minimum mul native_dropout neg pow "
+    "reciprocal relu rsqrt rsub sigmoid silu sin sqrt sub tanh"
 )
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
 _REDUCTIONS = (

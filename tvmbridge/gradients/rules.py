@@ -13,6 +13,7 @@ from collections.abc import Callable
 from tvm import relax
 
 from tvmbridge.gradients.helpers import constant_like, fit_shape, shape_of
+from tvmbridge.gradients.powers import divide, power
 
 Rule = Callable[[relax.Var, relax.Call, relax.Var, relax.BlockBuilder], list[relax.Expr]]
 
@@ -82,6 +83,16 @@ def _gelu_tanh(
     )
     slope = op.multiply(op.multiply(x, op.subtract(one, op.multiply(tanh, tanh))), inner)
     return [op.multiply(cotangent, op.multiply(half, op.add(op.add(one, tanh), slope)))]
+
+
+def _silu(
+    var: relax.Var, call: relax.Call, cotangent: relax.Var, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    """d silu(x) = s + x s (1 - s), with the sigmoid s."""
+    x = call.args[0]
+    one, sigmoid = constant_like(x, 1.0), builder.emit(op.sigmoid(x))
+    rest = op.multiply(x, op.subtract(one, sigmoid))
+    return [op.multiply(cotangent, op.multiply(sigmoid, op.add(one, rest)))]
 
 
 def _where(
@@ -171,7 +182,8 @@ def _extreme_of(
     grad = builder.emit(op.reshape(cotangent, kept))
     ties = builder.emit(op.astype(op.equal(x, result), _dtype(cotangent)))
     count = builder.emit(op.sum(ties, axes, keepdims=True))
-    return [op.multiply(ties, op.divide(grad, count))]
+    # In this order an infinity leaves NaN at the other elements, as in PyTorch.
+    return [op.divide(op.multiply(grad, ties), count)]
 
 
 def _tile(
@@ -218,6 +230,9 @@ OWN_RULES: dict[str, Rule] = {
     "relax.abs": _abs,
     "relax.rsqrt": _rsqrt,
     "relax.erf": _erf,
+    "relax.divide": divide,
+    "relax.power": power,
+    "relax.nn.silu": _silu,
     "relax.nn.gelu": _gelu,
     "relax.nn.gelu_tanh": _gelu_tanh,
     "relax.where": _where,

@@ -18,7 +18,7 @@ HOOKS = (
 # Of every module in the process; the dispatched module's own call runs them, but its submodules
 # are not called.
 GLOBAL_HOOKS = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
-# They are refused for what they write, with a word about what to use instead.
+# They are traced, and guarded where they are known (tracing/old_norms.py).
 _OLD_NORMS = (WeightNorm, SpectralNorm)
 
 

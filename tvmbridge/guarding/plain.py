@@ -65,4 +65,8 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
         reason = unusual(value) if isinstance(value, torch.Tensor) else None
         if reason is not None:
             return f"{name} {reason}, and code is compiled for plain, dense tensors"
+    for owner in module.modules():
+        for name, held in owner._parameters.items():
+            if held is not None and not isinstance(held, nn.Parameter):
+                return f"a tensor that is no parameter stands in for {name} (functional_call)"
     return None

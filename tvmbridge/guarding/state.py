@@ -7,7 +7,7 @@ optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tvmbridge.guarding.hooks import GLOBAL_HOOKS, HOOKS
 from tvmbridge.guarding.plain import PLAIN
 from tvmbridge.libraries import acts
 from tvmbridge.observing.contents import MISSING
-from tvmbridge.tracing.old_norms import OLD_NORMS, normed_weights, renew
+from tvmbridge.tracing.old_norms import OldNorms
 from tvmbridge.types import CapturedGraph, InputKind
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -76,10 +76,7 @@ class ModuleState:
             (module.get_submodule(path), name, value)
             for (path, name), value in captured.assigned.items()
         ]
-        weights = normed_weights(module)
-        self._norms = [(owner, hook, dict(vars(hook))) for owner, hook in weights.values()]
-        made = {id(weights[name][1]) for name in captured.normed}
-        self._renewed = [(owner, hook) for owner, hook, _ in self._norms if id(hook) in made]
+        self.norms = OldNorms.of(module, captured.normed)
         constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
         self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
@@ -134,8 +131,7 @@ class ModuleState:
             for t, signs, requires_grad in self._constants
         ]
         other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
-        other._norms = [(memo[id(o)], memo[id(h)], settings) for o, h, settings in self._norms]
-        other._renewed = [(memo[id(o)], memo[id(h)]) for o, h in self._renewed]
+        other.norms = self.norms.rebound(memo)
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
 
@@ -172,11 +168,6 @@ class ModuleState:
         for attributes, name, value in self._assignments:
             attributes[name] = value
 
-    def renew_weights(self) -> None:
-        """Make the weights again that hooks of submodules make at each call of forward."""
-        for owner, hook in self._renewed:
-            renew(owner, hook)
-
     def replaced(self) -> bool:
         """Whether a submodule is no longer the one that was captured."""
         return any(
@@ -200,17 +191,9 @@ class ModuleState:
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return _PATCHED
-        if any(self._hooks) and any(h and self._acting(h.values()) for h in self._hooks):
+        if any(self._hooks) and any(acts(self.norms.others(h.values())) for h in self._hooks):
             return "a submodule has hooks"
-        for _, hook, settings in self._norms:
-            if vars(hook) != settings:
-                return "a setting of a norm of weights changed"
-        return None
-
-    def _acting(self, hooks: Iterable[Any]) -> bool:
-        """Whether any of ``hooks`` does something that the captured graph has not."""
-        captured = [hook for _, hook, _ in self._norms]
-        return acts(h for h in hooks if not any(h is norm for norm in captured))
+        return self.norms.changed()
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
@@ -274,9 +257,6 @@ def _structure(module: nn.Module) -> Iterator[_Entry]:
                     yield _Entry(parent, held, name, None, "a parameter or buffer was added")
         if parent is module:
             continue
-        for key, hook in parent._forward_pre_hooks.items():
-            if type(hook) in OLD_NORMS:
-                yield _Entry(parent, "_forward_pre_hooks", key, hook, "a norm was removed")
         changed = "the training flag of a submodule changed"
         yield _Entry(parent, "", "training", parent.training, changed)
         yield _Entry(parent, "", "forward", parent.__dict__.get("forward", MISSING), _PATCHED)

@@ -2,7 +2,8 @@
 
 In the graph an ATen call is ``call_pure_packed("tvmbridge.aten", spec, *tensors)``, where ``spec``
 is JSON: ``{"op": overload, "args": [...], "kwargs": {...}, "results": [...]}``. Among the
-arguments ``{"tensor": i}`` stands for the i-th tensor; dtypes, layouts, memory formats and devices
+arguments ``{"tensor": i}`` stands for the i-th tensor, ``{"complex": i}`` for the complex one that
+it has as pairs; dtypes, layouts, memory formats and devices
 are tagged strings. ``results`` lists which of the operator's results the graph has (an operator
 may return None in some places); ``declared`` their shapes and dtypes (``DeclareResults`` adds it),
 ``promises`` what the fake kernel of a registered operator says of them beside. With
@@ -26,7 +27,7 @@ from tvm import relax
 
 from tvmbridge.custom_operator import is_foreign
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.kernels.dtypes import to_relax_dtype
+from tvmbridge.kernels.dtypes import tensor_type
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.results import promises_of, taker_of
 
@@ -71,11 +72,7 @@ def emit_aten_call(
         operands = [n.meta["val"] for n in node.all_input_nodes]
         content["promises"] = promises_of(operands, results)
     spec = json.dumps({**content, "compiled": True} if compiled else content)
-    types = [
-        relax.TensorType([int(s) for s in f.shape], to_relax_dtype(true_dtype(node, f)))
-        for f in fakes
-        if f is not None
-    ]
+    types = [tensor_type(f.shape, true_dtype(node, f)) for f in fakes if f is not None]
     call = packed_call(ATEN_CALL, spec, tensors, relax.TupleType(types) if several else types[0])
     bound = builder.emit(call)
     if not several:
@@ -160,7 +157,8 @@ def _encode(
 ) -> Any:
     if isinstance(value, fx.Node):
         tensors.append(values[value])
-        return {"tensor": len(tensors) - 1}
+        kind = "complex" if value.meta["val"].is_complex() else "tensor"
+        return {kind: len(tensors) - 1}
     if isinstance(value, list | tuple):
         return [_encode(v, node, tensors, values) for v in value]
     if isinstance(value, torch.device):
@@ -170,6 +168,8 @@ def _encode(
         return {tag: str(value).removeprefix("torch.")}
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return {"float": repr(value)}
+    if isinstance(value, complex):
+        return {"number": repr(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UnsupportedOperatorError(
@@ -188,10 +188,14 @@ def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     ((tag, content),) = value.items()
     if tag == "tensor":
         return lambda tensors: tensors[content]
+    if tag == "complex":
+        return lambda tensors: torch.view_as_complex(tensors[content])
     if tag == "device":
         fixed: Any = torch.device(content)
     elif tag == "float":
         fixed = float(content)
+    elif tag == "number":
+        fixed = complex(content)
     else:
         fixed = getattr(torch, content)
     return lambda tensors: fixed

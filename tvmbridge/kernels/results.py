@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.kernels.dtypes import from_relax_dtype
+from tvmbridge.kernels.dtypes import as_pairs, from_relax_dtype
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -60,6 +60,10 @@ def _taker(name: str, number: int, declared: Any) -> Callable[[Any, Tensors], to
             found = f"{type(result).__name__}, which is no tensor in the CPU's memory,"
         elif result.shape == shape and result.dtype is dtype:
             return own(result, operands)
+        elif result.is_complex() and (pairs := as_pairs(result)).shape == shape:
+            if pairs.dtype is dtype:
+                return own(pairs, operands)
+            found = _type(result.shape, result.dtype)
         else:
             found = f"{_type(result.shape, result.dtype)}"
         raise UnsupportedOperatorError(
@@ -76,6 +80,7 @@ def _type(shape: Sequence[int], dtype: torch.dtype) -> str:
 
 def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
     """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
+    result = as_pairs(result)
     if not result.numel():  # Any strides are contiguous then, but not to compiled code.
         return torch.empty(result.shape, dtype=result.dtype)
     result = result.contiguous()

@@ -11,7 +11,7 @@ from tvm import ir, tirx
 from tvm.relax.transform.legalize_ops.common import LegalizeFunc
 
 from tvmbridge.legalize import normalizations
-from tvmbridge.legalize.arithmetic import absolute, arithmetic, negative
+from tvmbridge.legalize.arithmetic import absolute, arithmetic, cast, negative
 from tvmbridge.legalize.comparisons import COMPARISONS
 from tvmbridge.legalize.elementwise import (
     binary,
@@ -22,6 +22,7 @@ from tvmbridge.legalize.elementwise import (
     unary,
     unary_float,
 )
+from tvmbridge.legalize.powers import power
 from tvmbridge.legalize.reductions import reduction
 
 
@@ -40,6 +41,7 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
             ("divide", tirx.div),
         )
     },
+    "relax.astype": cast(_upstream("relax.astype")),
     "relax.abs": absolute(_upstream("relax.abs")),
     "relax.negative": negative(_upstream("relax.negative")),
     "relax.exp": unary_float("exp"),
@@ -64,5 +66,6 @@ LEGALIZE_MAP: dict[str, LegalizeFunc] = {
     **{f"relax.{kind}": reduction(kind) for kind in ("sum", "mean", "variance", "prod")},
     **{f"relax.{kind}": reduction(kind) for kind in ("max", "min")},
 }
+LEGALIZE_MAP["relax.power"] = power(LEGALIZE_MAP, _upstream("relax.power"))
 
 __all__ = ["LEGALIZE_MAP"]

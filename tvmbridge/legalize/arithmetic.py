@@ -110,6 +110,20 @@ def absolute(others: LegalizeFunc) -> LegalizeFunc:
     return _of_elements(element, "abs", tuple(_WRAPPING), others)
 
 
+def cast(others: LegalizeFunc) -> LegalizeFunc:
+    """The legalisation of casts: of an integer constant that does not fit, the lowest bits stay."""
+
+    def legalize(bb: relax.BlockBuilder, call: Call) -> Expr:
+        arg, dtype = call.args[0], str(call.attrs.dtype)
+        if isinstance(arg, GenericConst) and not arg.value.shape and "int" in dtype:
+            value = arg.value.numpy()
+            if value.dtype.kind in "iu":
+                return relax.const(value.astype(dtype), dtype)
+        return others(bb, call)
+
+    return legalize
+
+
 def _of_elements(
     element: Callable[[Expr], Expr], name: str, dtypes: tuple[str, ...], others: LegalizeFunc
 ) -> LegalizeFunc:

@@ -144,14 +144,17 @@ def _half_power(lets: Lets, q: Expr) -> Expr:
 
 
 def exp_nonpositive(x: Expr) -> Expr:
-    """e^x for ``x <= 0`` or NaN, error below 1 ulp; 0 where the result is not a normal number."""
+    """e^x for ``x <= 0`` or NaN, error below 1 ulp, denormal results included."""
     lets = Lets()
     x = lets.bind(x, "x")
-    low = lets.bind(tirx.Select(x < _f32(-87.0), _f32(-87.0), x), "low")
+    # What vanishes is computed as e^0: products that underflow are slow on some processors.
+    vanishes = x < _f32(-104.0)
+    low = lets.bind(tirx.Select(vanishes, _f32(0.0), x), "low")
     n, r = _reduce(lets, low)
     p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
-    value = lets.bind(p * _power_of_two(n), "value")
-    return lets.close(tirx.Select(x < _f32(-87.0), _f32(0.0), value))
+    # 2^-150 is no float: 2^24 times the power, and then 2^-24, which rounds denormals once.
+    value = lets.bind(p * from_bits((n + _i32(151)) << _i32(23)) * _f32(2.0**-24), "value")
+    return lets.close(tirx.Select(vanishes, _f32(0.0), value))
 
 
 def reduce_exponent(lets: Lets, x: Expr) -> tuple[Expr, Expr]:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
-from tvmbridge.structure import unflatten
+from tvmbridge.structure import opened, unflatten
 from tvmbridge.tracing.validation import noted_checks, raise_unless_passed
 
 # Stands, among the results, for an argument that is returned as the object that it is.
@@ -50,6 +50,7 @@ class ArgumentWatch:
         before = {place: pytree.tree_flatten(value) for place, value in held.items()}
         with self._noting() as checks:
             results = self._forward(*args, **kwargs)
+        results = opened(results, {id(value) for value in held.values()})
         self.checks = len(checks)
         changed = {p: v for p, v in held.items() if _differ(before[p], pytree.tree_flatten(v))}
         self.changed = tuple(changed)

@@ -93,6 +93,10 @@ def _describe_input(
         requires_grad = module.get_parameter(target or "").requires_grad
     elif kind is InputKind.USER:
         requires_grad = leaves[position].requires_grad
+    if requires_grad and values[spec.arg.name].is_complex():
+        raise UnsupportedOperatorError(
+            f"{target or spec.arg.name} is of {values[spec.arg.name].dtype} and requires a gradient"
+        )
     return InputDescriptor(
         name=spec.arg.name,
         kind=kind,
@@ -195,6 +199,8 @@ def _output_spec(name: str, value: Any) -> TensorSpec:
         raise UnsupportedOperatorError(
             f"the result {name} is a number that is computed from the values of tensors"
         )
+    if value.is_complex():
+        raise UnsupportedOperatorError(f"the result {name} is of {value.dtype}")
     if not all(isinstance(extent, int) for extent in value.shape):
         raise UnsupportedOperatorError(f"the shape of the result {name} depends on data")
     return TensorSpec.of(value)

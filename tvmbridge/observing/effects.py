@@ -32,7 +32,7 @@ class StateBefore:
         self._module = module
         self._attributes = _attributes(module)
         self._tensors = tensors_of(module)
-        self._versions = {id(t): t._version for t in held}
+        self._versions = {id(t): _version(t) for t in held}
         self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
 
     def written(self) -> tuple[str, ...]:
@@ -48,7 +48,11 @@ class StateBefore:
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
         """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
         others = (t for t in held if id(t) not in self._writable)
-        return any(t._version != self._versions.get(id(t), 0) for t in others)
+        return any(_version(t) != self._versions.get(id(t), 0) for t in others)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:

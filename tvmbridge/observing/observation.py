@@ -106,7 +106,7 @@ def observe(
     with collections_put_off():
         try:
             with saved_without_circles():
-                # No name here: what hangs on the fakes must be gone when it is asked what is kept.
+                # The fakes have no name here: what is alive when it is done counts as kept.
                 seen = _observe(module, _Fakes.of(module, args, kwargs), needs_grad, made, within)
         except BaseException as error:
             release_frames(error, handled)
@@ -162,7 +162,7 @@ class _Run:
         self._records = torch.is_grad_enabled()
 
     def run(self, made: Made, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
-        """Run forward; the structure of its ``results``."""
+        """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
         with (
@@ -175,8 +175,8 @@ class _Run:
             settings_kept() as settings,
             ExitStack() as further,
         ):
-            for context in within:
-                further.enter_context(context)
+            for each in within:
+                further.enter_context(each)
             self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
             self._left_changed = settings.changed()
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
@@ -214,7 +214,8 @@ def _observe(
             stack.enter_context(context)
         stack.enter_context(run_on_fakes(module))
         stack.enter_context(tensors_replaced(module, fakes.held))
-        before = StateBefore(module, fakes.held.values())
+        # No fakes stand for what objects of other classes hold.
+        before = StateBefore(module, (*fakes.held.values(), *_all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
         run = _Run(module, fakes, others)

@@ -15,6 +15,7 @@ from torch.export import default_decompositions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.tracing.attention import attention, attention_with_dropout, safe_softmax
+from tvmbridge.tracing.extremes import EXTREMUM, extremum_taken_apart
 from tvmbridge.tracing.promotion import promoting_as_kernels
 from tvmbridge.tracing.recurrent import recurrent_decompositions
 
@@ -140,22 +141,30 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
         table[sdpa] = attention
+        # The product rule would add infinities of both signs where the cotangent is one.
+        table[aten.silu.default] = _of_halves(table[aten.silu.default])
     else:
         table[sdpa] = attention_with_dropout
     table[aten.rrelu.default] = _rrelu
+    table[EXTREMUM] = extremum_taken_apart
     for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
         if op in table:
-            table[op] = _of_dense_rows(table[op])
+            table[op] = _index_fill(table[op])
     return table
 
 
-def _of_dense_rows(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """The parts of a dense operand: of another they write into a tensor with its strides."""
+def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """The parts of a dense operand: of another they write into a tensor with its strides.
 
-    def decompose(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    Rows are counted from behind too, which those of ``index_copy`` in the parts are not.
+    """
+
+    def decompose(x: torch.Tensor, dim: int, index: torch.Tensor, *value: Any) -> Any:
+        rows = x.shape[dim] if x.dim() else 1
+        index = torch.where(index < 0, index + rows, index)
         if x.stride() == torch.empty(x.shape, device="meta").stride():
-            return parts(x, *args, **kwargs)
-        result = parts(x.clone(memory_format=torch.contiguous_format), *args, **kwargs)
+            return parts(x, dim, index, *value)
+        result = parts(x.clone(memory_format=torch.contiguous_format), dim, index, *value)
         return _copy(torch.empty_like(x), result)
 
     return decompose
@@ -168,6 +177,15 @@ def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
         dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
         halves = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
         return NotImplemented if halves else parts(*args, **kwargs)
+
+    return decompose
+
+
+def _of_halves(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Only half precision is taken apart."""
+
+    def decompose(x: torch.Tensor) -> Any:
+        return parts(x) if x.dtype in (torch.float16, torch.bfloat16) else NotImplemented
 
     return decompose
 
@@ -214,6 +232,7 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
     return table | {
         **{op: _unless_half(whole[op]) for op in losses},
         aten.copy.default: _copy,
+        EXTREMUM: extremum_taken_apart,
         aten.sort.default: sort_as_eager,
         aten.view.default: _view,
         aten._safe_softmax.default: safe_softmax,

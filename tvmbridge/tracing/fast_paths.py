@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules import activation
+from torch.nn.modules import activation, transformer
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.errors import UnsupportedOperatorError
@@ -36,18 +36,41 @@ def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
     Args:
         module: what is traced; a forward that its encoders hold themselves is replaced too.
     """
-    with (
+    with ExitStack() as stack:
         # The modules ask these two whether they are traced.
-        patched_here(torch.overrides, "has_torch_function", _no),
-        patched_here(activation, "_is_make_fx_tracing", _no),
-        forward_patched_here(module, nn.TransformerEncoder, _encoder),
-        _FusedAttention(),
-    ):
+        stack.enter_context(patched_here(torch.overrides, "has_torch_function", _no))
+        stack.enter_context(patched_here(activation, "_is_make_fx_tracing", _no))
+        stack.enter_context(forward_patched_here(module, nn.TransformerEncoder, _encoder))
+        if _has_plain_layers(module):
+            stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
+        stack.enter_context(_FusedAttention())
         yield
 
 
 def _no(genuine: Any, *args: Any) -> bool:
     return False
+
+
+def _has_plain_layers(module: nn.Module) -> bool:
+    """Whether to every layer of a transformer a causal mask means what the word for it does."""
+    plain = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    stacks = [
+        m for m in module.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder)
+    ]
+    return all(type(layer) in plain for m in stacks for layer in m.layers)
+
+
+def _detected(
+    genuine: Any,
+    mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    size: int | None = None,
+) -> bool:
+    """Whether a mask is causal, as nobody said; a causal mask serves as well as the word for it."""
+    if is_causal is None and mask is not None and not mask.requires_grad:
+        return False
+    known: bool = genuine(mask, is_causal, size)
+    return known
 
 
 class _FusedAttention(TorchFunctionMode):

@@ -11,9 +11,11 @@ from tvmbridge.tracing.checkpoints import plain_checkpoints
 from tvmbridge.tracing.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.tracing.cumulative import cumulative_averages_on_tensors
 from tvmbridge.tracing.empties import FunctionsOfNothing
+from tvmbridge.tracing.extremes import ExtremesOfAll
 from tvmbridge.tracing.fast_paths import fast_paths_taken_apart
 from tvmbridge.tracing.fills import FillsByMask
 from tvmbridge.tracing.linear_algebra import LinearAlgebraChecked
+from tvmbridge.tracing.numbers import NumbersOutOfRange
 from tvmbridge.tracing.promotion import KernelPromotion
 from tvmbridge.tracing.recurrent import RecurrentLayersKeptWhole
 from tvmbridge.tracing.rephrased import FunctionsRephrased
@@ -36,11 +38,13 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
         conversions_without_effect(),
         KernelPromotion(),
         FunctionsKeptWhole(),
+        ExtremesOfAll(),
         LinearAlgebraChecked(),
         FillsByMask(),
         FunctionsOfNothing(),
         FunctionsRephrased(),
         UniformComparisons(),
+        NumbersOutOfRange(),
         fast_paths_taken_apart(module),
     ):
         yield

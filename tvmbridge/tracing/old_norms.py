@@ -7,7 +7,8 @@ made once more of what it is made of, by the hook's own function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 OldNorm = WeightNorm | SpectralNorm
-OLD_NORMS = (WeightNorm, SpectralNorm)
 
 
 def normed_weights(module: nn.Module) -> dict[str, tuple[nn.Module, OldNorm]]:
@@ -24,18 +24,67 @@ def normed_weights(module: nn.Module) -> dict[str, tuple[nn.Module, OldNorm]]:
     found: dict[str, tuple[nn.Module, OldNorm]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for hook in owner._forward_pre_hooks.values() if path else ():
-            if type(hook) in OLD_NORMS:
+            if type(hook) in (WeightNorm, SpectralNorm):
                 found[f"{path}.{hook.name}"] = owner, hook
     return found
 
 
-def renew(owner: nn.Module, hook: OldNorm) -> None:
-    """Make the weight again, as the last call of ``hook`` has made it."""
-    if isinstance(hook, SpectralNorm):
-        weight = hook.compute_weight(owner, do_power_iteration=False)
-    else:
-        weight = hook.compute_weight(owner)
-    setattr(owner, hook.name, weight)
+@dataclass(frozen=True)
+class _Norm:
+    """A norm as it was captured; ``renewed``: forward runs it."""
+
+    owner: nn.Module
+    hook: OldNorm
+    settings: Mapping[str, Any]
+    renewed: bool
+
+
+class OldNorms:
+    """The norms in a dispatched module, whose hooks the captured graph has."""
+
+    def __init__(self, norms: Iterable[_Norm]) -> None:
+        self._norms = tuple(norms)
+
+    @classmethod
+    def of(cls, module: nn.Module, renewed: Collection[str]) -> OldNorms:
+        """Those in ``module``; forward makes the weights named in ``renewed``."""
+        weights = normed_weights(module)
+        made = {id(weights[name][1]) for name in renewed}
+        found = {id(hook): (owner, hook) for owner, hook in weights.values()}
+        return cls(
+            _Norm(owner, hook, dict(vars(hook)), key in made)
+            for key, (owner, hook) in found.items()
+        )
+
+    def rebound(self, memo: Mapping[int, Any]) -> OldNorms:
+        """The same of a deep copy of the module, found through the copy's ``memo``."""
+        return OldNorms(
+            _Norm(memo[id(n.owner)], memo[id(n.hook)], n.settings, n.renewed) for n in self._norms
+        )
+
+    def others(self, hooks: Iterable[Any]) -> list[Any]:
+        """Those of ``hooks`` that are none of these norms."""
+        return [hook for hook in hooks if not any(hook is n.hook for n in self._norms)]
+
+    def changed(self) -> str | None:
+        """Why the captured graph does not fit the norms of now; None when it does."""
+        for norm in self._norms:
+            if not any(norm.hook is hook for hook in norm.owner._forward_pre_hooks.values()):
+                return "a norm was removed"
+            if vars(norm.hook) != norm.settings:
+                return "a setting of a norm of weights changed"
+        return None
+
+    def renew(self) -> None:
+        """Make the weights again, as the last run of each hook has made them."""
+        for norm in self._norms:
+            if not norm.renewed:
+                continue
+            if isinstance(norm.hook, SpectralNorm):
+                weight = norm.hook.compute_weight(norm.owner, do_power_iteration=False)
+            else:
+                weight = norm.hook.compute_weight(norm.owner)
+            setattr(norm.owner, norm.hook.name, weight)
 
 
 def shared_with(names: Collection[str], module: nn.Module, outputs: Collection[Any]) -> str | None:

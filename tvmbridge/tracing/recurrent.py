@@ -1,6 +1,7 @@
-"""Recurrent layers, kept whole one layer and one direction at a time.
+"""Recurrent layers, kept whole: all of a stack, or one layer and one direction at a time.
 
-Between the layers of a stack there is dropout, whose masks are drawn outside of compiled code. The
+A stack without a gradient is one operator. In training it is one a layer and direction, and without
+a gradient one a layer where dropout is drawn, for its masks are drawn outside of compiled code. The
 decomposition that comes with PyTorch takes a stack apart into its steps, and without its dropout;
 it stays for calls that no operator of ours stands for.
 """
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
@@ -22,31 +24,20 @@ from tvmbridge.tracing.recurrent_stacks import STACKS
 
 aten = torch.ops.aten
 
-_STACKS = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_PACKED = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
+_STACKS: dict[Any, Any] = {
+    torch.lstm: aten.lstm.input,
+    torch.gru: aten.gru.input,
+    torch.rnn_tanh: aten.rnn_tanh.input,
+    torch.rnn_relu: aten.rnn_relu.input,
+}
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 Decomposition = Callable[..., Any]
 
 
 def recurrent_decompositions(table: dict[Any, Decomposition]) -> dict[Any, Decomposition]:
-    """Those of ``table`` for recurrent layers, made right for dropout.
-
-    A packed sequence with dropout is not taken apart.
-    """
-    stacks = {op: _with_dropout(table[op]) for op in _STACKS if op in table}
-    packed = {op: _unless_dropout(table[op]) for op in _PACKED if op in table}
-    return stacks | packed
-
-
-def _unless_dropout(whole: Decomposition) -> Decomposition:
-    def decompose(*args: Any) -> Any:
-        dropout, train = args[6:8]
-        if dropout and train:
-            return NotImplemented
-        return _with_states_of(whole(*args), args[2])
-
-    return decompose
+    """Those of ``table`` for recurrent layers, made right for dropout."""
+    return {op: _with_dropout(table[op]) for op in _STACKS.values() if op in table}
 
 
 def _with_states_of(results: Sequence[torch.Tensor], state: Any) -> tuple[torch.Tensor, ...]:
@@ -62,15 +53,10 @@ def _listed(state: Any) -> list[torch.Tensor]:
 def _with_dropout(whole: Decomposition) -> Decomposition:
     """A stack by ``whole``, which takes stacks without dropout, of one layer after the other."""
 
-    def layer(
-        x: torch.Tensor,
-        state: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        bidirectional: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        results = whole(x, state, params, has_biases, 1, 0.0, False, bidirectional, False)
-        return _with_states_of(results, state)
+    def layer(*args: Any) -> tuple[torch.Tensor, ...]:
+        *tensors, has_biases, bidirectional = args
+        results = whole(*tensors, has_biases, 1, 0.0, False, bidirectional, False)
+        return _with_states_of(results, args[1])
 
     return _stack_of(layer)
 
@@ -158,23 +144,18 @@ def _without_gradient(function: Any, x: torch.Tensor, state: Any, params: Any, *
     has_biases, num_layers, dropout, train, bidirectional, batch_first = flags
     device = x.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    learned = any(parameter.requires_grad for parameter in params)
 
-    def layers(
-        x: torch.Tensor,
-        state: Any,
-        params: Sequence[torch.Tensor],
-        has_biases: bool,
-        bidirectional: bool,
-        count: int = 1,
-        batch_first: bool = False,
-    ) -> tuple[torch.Tensor, ...]:
-        shape = (has_biases, count, bidirectional, batch_first)
-        output, *finals = STACKS[function](x, _listed(state), params, *shape, autocast)
+    def layers(*args: Any, count: int = 1, batch_first: bool = False) -> tuple[torch.Tensor, ...]:
+        x, state, params, has_biases, bidirectional = args
+        settings = (has_biases, count, bidirectional, batch_first, learned, autocast)
+        output, *finals = STACKS[function](x, _listed(state), params, *settings)
         return output.transpose(0, 1) if batch_first else output, *finals
 
     if dropout and train and num_layers > 1:
         return _stack_of(layers)(x, state, params, *flags)
-    return layers(x, state, params, has_biases, bidirectional, num_layers, batch_first)
+    given = (x, state, params, has_biases, bidirectional)
+    return layers(*given, count=num_layers, batch_first=batch_first)
 
 
 _LAYERS: dict[Any, Callable[..., tuple[torch.Tensor, ...]]] = {
@@ -193,29 +174,46 @@ class RecurrentLayersKeptWhole(TorchFunctionMode):
     dropout is drawn between them. What these cannot stand for is taken apart into its steps.
 
     Raises:
-        UnsupportedOperatorError: autocast makes of an LSTM in training what a trace does not show.
+        UnsupportedOperatorError: a sequence is packed, or autocast makes of an LSTM in training
+            what a trace does not show.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _WHOLE and not kwargs and _is_of_a_tensor(args):
+        if func is torch._pack_padded_sequence or (func in _WHOLE and _is_of_packed(args)):
+            raise UnsupportedOperatorError(
+                "forward packs a padded sequence, and the values of the lengths decide what shape "
+                "it has then; leave it padded, or dispatch the submodules before and behind it"
+            )
+        if func in _WHOLE and not kwargs and not _is_transformed():
             autocast = torch.is_autocast_enabled(args[0].device.type)
             if not _gradient_is_wanted(args):
                 if autocast or _are_alike(args):
                     return _without_gradient(func, *args)
-            elif not autocast and _are_alike(args):
+            elif autocast:
+                return _under_autocast(func, args)
+            elif _are_alike(args):
                 return _WHOLE[func](*args)
-            elif autocast and func is torch.lstm and trains_by_onednn(args[0], *args[1]):
-                raise UnsupportedOperatorError(
-                    "an LSTM under autocast trains as oneDNN's layer in eager PyTorch, in another "
-                    "dtype than in a trace; call it outside of autocast"
-                )
         return func(*args, **(kwargs or {}))
 
 
-def _is_of_a_tensor(args: Sequence[Any]) -> bool:
-    """Whether the call is of a tensor, not a packed sequence, and of no function transform."""
-    packed = isinstance(args[2], torch.Tensor)
-    return not packed and torch._C._functorch.peek_interpreter_stack() is None
+def _under_autocast(function: Any, args: Sequence[Any]) -> Any:
+    """A stack in training taken apart here: later on autocast would be forgotten."""
+    if function is torch.lstm and trains_by_onednn(args[0], *args[1]):
+        raise UnsupportedOperatorError(
+            "an LSTM under autocast trains as oneDNN's layer in eager PyTorch, in another dtype "
+            "than in a trace; call it outside of autocast"
+        )
+    return _with_dropout(decomposition_table[_STACKS[function]])(*args)
+
+
+def _is_of_packed(args: Sequence[Any]) -> bool:
+    """Whether the call is of a packed sequence: the sizes of its batches come before the states."""
+    return len(args) > 3 and isinstance(args[3], list | tuple)
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _gradient_is_wanted(args: Sequence[Any]) -> bool:

@@ -64,17 +64,11 @@ def workspace_size(
     return _workspace_size(steps, batch, features, hidden.shape[-1], has_biases, input.dtype)
 
 
-def _arguments(
-    input: torch.Tensor,
-    hidden: torch.Tensor,
-    cell: torch.Tensor,
-    input_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    input_bias: torch.Tensor | None,
-    hidden_bias: torch.Tensor | None,
-) -> list[torch.Tensor]:
+def _arguments(*given: Any) -> list[torch.Tensor]:
+    """PyTorch's order and shapes for the arguments of :data:`onednn_lstm_layer`."""
+    input, hidden, cell, input_weight, hidden_weight, *of_layer = given
     none = input.new_zeros(len(input_weight))
-    biases = [none if b is None else b for b in (input_bias, hidden_bias)]
+    biases = [none if bias is None else bias for bias in of_layer]
     states = [hidden.unsqueeze(0), cell.unsqueeze(0)]
     arguments = [input, input_weight, hidden_weight, *biases, *states]
     return [argument.contiguous() for argument in arguments]

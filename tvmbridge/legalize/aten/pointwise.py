@@ -20,13 +20,18 @@ from tvmbridge.legalize.lets import Lets, constant, dtype_of
 
 Scalar = Callable[..., Expr]
 
+_INTEGERS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64}
+
 
 def _computed(dtype: str) -> str:
     return "float32" if dtype in HALF else dtype
 
 
 def _held(number: int | float, dtype: str) -> int | float:
-    """``number``, or the infinity that a float of ``dtype`` makes of it."""
+    """A large ``number`` as ``dtype`` has it: an infinity, or the lowest bits of an integer."""
+    if dtype in _INTEGERS and isinstance(number, int):
+        half = 2 ** (_INTEGERS[dtype] - 1)
+        return (number + half) % (2 * half) - half
     if dtype in FLOATS and abs(number) > torch.finfo(getattr(torch, dtype)).max:
         return math.copysign(math.inf, number)
     return number
@@ -83,7 +88,8 @@ def _elu(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
         x, zero = lets.bind(x, "x"), constant(0.0, dtype)
         low = lets.bind(tirx.Select(x > zero, zero, x), "low")
         bent = FUNCTIONS["expm1"](opaque(low * constant(inner, dtype)))
-        negative = opaque(bent) * constant(alpha * scale, dtype)
+        # Opaque for an alpha of 0, whose product with NaN is no 0.
+        negative = opaque(bent) * opaque(constant(alpha * scale, dtype), sign="uint")
         # A zero keeps its sign whatever alpha is.
         return lets.close(tirx.Select(x >= zero, x * constant(scale, dtype), negative))
 

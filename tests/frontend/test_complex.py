@@ -1,0 +1,96 @@
+"""Complex numbers within a module: eager PyTorch's values and gradients; refused at its border."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
+
+
+class _Inside(nn.Module):
+    """Rotations by complex factors, transforms, and a complex argument that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, dtype=torch.float64))
+        angles = torch.arange(12, dtype=torch.float64).view(3, 4)
+        self.register_buffer("factors", torch.polar(torch.ones_like(angles), angles))
+        self.register_buffer("turned", self.factors.t())
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> Any:
+        x = x * self.weight
+        pairs = torch.view_as_complex(x.reshape(3, 4, 2))
+        rotated = torch.view_as_real(pairs * self.factors).flatten(1)
+        filtered = torch.fft.irfft(torch.fft.rfft(x) * z.conj()[None], n=8)
+        spectrum = torch.stft(
+            x.reshape(1, -1), 8, 4, window=torch.hann_window(8, dtype=x.dtype), return_complex=True
+        )
+        phases = torch.exp(1j * x[:, :3]) @ self.turned[:3].conj()
+        empty = torch.complex(x[:0], x[:0]).abs()
+        mixed = [phases.real, phases.conj().imag, spectrum.abs().log1p(), spectrum.angle().cos()]
+        return rotated, filtered, mixed, torch.fft.fft2(x).real, empty
+
+
+def _leaves(results: Any) -> list[torch.Tensor]:
+    return torch.utils._pytree.tree_leaves(results)
+
+
+def test_values_and_gradients_are_those_of_eager_pytorch() -> None:
+    torch.manual_seed(0)
+    plain = _Inside()
+    module = copy.deepcopy(plain)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    z = torch.randn(5, dtype=torch.complex128)
+    add_tvm_dispatch(module, (x.requires_grad_(), z))
+    for step in (1, 2):
+        found = []
+        for called in (module, plain):
+            given = (x.detach() * step).requires_grad_()
+            # A part of another tensor, conjugated: its memory is not what it says.
+            rows = torch.stack([z, z * step], 1).conj()[:, step - 1]
+            outputs = _leaves(called(given, rows))
+            total = sum((o * (i + 1)).sin().sum() for i, o in enumerate(outputs))
+            assert isinstance(total, torch.Tensor)
+            gradients = torch.autograd.grad(total, (given, called.weight))
+            found.append([o.detach() for o in outputs] + list(gradients))
+        torch.testing.assert_close(*found)
+        with torch.no_grad():
+            for m in (module, plain):
+                m.factors.mul_(1j)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (2, {})
+
+
+class _Refused(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case = case
+        if case == "learned":
+            self.learned = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("kept", torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.case == "learned":
+            return (x * self.learned).real
+        if self.case == "kept":
+            self.kept.mul_(2)
+            return x * 2
+        return torch.fft.fft(x)
+
+
+REASONS = {
+    "returned": r"the result \w+ is of torch.complex64",
+    "kept": r"the result \w+ is of torch.complex64",
+    "learned": r"learned is of torch.complex64 and requires a gradient",
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_complex_numbers_at_the_border_are_refused(case: str) -> None:
+    with pytest.raises(BridgeError, match=REASONS[case]):
+        add_tvm_dispatch(_Refused(case), torch.ones(3))
