@@ -148,7 +148,8 @@ class WithUnread(nn.Module):
 
 def test_hooks_of_what_no_gradient_reaches_are_not_called() -> None:
     module = WithUnread().train()
-    ours, x = dispatched(module, x=ROWS), ROWS.clone().requires_grad_()
+    rows = SAMPLE.abs()[:2]
+    ours, x = dispatched(module, x=rows), rows.clone().requires_grad_()
     called: list[str] = []
     for name, parameter in ours.named_parameters():
         parameter.register_hook(lambda gradient, name=name: called.append(name))
