@@ -9,6 +9,7 @@ import torch
 
 from tvmbridge.guarding.state import ModuleState
 from tvmbridge.memory.aliasing import made_again
+from tvmbridge.memory.views import shares_elements
 from tvmbridge.observing.arguments import Arguments, rebuild
 from tvmbridge.types import CapturedGraph, InputKind, OutputAlias, OutputDescriptor, OutputKind
 
@@ -43,7 +44,7 @@ class Outputs:
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Why they cannot be made for these arguments and tensors of the module; None: they can."""
         if self._written and self._overlap(leaves, tensors):
-            return "a tensor that forward writes shares memory with another"
+            return "a tensor that forward writes shares memory, with another or in itself"
         for alias in self._views:
             base = self._base(alias, leaves)
             if base is None or base.stride() != alias.base_stride:
@@ -51,10 +52,16 @@ class Outputs:
         return None
 
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> bool:
-        """Whether a tensor that is written shares memory with another that the code reads."""
+        """Whether a tensor that is written shares memory with another that the code reads.
+
+        Or elements of it do: eager may write the one and leave the other.
+        """
         read = [*(leaves[p] for p in self._position_of.values()), *tensors]
         storages = [t.untyped_storage().data_ptr() for t in read if t.numel()]
-        written = {id(self._target(o, leaves, tensors)) for o in self._written}
+        targets = [self._target(o, leaves, tensors) for o in self._written]
+        if any(map(shares_elements, targets)):
+            return True
+        written = set(map(id, targets))
         changing = {t.untyped_storage().data_ptr() for t in read if id(t) in written and t.numel()}
         return sum(s in changing for s in storages) > len(changing)
 

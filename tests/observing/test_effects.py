@@ -93,6 +93,8 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "initial seed": (lambda m, x: x * (torch.initial_seed() % 7), "reads the seed"),
     "saved tensors": (_saves_otherwise, "hooks on the tensors that autograd saves"),
     "gradient mode": (_leaves_no_grad, "leaves the gradient mode changed"),
+    "shape of an argument": (lambda m, x: x.t_() @ m.weight[:3, None], "changes the shape or"),
+    "strides of a tensor": (lambda m, x: x * m.plain.unsqueeze_(0), "changes the shape or strides"),
 }
 
 

@@ -63,10 +63,15 @@ class ArgumentWatch:
         if not changed and not checks:
             return results
         marks = {id(value): f"{_MARK}{place}" for place, value in changed.items()}
-        marked = pytree.tree_map(
-            lambda leaf: marks.get(id(leaf), leaf), results, is_leaf=lambda v: id(v) in marks
-        )
-        return (marked, changed, tuple(checks)) if checks else (marked, changed)
+        return (_marked(results, marks), changed, *([tuple(checks)] if checks else []))
+
+
+def _marked(results: Any, marks: Mapping[int, str]) -> Any:
+    """``results`` with ``marks`` where the containers of these ids stand."""
+    leaves, spec = pytree.tree_flatten(results, is_leaf=lambda value: id(value) in marks)
+    if not any(id(leaf) in marks for leaf in leaves):
+        return results  # a torch.Size in it is none after it was flattened
+    return pytree.tree_unflatten([marks.get(id(leaf), leaf) for leaf in leaves], spec)
 
 
 @contextmanager

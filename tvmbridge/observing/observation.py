@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from tvmbridge.memory.aliasing import Sharing, aliases_of, refuse_exchanged
+from tvmbridge.memory.kernel_strides import KernelStrides
 from tvmbridge.memory.layouts import dense_strides
 from tvmbridge.memory.views import ViewWatch
 from tvmbridge.observing.arguments import ArgumentWatch
@@ -156,6 +157,7 @@ class _Run:
         self.questions = QuestionWatch()
         self.results: list[Any] = []
         self._left_changed: list[str] = []
+        self._reshaped = False
         self._module = module
         self._fakes = fakes
         self._foreign_modules = foreign_modules
@@ -164,6 +166,8 @@ class _Run:
     def run(self, made: Made, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
         """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
+        held = self._fakes.held.values()
+        shapes = list(map(_shape, (*self._fakes.given, *held)))
         forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
         with (
             made,
@@ -172,6 +176,7 @@ class _Run:
             self.questions,
             self._foreign_modules.noticing_new_ones(),
             self.outside.collecting(),
+            KernelStrides(),
             settings_kept() as settings,
             ExitStack() as further,
         ):
@@ -179,6 +184,7 @@ class _Run:
                 further.enter_context(each)
             self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
             self._left_changed = settings.changed()
+        self._reshaped = shapes != list(map(_shape, (*self._fakes.given, *held)))
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
             self.questions.asks.add(Question.INFERENCE)
         return structure
@@ -191,6 +197,8 @@ class _Run:
     def complaints(self) -> list[str]:
         """What it asked, read or would have differentiated and compiled code cannot."""
         found = [f"leaves {name} changed" for name in self._left_changed]
+        if self._reshaped:
+            found.append("changes the shape or strides of an argument or a weight in place")
         recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
         if recorded and not self._records:
             found.append("turns gradients on where they are off, for what it returns")
@@ -253,6 +261,10 @@ def _observe(
         strides=strides,
         normed=normed,
     )
+
+
+def _shape(value: Any) -> Any:
+    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else None
 
 
 def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:

@@ -1,0 +1,32 @@
+"""Strides of results of fake tensors are those that PyTorch's kernels give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+from tvmbridge.memory.kernel_strides import KernelStrides
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "batch norm in training": lambda x: functional.batch_norm(x, None, None, training=True),
+    "batch norm": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "copysign": lambda x: torch.copysign(x, -2.0),
+    "floor division": lambda x: x // 2.0,
+    "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="trunc"),
+    "product": lambda x: x * 2.0,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strides_are_those_of_the_kernels(name: str) -> None:
+    base = torch.randn(4, 4, 4, 4).add(2)
+    orders = [(0, 1, 2, 3), (0, 3, 1, 2), (3, 1, 2, 0), (1, 0, 2, 3)]
+    for x in [base.permute(order) for order in orders] + [base[0].transpose(0, 2)]:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, KernelStrides():
+            fake = FUNCTIONS[name](mode.from_tensor(x))
+        assert fake.stride() == FUNCTIONS[name](x).stride()
