@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tvmbridge.compiled import CompiledModule, compile_module
-from tvmbridge.errors import BridgeError, BuildError, NotApartError
+from tvmbridge.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.guarding.forwards import (
     StandsForForward,
     calling_module,
@@ -164,10 +164,7 @@ class Dispatcher(StandsForForward):
                     self.compile(specialization, mode, args, kwargs)
                 except Exception as error:
                     # Whatever it is, the module's own forward may do better.
-                    unexpected = (
-                        "" if isinstance(error, BridgeError) else type(error).__name__ + " "
-                    )
-                    specialization.failures[mode] = f"{mode}: {unexpected}{error}"
+                    specialization.failures[mode] = f"{mode}: {error}"
                     logger.warning("%s stays with its own forward: %s", self._name(), error)
             # Within, for another thread may be about to compile it again.
             return specialization.variants.get(mode) or specialization.failures[mode]
@@ -213,10 +210,15 @@ class Dispatcher(StandsForForward):
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             try:
-                compiled = self._compile(mode, args, kwargs, apart=True)
-            except NotApartError:
-                with with_own_forward(self.module, self.own):
-                    compiled = self._compile(mode, args, kwargs, apart=False)
+                compiled = self._compile(mode, args, kwargs)
+            except (BridgeError, OSError, MemoryError):
+                raise
+            except Exception as error:
+                raise_if_forward_refuses(self.module, args, kwargs)
+                raise BuildError(
+                    f"tvmbridge fails on {self._name()} ({type(error).__name__}: "
+                    f"{first_line(error)}), which is a mistake of its own: please report it"
+                ) from error
             state = ModuleState(self.module, compiled.captured)
             variant = Variant(state, compiled, self.packing)
             try:
@@ -230,9 +232,10 @@ class Dispatcher(StandsForForward):
         specialization.variants[mode] = variant
 
     def _compile(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, apart: bool
+        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> CompiledModule:
-        return compile_module(
+        compile_ = functools.partial(
+            compile_module,
             self.module,
             args,
             kwargs,
@@ -240,8 +243,12 @@ class Dispatcher(StandsForForward):
             target=self.target,
             options=self.options,
             packing=self.packing,
-            apart=apart,
         )
+        try:
+            return compile_(apart=True)
+        except NotApartError:
+            with with_own_forward(self.module, self.own):
+                return compile_(apart=False)
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; those that were not used for longest go where too many."""
