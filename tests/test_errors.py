@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import make_block, sample
-from tvmbridge import BuildError, CaptureError, UnsupportedOperatorError, add_tvm_dispatch
+from tvmbridge import (
+    BuildError,
+    CaptureError,
+    UnsupportedOperatorError,
+    add_tvm_dispatch,
+    dispatcher,
+)
 from tvmbridge.runtime import LoadedModule
 
 
@@ -121,3 +127,15 @@ def test_code_that_cannot_run_is_found_before_it_is_installed(
     with pytest.raises(BuildError, match="a kernel that fails"):
         add_tvm_dispatch(module, sample())
     assert "forward" not in module.__dict__
+
+
+def test_a_mistake_of_the_compiler_is_a_build_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*_: Any, **__: Any) -> Any:
+        raise KeyError("val")
+
+    monkeypatch.setattr(dispatcher, "compile_module", mistaken)
+    with pytest.raises(BuildError, match=r"fails on Linear \(KeyError: 'val'\)"):
+        add_tvm_dispatch(nn.Linear(3, 3), torch.ones(2, 3))
+    # A bad sample is told before it.
+    with pytest.raises(CaptureError, match="refuses this sample input"):
+        add_tvm_dispatch(nn.Linear(3, 3), torch.ones(2, 3, dtype=torch.float64))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.backends import ContextProp
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge import CaptureError, add_tvm_dispatch
@@ -15,6 +16,12 @@ from tvmbridge.observing.settings import Settings, settings_kept
 
 class Doubling(TorchFunctionMode):
     """A mode of the user's."""
+
+
+@pytest.fixture(autouse=True)
+def _flags_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own test tools, where they were imported, forbid it."""
+    monkeypatch.setitem(ContextProp.__set__.__globals__, "flags_frozen", lambda: False)
 
 
 LEAVES: dict[str, Callable[[], object]] = {

@@ -16,6 +16,16 @@ SEED = 2
 Found = dict[str, Any]
 
 
+_OF_EAGER_ALONE = (
+    "modified by an inplace operation",
+    "its base or another view of its base has been modified inplace",
+    "Inplace update to inference tensor",
+    "not implemented for",
+    "mixed dtype",
+    "Found dtype",
+)
+
+
 class Raised(Exception):
     """What the module raised, of which ``found`` is known nevertheless."""
 
@@ -24,13 +34,14 @@ class Raised(Exception):
         self.error, self.found = error, found
 
     @property
-    def is_of_version(self) -> bool:
-        """Whether backward found that what it reads was written after forward.
+    def is_of_eager_alone(self) -> bool:
+        """Whether eager PyTorch forbids what compiled code may do.
 
-        Compiled code may read something else in backward than eager PyTorch does.
+        Who writes between forward and backward, or into a view, may be told by autograd, but
+        compiled code may read something else in backward, and what it returns may be no view. And
+        PyTorch's kernels have dtypes that they do not mix, or lack.
         """
-        modified = "modified by an inplace operation" in str(self.error)
-        return modified and self.found["stage"] == "backward" and "after" in self.found
+        return any(words in str(self.error) for words in _OF_EAGER_ALONE)
 
 
 def can_be_made(module: nn.Module, program: Program, call: Call) -> bool:
@@ -87,9 +98,11 @@ def run(module: nn.Module, program: Program, call: Call) -> Found:
     try:
         with mode_of(call):
             results = [module(*given) for _ in range(1 + call.twice)]
+        # Autograd may forbid to look at them.
+        found.update(_told(results, given, module))
     except Exception as error:
         raise Raised(error, {**_afterwards(module, given), "stage": "forward"}) from error
-    found.update(_told(results, given, module), **_afterwards(module, given))
+    found.update(_afterwards(module, given))
     if call.after:
         found["after"] = _between(results, given, module, call)
     # Inference tensors cannot take part in autograd.

@@ -116,11 +116,13 @@ class _Session:
             if isinstance(error.error, BridgeError):
                 return "refused", str(error)
             if raised is None:
-                return ("stopped", "") if error.is_of_version else ("wrong", f"raises {error}")
+                return ("stopped", "") if error.is_of_eager_alone else ("wrong", f"raises {error}")
             return self._compared(error.found, expected) or ("stopped", str(raised))
         if raised is not None:
             return (
-                ("stopped", "") if raised.is_of_version else ("wrong", f"does not raise {raised}")
+                ("stopped", "")
+                if raised.is_of_eager_alone
+                else ("wrong", f"does not raise {raised}")
             )
         raised_after = expected.get("after", {}).get("raised", [None])
         if all(raised_after) and raised_after != found["after"]["raised"]:
@@ -168,7 +170,8 @@ class _Session:
 
 def _tolerance(program: Program) -> Tolerance:
     narrowest = program.dtype
-    text = program.source() + " ".join(a for call in program.calls for a in call.arguments)
+    said = (text for call in program.calls for text in (*call.arguments, *call.before))
+    text = program.source() + " ".join(said)
     for word, dtype in (("float()", "float32"), ("half", "float16"), ("bfloat16", "bfloat16")):
         if word in text and ROUNDING[dtype] > ROUNDING[narrowest]:
             narrowest = dtype
