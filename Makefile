@@ -27,7 +27,7 @@ demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTo
 	$(BIN)/python -m tvmbridge demo $(DEMO_ARGS)
 
 test: $(READY_DEV) ## Run the tests, without those marked slow or bench
-	$(BIN)/python -m pytest -m "not slow and not bench" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not bench" $(PYTEST_ARGS)
 
 check: $(READY_DEV) ## Lint, format and types
 	$(BIN)/ruff check .
