@@ -56,6 +56,8 @@ class GradientGraph:
         """The products by which the gradient of the common input flows; or why there are none."""
         if not self.simple:
             return "not one dataflow block"
+        if len(set(names)) < len(names):
+            return "a weight stands in it twice"
         flows = []
         for name in names:
             weight = self.parameters.get(name)

@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import tvm
+from torch import nn
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tests.relax_helpers import apply_pass, assert_leaves_its_input, compile_and_run, operators
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.passes.relax.combine_gradient_matmul import CombineGradientMatmul
 
 
@@ -184,3 +188,31 @@ def test_a_gradient_that_another_waits_for_is_declined() -> None:
         compile_and_run(CLEAN(after), *values), compile_and_run(Waiting, *values), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_weight_that_stands_in_it_twice_is_declined() -> None:
+    mod, report = apply_pass(CombineGradientMatmul((("wq", "wq"),)), Before)
+    tvm.ir.assert_structural_equal(mod, Before)
+    assert report.declined == ["gradients of wq, wq: a weight stands in it twice"]
+
+
+class WithItself(nn.Module):
+    """A linear layer, beside its weight concatenated with itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) * x.sum(), torch.cat([self.linear.weight] * 2).sin()
+
+
+def test_a_weight_that_forward_concatenates_with_itself() -> None:
+    module, x = WithItself(), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    ours = add_tvm_dispatch(copy.deepcopy(module), x, options={"combine_matmuls": "always"})
+    found, expected = (
+        torch.autograd.grad(sum(o.sum() for o in m(x)), [x, *m.parameters()])
+        for m in (ours, module)
+    )
+    torch.testing.assert_close(found, expected)
+    assert dispatch_report(ours).tvm_calls == 1
