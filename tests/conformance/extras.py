@@ -10,20 +10,17 @@ import torch
 from torch.nn import functional
 from torch.testing._internal.opinfo.core import SampleInput
 
+from tests.conformance.entry import FLOATS, INTEGERS, Entry
+
 aten = torch.ops.aten
 
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Extra:
-    """An operator with the attributes of OpInfo that a run reads.
-
-    ``calls`` are the arguments of each sample behind its first tensor.
-    """
+class Extra(Entry):
+    """An operator; ``calls`` are the arguments of each sample behind its first tensor."""
 
     name: str
     variant_test_name: str
@@ -31,19 +28,6 @@ class Extra:
     dtypes: frozenset[torch.dtype]
     calls: Sequence[Arguments]
     gradient: bool = False
-
-    @property
-    def supports_autograd(self) -> bool:
-        """Whether its gradient is checked."""
-        return self.gradient
-
-    def supported_dtypes(self, device: str) -> frozenset[torch.dtype]:
-        """The dtypes of its first tensor."""
-        return self.dtypes
-
-    def supported_backward_dtypes(self, device: str) -> frozenset[torch.dtype]:
-        """The dtypes in which it has a gradient."""
-        return self.dtypes & _FLOATS
 
     def sample_inputs(
         self, device: str, dtype: torch.dtype, requires_grad: bool
@@ -58,7 +42,7 @@ class Extra:
 def _bitwise(name: str) -> Extra:
     numbers = [((n,), {}) for n in (5, -3, 0, 127)]
     operator = getattr(aten, f"bitwise_{name}").Scalar
-    return Extra(f"bitwise_{name}", "scalar", operator, _INTEGERS, numbers)
+    return Extra(f"bitwise_{name}", "scalar", operator, INTEGERS, numbers)
 
 
 def _roundings() -> list[Arguments]:
@@ -104,14 +88,14 @@ _COUNTS: list[Arguments] = [
 
 EXTRAS: tuple[Extra, ...] = (
     *(_bitwise(name) for name in ("and", "or", "xor")),
-    Extra("div", "scalar_mode", aten.div.Scalar_mode, _FLOATS | _INTEGERS, _roundings()),
-    Extra("fmod", "scalar", aten.fmod.Scalar, _FLOATS | _INTEGERS, _DIVISORS),
-    Extra("nn.functional.fold", "", _folded, _FLOATS, [((), {})], gradient=True),
+    Extra("div", "scalar_mode", aten.div.Scalar_mode, FLOATS | INTEGERS, _roundings()),
+    Extra("fmod", "scalar", aten.fmod.Scalar, FLOATS | INTEGERS, _DIVISORS),
+    Extra("nn.functional.fold", "", _folded, FLOATS, [((), {})], gradient=True),
     Extra(
         "pow",
         "number",
         torch.pow,
-        _FLOATS,
+        FLOATS,
         [((n,), {}) for n in (2.5, -0.7, 0, 4)],
         gradient=True,
     ),
@@ -119,7 +103,7 @@ EXTRAS: tuple[Extra, ...] = (
         "pow",
         "scalar",
         _number_to_the,
-        _FLOATS,
+        FLOATS,
         [((n,), {}) for n in (2, 0.7, 1.0, 0)],
         gradient=True,
     ),
@@ -127,10 +111,10 @@ EXTRAS: tuple[Extra, ...] = (
         "scatter",
         "value",
         _with_a_number,
-        _FLOATS | _INTEGERS,
+        FLOATS | INTEGERS,
         [((0, 3), {}), ((-1, 2.5), {})],
         gradient=True,
     ),
-    Extra("sort", "values", _sorted, _FLOATS | _INTEGERS, _ORDERS, gradient=True),
-    Extra("topk", "values", _largest, _FLOATS | _INTEGERS, _COUNTS, gradient=True),
+    Extra("sort", "values", _sorted, FLOATS | INTEGERS, _ORDERS, gradient=True),
+    Extra("topk", "values", _largest, FLOATS | INTEGERS, _COUNTS, gradient=True),
 )

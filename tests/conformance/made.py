@@ -11,14 +11,12 @@ from torch.testing import make_tensor
 from torch.testing._internal.opinfo.core import SampleInput
 
 from tests.conformance import expressions, integer_expressions
+from tests.conformance.entry import FLOATS, INTEGERS, Entry
 from tests.conformance.expressions import Expression
-
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 
 @dataclass(frozen=True)
-class Made:
+class Made(Entry):
     """Expressions of tensors as one operator, a sample for each; attributes as OpInfo has them.
 
     Each takes ``count`` tensors of one shape, and is named by its place among ``expressions``;
@@ -38,19 +36,6 @@ class Made:
         """The expression ``which``."""
         return self.expressions[which](*tensors)
 
-    @property
-    def supports_autograd(self) -> bool:
-        """Whether its gradient is checked."""
-        return self.gradient
-
-    def supported_dtypes(self, device: str) -> frozenset[torch.dtype]:
-        """The dtypes of its tensors."""
-        return self.dtypes
-
-    def supported_backward_dtypes(self, device: str) -> frozenset[torch.dtype]:
-        """The dtypes in which it has a gradient."""
-        return self.dtypes & _FLOATS
-
     def sample_inputs(
         self, device: str, dtype: torch.dtype, requires_grad: bool
     ) -> Iterator[SampleInput]:
@@ -63,13 +48,13 @@ class Made:
 
 
 MADE: tuple[Made, ...] = (
-    Made("identities", expressions.IDENTITIES, _FLOATS, local=True),
-    Made("numbers", expressions.NUMBERS, _FLOATS, local=True),
-    Made("powers", expressions.POWERS, _FLOATS, local=True),
-    Made("reductions", expressions.REDUCTIONS, _FLOATS),
-    Made("cancelled", expressions.CANCELLED, _FLOATS, count=2, gradient=False),
-    Made("pairs", expressions.PAIRS, _FLOATS, count=2),
-    Made("scatter_reductions", expressions.REDUCE, _FLOATS, count=2),
-    Made("integers", integer_expressions.INTEGER, _INTEGERS, gradient=False),
-    Made("integer_pairs", integer_expressions.INTEGER_PAIRS, _INTEGERS, count=2, gradient=False),
+    Made("identities", expressions.IDENTITIES, FLOATS, local=True),
+    Made("numbers", expressions.NUMBERS, FLOATS, local=True),
+    Made("powers", expressions.POWERS, FLOATS, local=True),
+    Made("reductions", expressions.REDUCTIONS, FLOATS),
+    Made("cancelled", expressions.CANCELLED, FLOATS, count=2, gradient=False),
+    Made("pairs", expressions.PAIRS, FLOATS, count=2),
+    Made("scatter_reductions", expressions.REDUCE, FLOATS, count=2),
+    Made("integers", integer_expressions.INTEGER, INTEGERS, gradient=False),
+    Made("integer_pairs", integer_expressions.INTEGER_PAIRS, INTEGERS, count=2, gradient=False),
 )

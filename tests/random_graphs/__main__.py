@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.resume.write_text(json.dumps(kept))
 
     missing = [number for number in chosen if str(number) not in rows]
-    waiting = [(number, drawn(number, options.seed, options.kind)) for number in missing]
+    waiting = ((number, drawn(number, options.seed, options.kind)) for number in missing)
     run_programs(waiting, record, workers=options.workers, timeout=options.timeout)
     print(summary(rows))
     return 1 if any(row["result"] in BAD for row in rows.values()) else 0

@@ -19,6 +19,7 @@ from tests.random_graphs.author import Author
 from tests.random_graphs.calls import LISTS, calls, layouts
 from tests.random_graphs.elementwise import Family
 from tests.random_graphs.program import Leaf, Program
+from tests.random_graphs.strategy import structured
 
 ORDINARY: list[Family] = [
     *[elementwise.unary] * 3,
@@ -150,13 +151,7 @@ def _returned(draw: st.DrawFn, author: Author) -> str:
         )
     if not any(_differentiable(author, name) for name in chosen):
         chosen.append("torch.sin(self.p0)")
-    form = draw(st.sampled_from(["tuple", "tuple", "dict", "list", "single"]))
-    if form == "single" and len(chosen) == 1:
-        return chosen[0]
-    if form == "dict":
-        return "{" + ", ".join(f"'k{n}': {name}" for n, name in enumerate(chosen)) + "}"
-    inner = ", ".join(chosen)
-    return f"[{inner}]" if form == "list" else f"({inner},)"
+    return structured(draw, chosen)
 
 
 def _differentiable(author: Author, text: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
 from tests.random_graphs import elementwise, reductions, shapes, state
@@ -78,6 +80,11 @@ def _returned(draw: st.DrawFn, author: Author) -> str:
     if not any(author.value(name).requires_grad for name in chosen):
         # Without it there would be nothing to train.
         chosen.append("torch.sin(self.p0)")
+    return structured(draw, chosen)
+
+
+def structured(draw: st.DrawFn, chosen: Sequence[str]) -> str:
+    """The expression that returns all of ``chosen``, in one of several structures."""
     form = draw(st.sampled_from(["tuple", "tuple", "dict", "list", "single"]))
     if form == "single" and len(chosen) == 1:
         return chosen[0]

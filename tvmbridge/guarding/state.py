@@ -35,7 +35,7 @@ class _Entry:
 
     owner: nn.Module
     held: str  # the name of the dict among the attributes; "" is the dict of attributes itself
-    key: Any  # a name; of a hook its number
+    key: str
     expected: Any = None
     reason: str = ""
 

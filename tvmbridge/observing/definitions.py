@@ -7,10 +7,9 @@ Which function a name means is watched, and the code of each: reloading exchange
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tvmbridge.observing.places import Place
@@ -27,9 +26,6 @@ _KINDS = (
 # Of larger mappings without data among their values the entries are not watched.
 _LARGEST_REGISTRY = 64
 _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod)
-_PARTS: tuple[Callable[[Any], Any], ...] = tuple(
-    map(operator.attrgetter, ("__code__", "__defaults__"))
-)
 
 
 def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
@@ -74,19 +70,18 @@ def of_class(cls: type, names: Iterable[str]) -> Iterator[OutsideValue]:
 class Codes:
     """The code of functions, and the defaults of their parameters, behind one name.
 
-    It stands for itself as long as they are the same; otherwise for what they are now.
+    It stands for itself as long as they are the same; otherwise for the first that is not.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._functions = [f for value in values for f in _functions(value)]
-        self._before = self._now()
+        functions = [f for value in values for f in _functions(value)]
+        self._before = [(f, f.__code__, f.__defaults__) for f in functions]
 
     def get(self, name: str, default: Any) -> Any:
-        now = self._now()
-        return self if all(map(operator.is_, now, self._before)) else now
-
-    def _now(self) -> list[Any]:
-        return [each for part in _PARTS for each in map(part, self._functions)]
+        for function, code, defaults in self._before:  # This runs at every call.
+            if function.__code__ is not code or function.__defaults__ is not defaults:
+                return function
+        return self
 
     def watched(self) -> OutsideValue:
         """The value that a guard compares."""
