@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 from torch.testing._internal.opinfo.core import SampleInput
 
-from tests.conformance.entry import FLOATS, INTEGERS, Entry
+from tests.conformance.like_opinfo import FLOATS, INTEGERS, LikeOpInfo
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Extra(Entry):
+class Extra(LikeOpInfo):
     """An operator; ``calls`` are the arguments of each sample behind its first tensor."""
 
     name: str

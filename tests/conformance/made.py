@@ -11,12 +11,12 @@ from torch.testing import make_tensor
 from torch.testing._internal.opinfo.core import SampleInput
 
 from tests.conformance import expressions, integer_expressions
-from tests.conformance.entry import FLOATS, INTEGERS, Entry
 from tests.conformance.expressions import Expression
+from tests.conformance.like_opinfo import FLOATS, INTEGERS, LikeOpInfo
 
 
 @dataclass(frozen=True)
-class Made(Entry):
+class Made(LikeOpInfo):
     """Expressions of tensors as one operator, a sample for each; attributes as OpInfo has them.
 
     Each takes ``count`` tensors of one shape, and is named by its place among ``expressions``;

@@ -8,7 +8,7 @@ FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 INTEGERS = frozenset({torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64})
 
 
-class Entry:
+class LikeOpInfo:
     """An operator with the attributes of OpInfo that a run reads."""
 
     name: str
