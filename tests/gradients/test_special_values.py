@@ -153,6 +153,18 @@ def test_extremes_of_all(dtype: torch.dtype) -> None:
     assert dispatch_report(ours).fallbacks == {}
 
 
+def test_extremes_of_one_element() -> None:
+    formulas: dict[str, Formula] = {"amax": lambda x: x.amax(), "amin": lambda x: x.amin(0)}
+    module, ours = Formulas(formulas), Formulas(formulas)
+    add_tvm_dispatch(ours, tuple(torch.tensor(1.0, requires_grad=True) for _ in formulas))
+    for value in (2.0, NAN, INF):
+        x, g = torch.tensor(value), torch.tensor(1.0)
+        expected = gradients(module, x, g, 2)
+        for name, a, b in zip(formulas, gradients(ours, x, g, 2), expected, strict=True):
+            assert_same(a, b, f"{name} of {value}: ")
+    assert dispatch_report(ours).fallbacks == {}
+
+
 class Attention(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         return functional.scaled_dot_product_attention(*tensors, is_causal=len(tensors) == 3)

@@ -61,7 +61,11 @@ def _extremum(
     ctx: Importer, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False
 ) -> relax.Expr:
     op = relax.op.max if node.target is aten.amax.default else relax.op.min
-    return _reduce(ctx, node, op, x, dims, keepdim)
+    if shape_of(x):
+        return _reduce(ctx, node, op, x, dims, keepdim)
+    # An extreme of one element, and not that element: the gradient of NaN is NaN.
+    row = ctx.emit(relax.op.reshape(ctx.tensor(x, result_dtype(node)), [1]))
+    return op(row, [0])
 
 
 @converts(aten.any.dim, aten.any.dims, aten.any.default, dtypes=COMPUTED)

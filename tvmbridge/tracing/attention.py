@@ -9,6 +9,8 @@ import torch
 
 aten = torch.ops.aten
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
@@ -29,7 +31,20 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch."""
+    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch.
+
+    Of half-precision tensors all but the result is in float32, as in PyTorch.
+    """
+    dtype = query.dtype
+    if dtype in _HALVES:
+        query, key, value = (t.to(torch.float32) for t in (query, key, value))
+        mask = (
+            attn_mask if attn_mask is None or attn_mask.dtype is torch.bool else attn_mask.float()
+        )
+        result = attention(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result.to(dtype)
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale

@@ -1,0 +1,70 @@
+"""Attention of half-precision tensors: as close to float64 as eager PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import tvmbridge
+
+SHAPES = {"heads": (2, 4, 16, 32), "no heads": (4, 16, 32)}
+
+
+class Attention(nn.Module):
+    """Attention with a floating or boolean mask, or a causal one."""
+
+    def __init__(self, dropout_p: float = 0.0, *, is_causal: bool = False) -> None:
+        super().__init__()
+        self.dropout_p, self.is_causal = dropout_p, is_causal
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *mask: torch.Tensor
+    ) -> torch.Tensor:
+        return scaled_dot_product_attention(
+            q, k, v, *mask, dropout_p=self.dropout_p, is_causal=self.is_causal
+        )
+
+
+def _inputs(shape: tuple[int, ...], dtype: torch.dtype, mask: str) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    tensors = tuple((2 * torch.randn(shape)).to(dtype) for _ in range(3))
+    if mask == "added":
+        return (*tensors, torch.randn(shape[-2], shape[-2]).to(dtype))
+    return (*tensors, torch.rand(shape[-2], shape[-2]) > 0.3) if mask == "bool" else tensors
+
+
+@pytest.mark.parametrize("mask", ["none", "added", "bool", "causal"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad_mode", [True, False], ids=["grad mode", "no_grad"])
+def test_half_precision_rounds_the_result_alone(
+    dtype: torch.dtype, shape: tuple[int, ...], mask: str, grad_mode: bool
+) -> None:
+    module = Attention(is_causal=mask == "causal")
+    inputs = _inputs(shape, dtype, mask)
+    exact = module(*(t.double() if t.is_floating_point() else t for t in inputs))
+    eager = module(*inputs)
+    with torch.set_grad_enabled(grad_mode):
+        tvmbridge.add_tvm_dispatch(module, inputs)
+        ours = module(*inputs)
+    assert tvmbridge.dispatch_report(module).fallbacks == {}
+    assert ours.dtype == dtype
+    assert _off(ours, exact) <= 1.5 * _off(eager, exact)
+
+
+def _off(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).abs().max())
+
+
+def test_scores_beyond_float16_do_not_overflow() -> None:
+    module = Attention(0.5)
+    q, k, v = _inputs(SHAPES["no heads"], torch.float16, "none")
+    torch.manual_seed(1)
+    expected = module(1e3 * q, 1e3 * k, v)
+    tvmbridge.add_tvm_dispatch(module, (q, k, v))
+    torch.manual_seed(1)
+    found = module(1e3 * q, 1e3 * k, v)
+    assert tvmbridge.dispatch_report(module).fallbacks == {}
+    torch.testing.assert_close(found, expected)
