@@ -73,3 +73,12 @@ def test_rows_of_a_strided_or_expanded_tensor_are_filled() -> None:
     # Rows are counted from behind too.
     index, value = torch.tensor([0, -1]), torch.tensor(3.0)
     assert_like_eager(fills, torch.randn(3, 4), index, value)
+
+
+def test_softmax_backward_takes_the_sum_away_before_the_product() -> None:
+    def backward(grad: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._softmax_backward_data(grad, result, 1, grad.dtype)
+
+    result = torch.randn(3, 4).softmax(1)
+    result[1, 2] = torch.inf
+    assert_like_eager(backward, torch.randn(3, 4), result)

@@ -103,8 +103,8 @@ def _softmax_backward(
         raise Declined("softmax of a 0-d tensor")
     product = ctx.emit(op.multiply(ctx.value(grad), ctx.value(result)))
     total = ctx.emit(op.sum(product, [dim % len(shape_of(node))], keepdims=True))
-    scaled = ctx.emit(op.multiply(ctx.value(result), total))
-    return op.subtract(product, scaled)
+    centred = ctx.emit(op.subtract(ctx.value(grad), total))
+    return op.multiply(centred, ctx.value(result))
 
 
 @converts(aten._log_softmax_backward_data.default, dtypes=FLOATS)
