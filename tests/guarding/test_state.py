@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -253,3 +254,27 @@ def test_tensors_that_stand_in_for_parameters_do_not_keep_the_module_from_being_
     report = dispatch_report(module)
     assert report.tvm_calls == 1
     assert ["stands in for weight" in reason for reason in report.fallbacks] == [True]
+
+
+OTHER_WEIGHTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "the dtype of a parameter or buffer": lambda w: w.double(),
+    "the shape of a parameter or buffer": lambda w: w[:, :3].clone(),
+    "the layout of a parameter or buffer": lambda w: w.to_sparse(),
+    "the device of a parameter or buffer": lambda w: w.to("meta"),
+    "requires_grad of a parameter": lambda w: w,
+}
+
+
+@pytest.mark.parametrize("what", OTHER_WEIGHTS)
+def test_another_sort_of_weight_is_noticed(layers: nn.Module, what: str) -> None:
+    module, x = copy.deepcopy(layers), _x()
+    add_tvm_dispatch(module, x)
+    for _ in range(2):
+        module(x)
+    assert dispatch_report(module).fallbacks == {}
+    linear: Any = module.layers[0]  # type: ignore[index]
+    other = OTHER_WEIGHTS[what](linear.weight.detach())
+    linear.weight = nn.Parameter(other, requires_grad=not what.startswith("requires_grad"))
+    with suppress(RuntimeError):
+        module(x)
+    assert dispatch_report(module).fallbacks == {f"{what} changed": 1}

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 
 from tvmbridge.guarding.forwards import stands_for
 from tvmbridge.guarding.guard import ValueGuard
@@ -55,6 +56,8 @@ class ModuleState:
         self._expected = [
             (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
         ]
+        # Says at once that all tensors are as at the last full comparison.
+        self._all_alike: TensorGuards | None = None
         based = [o.alias for o in captured.outputs if o.alias is not None]
         bases = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
         self._ties = list(captured.aliases.items())
@@ -213,6 +216,8 @@ class ModuleState:
 
     def _exchanged(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
         """In what ``tensors`` are others than the code was compiled for."""
+        if self._all_alike is not None and self._all_alike.check(*tensors):
+            return None
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
@@ -229,6 +234,7 @@ class ModuleState:
                 return "the shape of a parameter or buffer changed"
             if check_grad and tensor.requires_grad is not requires_grad:
                 return "requires_grad of a parameter changed"
+        self._all_alike = _guards_of(tensors)
         return None
 
     def value_changed(self) -> str | None:
@@ -239,6 +245,15 @@ class ModuleState:
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
     """Signs that ``tensor`` is as it was: its version and where its memory is."""
     return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+
+
+def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:
+    """Compares type, dtype, layout, device, shape and requires_grad of all in one call."""
+    plain = [t for t in tensors if t is not None]
+    # As PyTorch's own guards call it; the annotations there lack the list of tensors.
+    shapes: Any = [list(t.shape) for t in plain]
+    strides: Any = [[None] * t.dim() for t in plain]
+    return TensorGuards(*plain, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
 def _not_plain(tensor: Any) -> str:

@@ -27,6 +27,8 @@ from tvmbridge.tracing.standins import (
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 
+_KEYWORDS = " (a dict is one positional argument: keyword arguments are sample_kwargs)"
+
 
 def raise_if_forward_refuses(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -46,6 +48,7 @@ def raise_if_forward_refuses(
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
+            + (_KEYWORDS if len(args) == 1 and isinstance(args[0], Mapping) else "")
         ) from error
 
 
