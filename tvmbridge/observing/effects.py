@@ -56,18 +56,22 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """Everything that forward could write, by name, with what it holds; buffers by name alone."""
+    """Everything that forward could write, by name, with what it holds; of buffers their kind."""
     found: dict[str, list[Any]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, value in owner.__dict__.items():
             if name == "_buffers":
-                found.update({f"{prefix}{n}": [b is None] for n, b in value.items()})
+                found.update({f"{prefix}{n}": [_kind(b)] for n, b in value.items()})
             elif name in ("_parameters", "_modules"):
                 found.update({f"{prefix}{n}": [v] for n, v in value.items()})
             elif not name.endswith("_hooks"):
                 found[f"{prefix}{name}"] = all_held(value)
     return found
+
+
+def _kind(buffer: torch.Tensor | None) -> str:
+    return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
 
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
