@@ -87,7 +87,7 @@ class Variant:
         if not self.fills_first or self.calls:
             return False
         self._declined += 1
-        return self._declined == 2 and self.state.value_changed() is not None
+        return self._declined == 2 and self.state.is_otherwise()
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""

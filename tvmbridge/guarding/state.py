@@ -235,6 +235,11 @@ class ModuleState:
         """What forward reads, beside tensors, and is not as it was captured."""
         return self._values.changed()
 
+    def is_otherwise(self) -> bool:
+        """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
+        exchanged = self._exchanged(self.tensors(), check_grad=False)
+        return exchanged is not None or self.value_changed() is not None
+
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
     """Signs that ``tensor`` is as it was: its version and where its memory is."""
