@@ -63,7 +63,19 @@ def _registered(module: nn.Module, y: torch.Tensor) -> None:
     module.register_buffer("now", y[0] + 1)
 
 
-SAME_KIND: list[Exchange] = [_average, _swap, _shift, _in_the_dict, _registered]
+def _rolled_and_written(module: nn.Module, y: torch.Tensor) -> None:
+    module.now = torch.roll(module.now, 1, 0)
+    module.now[0] = y.mean()
+
+
+SAME_KIND: list[Exchange] = [
+    _average,
+    _swap,
+    _shift,
+    _in_the_dict,
+    _registered,
+    _rolled_and_written,
+]
 
 
 def _steps(module: nn.Module) -> list[torch.Tensor]:
@@ -118,6 +130,35 @@ def test_a_buffer_that_the_first_call_makes_another_kind_is_served_after_it(
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
     report = dispatch_report(ours)
     assert report.tvm_calls == 2, report.fallbacks
+
+
+class _MadeByTheFirstCall(nn.Module):
+    mean: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.scale = nn.Parameter(torch.full((24,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return (x - self.mean) * self.scale
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_buffer_that_the_first_call_makes_is_read_by_the_others(training: bool) -> None:
+    ours = Around(_MadeByTheFirstCall()).train(training)
+    theirs = copy.deepcopy(ours)
+    add_tvm_dispatch(ours, sample())
+    for got, wanted in zip(_steps(ours), _steps(theirs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    report = dispatch_report(ours)
+    assert report.fallbacks == {"a parameter or buffer is missing": 1}
+    ours.inner.mean = theirs.inner.mean = None
+    torch.testing.assert_close(ours(sample() + 3), theirs(sample() + 3))
+    torch.testing.assert_close(ours.inner.mean, theirs.inner.mean)
+    torch.testing.assert_close(ours(sample()), theirs(sample()))
 
 
 class _LongerAtEachCall(nn.Module):

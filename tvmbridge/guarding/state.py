@@ -63,7 +63,12 @@ class ModuleState:
             for name in (*self.names, *bases, *(n for tie in self._ties for n in tie))
         }
         self._modules = list(module.modules())
-        self._structure = list(_structure(module))
+        places = [self._places[name] for name in self.names]
+        read = {(id(e.owner), e.held, e.key) for e in places}
+        # What the first call is yet to make is None now, and must be there later.
+        self._structure = [
+            e for e in _structure(module) if (id(e.owner), e.held, e.key) not in read
+        ]
         self._sizes = [
             (m, held, len(m.__dict__[held]))
             for m in self._modules

@@ -47,7 +47,9 @@ class StateBefore:
 
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
         """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
-        others = (t for t in held if id(t) not in self._writable)
+        # What has become a buffer is one, written or not.
+        made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
+        others = (t for t in held if id(t) not in self._writable | made)
         return any(_version(t) != self._versions.get(id(t), 0) for t in others)
 
 
