@@ -239,6 +239,16 @@ def test_a_second_sample_adds_a_specialisation() -> None:
     assert len(report.specializations) == 2
 
 
+def test_the_reason_of_the_code_that_fits_the_arguments_is_told() -> None:
+    """Not that code for other arguments does not fit them."""
+    module = make_block().train()
+    for shape in ((6, 24), (2, 5, 24)):
+        add_tvm_dispatch(module, sample(*shape))
+    module.inner.weight.requires_grad_(False)
+    module(sample())
+    assert dispatch_report(module).fallbacks == {"requires_grad of a parameter changed": 1}
+
+
 def test_specialisations_are_bounded() -> None:
     module = make_block().eval()
     for rows in (2, 3, 4):

@@ -52,6 +52,38 @@ def test_a_cache_of_tensors_is_filled_by_the_first_call_and_read_by_the_others()
     assert dispatch_report(module).tvm_calls == 2
 
 
+class Grown(nn.Module):
+    """Multiplies by rows of a table in a buffer, which it makes longer where it must."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.register_buffer("table", torch.zeros(0, 4, dtype=torch.float64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > len(self.table):
+            rows = torch.arange(len(x) * 4, dtype=torch.float64)
+            self.register_buffer("table", rows.view(-1, 4), persistent=False)
+        return self.linear(x) * self.table[: len(x)]  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_other_arguments_have_made_longer_is_compiled_for() -> None:
+    plain = Grown().train()
+    module = add_tvm_dispatch(copy.deepcopy(plain), torch.randn(3, 4, dtype=torch.float64))
+    for rows in (5, 3, 3, 3):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        torch.testing.assert_close(module(x), plain(x))
+        torch.testing.assert_close(module.table, plain.table)
+    report = dispatch_report(module)
+    assert report.tvm_calls == 2
+    assert report.fallbacks == {
+        "the shape of an input differs": 1,
+        "the shape of a parameter or buffer changed": 1,
+    }
+
+
 def test_a_copy_made_before_the_first_call_is_compiled_again_too() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     plain = Cached().eval()

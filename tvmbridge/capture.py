@@ -36,6 +36,7 @@ from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
 from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_under_autograd
+from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
 from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
@@ -176,9 +177,9 @@ def _exported(
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-        with DropoutWithoutEffect(), functions_replaced(module):
+        with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
             # Only now is forward what is to be traced.
-            watch = ArgumentWatch(NormsPutBack(module))
+            watch = ArgumentWatch(ExchangesWritten(NormsPutBack(module), module))
             tails = TailWatch(watch, differentiated=needs_grad)
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))

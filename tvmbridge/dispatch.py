@@ -90,8 +90,8 @@ def _find_or_add(
 ) -> tuple[Specialization, Mode]:
     """The specialisation that serves the sample, or a new one, and the mode to compile."""
     for specialization in dispatcher.specializations:
-        leaves = specialization.signature.flatten(args, kwargs)
-        if leaves is None or specialization.signature.mismatch(leaves) is not None:
+        leaves = specialization.signature.match(args, kwargs)
+        if isinstance(leaves, str):
             continue
         mode = _mode(dispatcher, specialization, leaves)
         variant = specialization.variants.get(mode)

@@ -106,14 +106,11 @@ class Dispatcher(StandsForForward):
         return own(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reason = None
+        reason = otherwise = None
         for specialization in self.specializations:
-            leaves = specialization.signature.flatten(args, kwargs)
-            if leaves is None:
-                reason = "the structure of the arguments differs"
-                continue
-            reason = specialization.signature.mismatch(leaves)
-            if reason is not None:
+            leaves = specialization.signature.match(args, kwargs)
+            if isinstance(leaves, str):
+                otherwise = leaves
                 continue
             variant = self._variant(specialization, leaves, args, kwargs)
             if isinstance(variant, str):
@@ -131,7 +128,7 @@ class Dispatcher(StandsForForward):
                 if self.checker is not None:
                     return self.checker.run(self.module, variant, leaves, tensors, (args, kwargs))
                 return variant.run(leaves, tensors, (args, kwargs))
-        return self._fall_back(reason or "nothing is compiled", args, kwargs)
+        return self._fall_back(reason or otherwise or "nothing is compiled", args, kwargs)
 
     def _variant(
         self,
@@ -228,7 +225,7 @@ class Dispatcher(StandsForForward):
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
         for names in compiled.packs:
             self.packing.claim(names)
-        variant.fills_first = state.value_changed() is not None
+        variant.fills_first = state.is_otherwise()
         specialization.variants[mode] = variant
 
     def _compile(

@@ -87,7 +87,7 @@ class Variant:
         if not self.fills_first or self.calls:
             return False
         self._declined += 1
-        return self._declined == 2 and self.state.value_changed() is not None
+        return self._declined == 2 and self.state.is_otherwise()
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
@@ -140,11 +140,11 @@ class Variant:
             try_tail(tail, self._outputs.before_tail(results, leaves))
 
     def _sample_state(self) -> list[torch.Tensor]:
-        """The module's tensors; zeros where forward has yet to make one, or a larger one."""
+        """The module's tensors; zeros where forward has yet to make one, or another kind."""
         specs = [d.spec for d in self.compiled.captured.inputs if d.kind.is_of_module]
         return [
             torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-            if t is None or t.shape != torch.Size(spec.shape)
+            if t is None or t.shape != torch.Size(spec.shape) or t.dtype != spec.dtype
             else t
             for t, spec in zip(self.state.tensors(), specs, strict=True)
         ]

@@ -62,6 +62,13 @@ class Signature:
         leaves, spec = pytree.tree_flatten((args, {k: kwargs[k] for k in self.keywords}))
         return leaves if spec == self.spec else None
 
+    def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | str:
+        """The leaves of a call that fits the signature, or why it does not."""
+        leaves = self.flatten(args, kwargs)
+        if leaves is None:
+            return "the structure of the arguments differs"
+        return self.mismatch(leaves) or leaves
+
     def mismatch(self, leaves: Sequence[Any]) -> str | None:
         """Why ``leaves`` do not fit the signature; None when they do."""
         for i, shape, dtype, device in self.tensors:

@@ -66,7 +66,12 @@ class ModuleState:
             for name in (*self.names, *bases, *(n for tie in self._ties for n in tie))
         }
         self._modules = list(module.modules())
-        self._structure = list(_structure(module))
+        places = [self._places[name] for name in self.names]
+        read = {(id(e.owner), e.held, e.key) for e in places}
+        # What the first call is yet to make is None now, and must be there later.
+        self._structure = [
+            e for e in _structure(module) if (id(e.owner), e.held, e.key) not in read
+        ]
         self._sizes = [
             (m, held, len(m.__dict__[held]))
             for m in self._modules
@@ -240,6 +245,11 @@ class ModuleState:
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
         return self._values.changed()
+
+    def is_otherwise(self) -> bool:
+        """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
+        exchanged = self._exchanged(self.tensors(), check_grad=False)
+        return exchanged is not None or self.value_changed() is not None
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:

@@ -47,7 +47,9 @@ class StateBefore:
 
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
         """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
-        others = (t for t in held if id(t) not in self._writable)
+        # What has become a buffer is one, written or not.
+        made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
+        others = (t for t in held if id(t) not in self._writable | made)
         return any(_version(t) != self._versions.get(id(t), 0) for t in others)
 
 
@@ -56,18 +58,22 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """Everything that forward could write, by name, with what it holds; buffers by name alone."""
+    """Everything that forward could write, by name, with what it holds; of buffers their kind."""
     found: dict[str, list[Any]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, value in owner.__dict__.items():
             if name == "_buffers":
-                found.update({f"{prefix}{n}": [b is None] for n, b in value.items()})
+                found.update({f"{prefix}{n}": [_kind(b)] for n, b in value.items()})
             elif name in ("_parameters", "_modules"):
                 found.update({f"{prefix}{n}": [v] for n, v in value.items()})
             elif not name.endswith("_hooks"):
                 found[f"{prefix}{name}"] = all_held(value)
     return found
+
+
+def _kind(buffer: torch.Tensor | None) -> str:
+    return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
 
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:

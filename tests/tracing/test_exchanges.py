@@ -1,0 +1,186 @@
+"""Buffers that forward exchanges for other tensors, in submodules too, are as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dispatch_helpers import sample
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+
+Exchange = Callable[[nn.Module, torch.Tensor], None]
+
+
+class Keeps(nn.Module):
+    """Exchanges buffers in its forward, and reads one afterwards."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.inner = nn.Linear(24, 24, dtype=torch.float64)
+        self.register_buffer("now", torch.ones(24, dtype=torch.float64))
+        self.register_buffer("then", torch.full((24,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        self.exchange(self, y.detach())
+        return y * self.now + self.then
+
+
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 2  # type: ignore[no-any-return]
+
+
+def _average(module: nn.Module, y: torch.Tensor) -> None:
+    module.now = 0.9 * module.now + 0.1 * y.mean(0)
+
+
+def _swap(module: nn.Module, y: torch.Tensor) -> None:
+    module.now, module.then = module.then, module.now
+
+
+def _shift(module: nn.Module, y: torch.Tensor) -> None:
+    """The order of assignments is not that of what is read."""
+    before = module.now
+    module.now = y.mean(0)
+    module.then = before
+
+
+def _in_the_dict(module: nn.Module, y: torch.Tensor) -> None:
+    module._buffers["now"] = y.mean(0)
+
+
+def _registered(module: nn.Module, y: torch.Tensor) -> None:
+    module.register_buffer("now", y[0] + 1)
+
+
+def _rolled_and_written(module: nn.Module, y: torch.Tensor) -> None:
+    module.now = torch.roll(module.now, 1, 0)
+    module.now[0] = y.mean()
+
+
+SAME_KIND: list[Exchange] = [
+    _average,
+    _swap,
+    _shift,
+    _in_the_dict,
+    _registered,
+    _rolled_and_written,
+]
+
+
+def _steps(module: nn.Module) -> list[torch.Tensor]:
+    found = []
+    for number in range(3):
+        output = module(sample() * (number + 1))
+        if module.training:
+            module.zero_grad()
+            output.square().sum().backward()
+            found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+        found += [output.detach(), *(b.clone() for b in module.buffers())]
+    return found
+
+
+def _made(exchange: Exchange, nested: bool, training: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    module = Around(Keeps(exchange)) if nested else Keeps(exchange)
+    return module.train(training), copy.deepcopy(module).train(training)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("exchange", SAME_KIND)
+def test_exchanged_buffers_are_as_in_eager(
+    exchange: Exchange, nested: bool, training: bool
+) -> None:
+    ours, theirs = _made(exchange, nested, training)
+    add_tvm_dispatch(ours, sample())
+    for got, wanted in zip(_steps(ours), _steps(theirs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    assert dispatch_report(ours).tvm_calls == 3
+
+
+def _grown(module: nn.Module, y: torch.Tensor) -> None:
+    if module.then.dim() == 1:
+        module.then = torch.arange(48.0, dtype=torch.float64).view(2, 24)[:1].clone()
+        module.register_buffer("now", torch.ones(1, 24, dtype=torch.float64) * 3)
+
+
+def _converted(module: nn.Module, y: torch.Tensor) -> None:
+    module.now = y.mean(0).float()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("exchange", [_grown, _converted])
+def test_a_buffer_that_the_first_call_makes_another_kind_is_served_after_it(
+    exchange: Exchange, nested: bool
+) -> None:
+    ours, theirs = _made(exchange, nested, training=True)
+    add_tvm_dispatch(ours, sample())
+    for got, wanted in zip(_steps(ours), _steps(theirs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    report = dispatch_report(ours)
+    assert report.tvm_calls == 2, report.fallbacks
+
+
+class _MadeByTheFirstCall(nn.Module):
+    mean: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", None)
+        self.scale = nn.Parameter(torch.full((24,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean(0)
+        return (x - self.mean) * self.scale
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_buffer_that_the_first_call_makes_is_read_by_the_others(training: bool) -> None:
+    ours = Around(_MadeByTheFirstCall()).train(training)
+    theirs = copy.deepcopy(ours)
+    add_tvm_dispatch(ours, sample())
+    for got, wanted in zip(_steps(ours), _steps(theirs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    report = dispatch_report(ours)
+    assert report.fallbacks == {"a parameter or buffer is missing": 1}
+    ours.inner.mean = theirs.inner.mean = None
+    torch.testing.assert_close(ours(sample() + 3), theirs(sample() + 3))
+    torch.testing.assert_close(ours.inner.mean, theirs.inner.mean)
+    torch.testing.assert_close(ours(sample()), theirs(sample()))
+
+
+class _LongerAtEachCall(nn.Module):
+    rows: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(0, 24, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = torch.cat([self.rows, x.detach()])
+        return x * self.rows.mean(0)
+
+
+def test_a_buffer_that_each_call_makes_longer_is_refused_by_name() -> None:
+    module = Around(_LongerAtEachCall())
+    with pytest.raises(CaptureError, match=r"writes inner\.rows, which compiled code would not"):
+        add_tvm_dispatch(module, sample())
+
+
+def test_one_of_two_names_of_a_buffer_is_refused() -> None:
+    module = Keeps(_average)
+    module.then = module.now
+    with pytest.raises(CaptureError, match="exchanges the buffer now, which has another name"):
+        add_tvm_dispatch(module, sample())
