@@ -1,0 +1,98 @@
+"""Every module of torch.nn on the samples that PyTorch tests it with, in float64, trained and not.
+
+These take some ten minutes: ``pytest -m slow tests/end_to_end/test_every_module.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, module_db
+from torch.utils import _pytree as pytree
+
+from tests.architectures.compare import TOLERANCES, difference
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.errors import BridgeError
+
+# Whose results PyTorch foretells wrongly: the code cannot be tried out.
+REFUSED = {("nn.MultiLabelMarginLoss", "1d_reduction_none")}
+# The weights of lazy modules are made by a first call.
+INFOS = [i for i in module_db if torch.float64 in i.dtypes and "Lazy" not in i.name]
+MOST_SAMPLES = 24
+
+
+def _samples(info: ModuleInfo, training: bool) -> Iterator[ModuleInput]:
+    options: Any = {"device": "cpu", "dtype": torch.float64, "requires_grad": True}
+    found = list(info.module_inputs_func(info, training=training, **options))
+    for sample in found[:: max(1, len(found) // MOST_SAMPLES)]:
+        if sample.forward_input is not None:
+            yield sample
+
+
+def _step(module: nn.Module, sample: ModuleInput, seed: int) -> dict[str, Any]:
+    """Results, gradients of weights and inputs, buffers and the generator after one step."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().clone().requires_grad_(value.requires_grad)
+
+    given = sample.forward_input
+    args, kwargs = pytree.tree_map(leaf, (given.args, given.kwargs))
+    module.zero_grad()
+    torch.manual_seed(seed)
+    tensors = [t for t in pytree.tree_leaves(module(*args, **kwargs)) if t is not None]
+    recorded = [t for t in tensors if t.requires_grad]
+    generator = torch.Generator().manual_seed(5)
+    cotangents = [
+        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t.dtype) for t in recorded
+    ]
+    if recorded:
+        torch.autograd.backward(recorded, cotangents)
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    return {
+        "results": [t.detach() for t in tensors],
+        "gradients": [p.grad for p in module.parameters()] + [t.grad for t in leaves],
+        "buffers": [b.clone() for b in module.buffers()],
+        "generator": torch.get_rng_state(),
+    }
+
+
+def _runs(module: nn.Module, sample: ModuleInput) -> bool:
+    try:
+        _step(copy.deepcopy(module), sample, 0)
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError):
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
+def test_module(info: ModuleInfo, training: bool) -> None:
+    served = 0
+    for sample in _samples(info, training):
+        torch.manual_seed(1)
+        made = sample.constructor_input
+        module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+        if not _runs(module, sample):
+            continue
+        ours, given = copy.deepcopy(module), sample.forward_input
+        try:
+            add_tvm_dispatch(ours, given.args, sample_kwargs=given.kwargs)
+        except BridgeError:
+            assert (info.name, sample.desc) in REFUSED
+            continue
+        for seed in (0, 3):
+            found, expected = _step(ours, sample, seed), _step(module, sample, seed)
+            for what, values in expected.items():
+                departure = difference(found[what], values, TOLERANCES[torch.float64])
+                assert departure is None, f"{sample.desc}: {what}{departure}"
+        assert dispatch_report(ours).fallbacks == {}
+        served += 1
+    assert served
