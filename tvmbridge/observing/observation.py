@@ -234,7 +234,8 @@ def _observe(
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)
-        after = {name: t for name, t in tensors_of(module).items() if name not in weights}
+        held = tensors_of(module, remove_duplicate=True)
+        after = {name: t for name, t in held.items() if name not in weights}
         assigned = values_assigned(module, set(assignments))
         writes = before.written()
         normed = tuple(name for name in writes if name in weights)
@@ -242,6 +243,7 @@ def _observe(
         if shared is not None:
             impure.append(f"returns {shared}, which a hook has made")
         sharing = run.sharing(after)
+        impure.extend(before.writes_by_two_names())
         if before.has_written_other_tensors(_all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = before.rebound(after)
