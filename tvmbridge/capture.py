@@ -39,7 +39,12 @@ from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_und
 from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
-from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
+from tvmbridge.tracing.standins import (
+    buffers_named_once,
+    without_autocast,
+    without_hooks,
+    without_repetitions,
+)
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 
@@ -172,6 +177,7 @@ def _exported(
         torch.set_grad_enabled(needs_grad),
         without_autocast(),
         without_hooks(module),
+        buffers_named_once(),
         kept_whole_under_autograd(),
         warnings.catch_warnings(),
     ):

@@ -34,9 +34,10 @@ class Outputs:
         aliases = [(i, o.alias) for i, o in enumerate(returned) if o.alias is not None]
         self._aliases = sorted(aliases, key=lambda numbered: numbered[1].kind is None)
         views = [alias for _, alias in self._aliases if alias.shape is not None]
-        self._views = [alias for alias in views if alias.kind is not None]
         rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
         self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
+        views += [alias for _, alias in self._rebound_views if alias.shape is not None]
+        self._views = [alias for alias in views if alias.kind is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
         # Whether a call leaves anything behind but what it returns.
         self.writes = len(returned) < len(outputs)
@@ -102,8 +103,9 @@ class Outputs:
         self._state.norms.renew()
         # Last, because they show what was written.
         self._make_again(flat, leaves)
-        for name, alias in self._rebound_views:
-            self._state.rebind(name, made_again(alias, flat[int(alias.key)]))
+        held = [self._of(alias, flat, leaves) for _, alias in self._rebound_views]
+        for (name, _), tensor in zip(self._rebound_views, held, strict=True):
+            self._state.rebind(name, tensor)
         flat = self._without_bases(flat)
         if captured.tail is not None:
             flat = captured.tail.resolve(flat)
@@ -121,9 +123,12 @@ class Outputs:
 
     def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
         for number, alias in self._aliases:
-            base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
-            assert base is not None
-            flat[number] = made_again(alias, base)
+            flat[number] = self._of(alias, flat, leaves)
+
+    def _of(self, alias: OutputAlias, flat: Sequence[Any], leaves: Sequence[Any]) -> torch.Tensor:
+        base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
+        assert base is not None
+        return made_again(alias, base)
 
     def _without_bases(self, flat: Sequence[Any]) -> list[Any]:
         return list(flat[: len(flat) - len(self._captured.bases)])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import sample
-from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge import CaptureError, UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
 
 Exchange = Callable[[nn.Module, torch.Tensor], None]
 
@@ -130,6 +130,94 @@ def test_a_buffer_that_the_first_call_makes_another_kind_is_served_after_it(
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
     report = dispatch_report(ours)
     assert report.tvm_calls == 2, report.fallbacks
+
+
+class _KeepsItsInput(nn.Module):
+    row: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24, dtype=torch.float64)
+        self.register_buffer("row", torch.zeros(24, dtype=torch.float64))
+        self.register_buffer("bias", torch.zeros(24, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x) + self.row + self.bias
+        self.row, self.bias = x.detach()[1], self.linear.bias.detach()
+        return y
+
+
+def test_a_buffer_that_is_memory_of_an_input_or_a_weight_shows_what_is_written_there() -> None:
+    torch.manual_seed(0)
+    ours = Around(_KeepsItsInput()).train()
+    theirs = copy.deepcopy(ours)
+    add_tvm_dispatch(ours, sample())
+    for _ in range(2):
+        found = []
+        for module in (ours, theirs):
+            x = sample()
+            found.append(module(x))
+            x[1] += 1
+            with torch.no_grad():
+                module.inner.linear.bias.mul_(2)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(ours.named_buffers()), dict(theirs.named_buffers()))
+    assert dispatch_report(ours).tvm_calls == 2
+
+
+class _Twice(nn.Module):
+    """One submodule in two places."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(24, 24, dtype=torch.float64), shared)
+        self.second = nn.Sequential(nn.Linear(24, 24, dtype=torch.float64), shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.second(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", ["written", "exchanged"])
+def test_buffers_of_a_submodule_in_two_places_are_written_twice(kind: str, training: bool) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(24, dtype=torch.float64)
+    ours = _Twice(norm if kind == "written" else Keeps(_average)).train(training)
+    theirs = copy.deepcopy(ours)
+    add_tvm_dispatch(ours, sample())
+    for got, wanted in zip(_steps(ours), _steps(theirs), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+    assert dispatch_report(ours).tvm_calls == 3
+
+
+class _OneTensor(nn.Module):
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(24, dtype=torch.float64))
+        if plain:
+            self.total = self.count
+        else:
+            self.register_buffer("total", self.count)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x * self.total
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_one_tensor_in_two_places_that_is_written_is_refused_by_name(plain: bool) -> None:
+    with pytest.raises(CaptureError, match=r"writes into (count|total), which is (count|total)"):
+        add_tvm_dispatch(_OneTensor(plain), sample())
+
+
+def _one_for_two(module: nn.Module, y: torch.Tensor) -> None:
+    module.now = module.then = y.mean(0)
+
+
+def test_one_tensor_for_two_buffers_is_refused() -> None:
+    with pytest.raises(UnsupportedOperatorError, match="now and then for tensors that share"):
+        add_tvm_dispatch(Keeps(_one_for_two), sample())
 
 
 class _MadeByTheFirstCall(nn.Module):

@@ -11,6 +11,7 @@ from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.memory.layouts import Layout, layout_of
 from tvmbridge.observing.refusal import first_paragraph
+from tvmbridge.types import InputDescriptor
 
 
 def reached_by_gradients(
@@ -45,6 +46,16 @@ def reached_by_gradients(
             ) from error
         for position, gradient in zip(wanted, gradients, strict=True):
             if gradient is not None:
+                _refuse_sparse(rehearsal.inputs[position], gradient)
                 reached[position] |= {number}
                 layouts.setdefault(position, layout_of(gradient))
     return reached
+
+
+def _refuse_sparse(described: InputDescriptor, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        name = described.target or described.name
+        raise UnsupportedOperatorError(
+            f"the gradient of {name} has the layout {gradient.layout}, which compiled code does "
+            "not make: use sparse=False for embeddings"
+        )

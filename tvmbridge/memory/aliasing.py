@@ -7,7 +7,7 @@ share memory with, by their strides and offset.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +36,8 @@ class Sharing:
 
     The number of a hidden base, as the base of others, counts on behind the outputs. ``exchanged``
     are tensors of the module that forward made of outputs, by name: parts of them, or without
-    their gradient. Outputs cannot be made of these, but these of outputs.
+    their gradient. Outputs cannot be made of these, but these of outputs. Others of them are
+    memory of inputs, or of tensors of the module that were not exchanged.
     """
 
     aliases: tuple[OutputAlias | None, ...]
@@ -111,6 +112,44 @@ def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
 
 def _is_strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def with_exchanged(
+    sharing: Sharing,
+    names: Collection[str],
+    inputs: Mapping[int, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> Sharing:
+    """``sharing``, with the exchanged buffers that are memory of an input or of another tensor.
+
+    Args:
+        sharing: what the outputs share memory with.
+        names: of the buffers that forward exchanged.
+        inputs: as for :func:`aliases_of`.
+        state: as for :func:`aliases_of`.
+
+    Raises:
+        UnsupportedOperatorError: two of these buffers share memory.
+    """
+    known: list[_Known] = [
+        *((InputKind.USER, position, tensor) for position, tensor in inputs.items()),
+        *((InputKind.BUFFER, name, t) for name, t in state.items() if name not in names),
+    ]
+    made = dict(sharing.exchanged)
+    apart: dict[int, str] = {}
+    for name in names:
+        tensor = state.get(name)
+        if name in made or tensor is None or not _is_strided(tensor) or not tensor.numel():
+            continue
+        alias = _base_among(tensor, known, None)
+        if alias is not None:
+            made[name] = alias
+        elif apart.setdefault(_storage(tensor), name) != name:
+            raise UnsupportedOperatorError(
+                f"forward exchanges {apart[_storage(tensor)]} and {name} for tensors that share "
+                "memory"
+            )
+    return replace(sharing, exchanged=made)
 
 
 def refuse_exchanged(

@@ -31,7 +31,7 @@ class StateBefore:
     def __init__(self, module: nn.Module, held: Iterable[torch.Tensor]) -> None:
         self._module = module
         self._attributes = _attributes(module)
-        self._tensors = tensors_of(module)
+        self._places = tensors_of(module, remove_duplicate=True)
         self._versions = {id(t): _version(t) for t in held}
         self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
 
@@ -43,7 +43,16 @@ class StateBefore:
 
     def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors for which there are others ``after`` forward, by name, as they were."""
-        return {n: t for n, t in self._tensors.items() if after.get(n, t) is not t}
+        return {n: t for n, t in self._places.items() if after.get(n, t) is not t}
+
+    def writes_by_two_names(self) -> Iterator[str]:
+        """The tensors in several places that were written into, which a trace cannot follow."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self._places.items():
+            names.setdefault(id(tensor), []).append(name)
+            written = _version(tensor) != self._versions.get(id(tensor), 0)
+            if len(names[id(tensor)]) == 2 and written:
+                yield "writes into {}, which is {} too".format(*names[id(tensor)])
 
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
         """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from tvmbridge.memory.aliasing import Sharing, aliases_of, refuse_exchanged
+from tvmbridge.memory.aliasing import Sharing, aliases_of, refuse_exchanged, with_exchanged
 from tvmbridge.memory.kernel_strides import KernelStrides
 from tvmbridge.memory.layouts import dense_strides
 from tvmbridge.memory.views import ViewWatch
@@ -191,8 +191,12 @@ class _Run:
 
     def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
         """What its results share memory with; ``after`` are the module's tensors of now."""
-        inputs = {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
-        return aliases_of(self.results, inputs, after, self.views if self._records else None)
+        views = self.views if self._records else None
+        return aliases_of(self.results, self.given(), after, views)
+
+    def given(self) -> dict[int, torch.Tensor]:
+        """The tensors among its arguments, by position."""
+        return {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
 
     def complaints(self) -> list[str]:
         """What it asked, read or would have differentiated and compiled code cannot."""
@@ -230,7 +234,8 @@ def _observe(
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)
-        after = {name: t for name, t in tensors_of(module).items() if name not in weights}
+        held = tensors_of(module, remove_duplicate=True)
+        after = {name: t for name, t in held.items() if name not in weights}
         assigned = values_assigned(module, set(assignments))
         writes = before.written()
         normed = tuple(name for name in writes if name in weights)
@@ -238,10 +243,12 @@ def _observe(
         if shared is not None:
             impure.append(f"returns {shared}, which a hook has made")
         sharing = run.sharing(after)
+        impure.extend(before.writes_by_two_names())
         if before.has_written_other_tensors(_all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = before.rebound(after)
         refuse_exchanged(rebound, run.results, sharing)
+        sharing = with_exchanged(sharing, rebound.keys(), run.given(), after)
         strides = tuple(map(dense_strides, run.results))
         exchanged = {name: dense_strides(after[name]) for name in rebound}
     values = values_read(module, read)

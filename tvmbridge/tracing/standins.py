@@ -77,6 +77,30 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def buffers_named_once() -> Iterator[None]:
+    """Within it the buffers of a submodule that is in several places have the first of their names.
+
+    torch.export takes each name for a tensor of its own, and cannot follow what is written then.
+    """
+
+    def named(
+        genuine: Callable[..., Any],
+        owner: nn.Module,
+        prefix: str = "",
+        recurse: bool = True,
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if remove_duplicate or not recurse:
+            yield from genuine(owner, prefix, recurse, remove_duplicate)
+            return
+        for path, part in owner.named_modules(prefix=prefix):
+            yield from genuine(part, path, False, False)
+
+    with patched_here(nn.Module, "named_buffers", named):
+        yield
+
+
 def without_inference_tensors(value: Any) -> Any:
     """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
     return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
@@ -126,10 +150,13 @@ def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, A
     return tensor
 
 
-def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and tensors that are plain attributes, by dotted name."""
+def tensors_of(module: nn.Module, *, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and tensors that are plain attributes, by dotted name.
+
+    Those of a submodule that is in several places have several names, but for ``remove_duplicate``.
+    """
     found: dict[str, torch.Tensor] = {}
-    for path, owner in module.named_modules(remove_duplicate=False):
+    for path, owner in module.named_modules(remove_duplicate=remove_duplicate):
         prefix = f"{path}." if path else ""
         for held in (owner._parameters, owner._buffers, owner.__dict__):
             for name, value in held.items():

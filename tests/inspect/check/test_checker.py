@@ -40,6 +40,18 @@ def convolutions() -> nn.Module:
     )
 
 
+class Centered(nn.Module):
+    """The gradient of the bias is a sum of cotangents, which are all but zero together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y - y.detach().mean(0)  # type: ignore[no-any-return]
+
+
 def train(module: nn.Module, x: torch.Tensor, steps: int = 5) -> dict[str, torch.Tensor]:
     """Parameters, buffers and the generator after some steps."""
     torch.manual_seed(5)
@@ -58,8 +70,9 @@ def train(module: nn.Module, x: torch.Tensor, steps: int = 5) -> dict[str, torch
         (bert_layer("eager"), torch.randn(2, 6, 64)),
         (convolutions(), torch.randn(3, 2, 6, 6)),
         (Counting(), torch.randn(4, 6)),
+        (Centered(), torch.randn(4, 6)),
     ],
-    ids=["bert", "convolutions", "counting"],
+    ids=["bert", "convolutions", "counting", "centered"],
 )
 def test_five_steps_leave_what_unchecked_ones_leave(module: nn.Module, x: torch.Tensor) -> None:
     checked = add_tvm_dispatch(module, x, options={"check": "always"})

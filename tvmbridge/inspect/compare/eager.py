@@ -109,7 +109,7 @@ def _run(
         if backward:
             wanted = tensors | dict(sample.module.named_parameters())
             computed = {name: o for name, o in outputs.items() if name not in views}
-            _gradients(sample, recorder, computed, wanted)
+            _gradients(sample, recorder, computed, wanted, rounding)
         return recorder.trace.build()
 
 
@@ -154,12 +154,18 @@ def _gradients(
     recorder: Recorder,
     outputs: Mapping[str, torch.Tensor],
     wanted: Mapping[str, torch.Tensor],
+    rounding: torch.Generator | None,
 ) -> None:
     flowing = {name: o for name, o in outputs.items() if o.requires_grad}
     leaves = {name: t for name, t in wanted.items() if t.requires_grad}
     if not flowing or not leaves:
         return
     cotangents = [cotangent_of(sample, name, o) for name, o in flowing.items()]
+    if rounding is not None:
+        # Sums of cotangents may cancel, of which nothing that is computed here would tell.
+        cotangents = [c.clone() for c in cotangents]
+        for cotangent in cotangents:
+            round_again(cotangent, rounding)
     for name, cotangent in zip(flowing, cotangents, strict=True):
         recorder.given(f"cotangent of {name}", cotangent)
     with recorder:
