@@ -20,17 +20,17 @@ from torch import nn
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # How deep objects are looked into.
 DEPTH = 4
-# Two of these are the same only where they are one object.
+# Two of these are the same only where they are one object. Modules are watched by themselves, and
+# the others hold nothing that could change.
 _THEMSELVES = (
     torch.Tensor,
+    nn.Module,
     type,
     types.FunctionType,
     types.BuiltinFunctionType,
     types.ModuleType,
     enum.Enum,
 )
-# Modules are watched by themselves, and the others hold nothing that could change.
-_OPAQUE = (*_THEMSELVES, nn.Module)
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
@@ -71,7 +71,7 @@ def is_constant(value: Any) -> bool:
 
 def contents(value: Any) -> list[Any]:
     """What ``value`` holds, if it is a container or a plain object such as a configuration."""
-    if isinstance(value, _OPAQUE):
+    if isinstance(value, _THEMSELVES):
         return []
     held = [*attributes_of(value).values()]
     if isinstance(value, Mapping):
@@ -83,9 +83,15 @@ def contents(value: Any) -> list[Any]:
     return [*attributes_of(value), *held]
 
 
+def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
+    """``value`` and what it holds, each followed by what that holds, down to ``depth``."""
+    held = (state_of(value) or []) if depth else []
+    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+
+
 def may_grow(value: Any) -> bool:
     """Whether ``value``, should it be empty, may come to hold something."""
-    if isinstance(value, _OPAQUE):
+    if isinstance(value, _THEMSELVES):
         return False
     return isinstance(value, Mapping | list | set | deque) or hasattr(value, "__dict__")
 
@@ -129,7 +135,7 @@ def state_of(value: Any) -> list[Any] | None:
         return [value.func, value.args, value.keywords]
     if isinstance(value, types.MethodType):
         return [value.__self__]
-    if isinstance(value, (*CONTAINERS, *_OPAQUE)):
+    if isinstance(value, (*CONTAINERS, *_THEMSELVES)):
         return contents(value)
     held = contents(value)
     if held or hasattr(value, "__dict__") or type(value) in _PLAIN_VALUES:

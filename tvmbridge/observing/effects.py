@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.dependence import DependenceError
-from tvmbridge.observing.contents import DEPTH, same_value, state_of
+from tvmbridge.observing.contents import all_held, same_value
 from tvmbridge.observing.executed import calling_python_module, is_called_by_library
 from tvmbridge.observing.generators import Generators
 from tvmbridge.reads import Question
@@ -68,12 +68,6 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
             elif not name.endswith("_hooks"):
                 found[f"{prefix}{name}"] = all_held(value)
     return found
-
-
-def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
-    """``value`` and what it holds, each followed by what that holds, down to ``depth``."""
-    held = (state_of(value) or []) if depth else []
-    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
 
 
 def _unchanged(before: list[Any], after: list[Any]) -> bool:

@@ -29,8 +29,8 @@ from tvmbridge.observing.attributes import (
     values_assigned,
     values_read,
 )
-from tvmbridge.observing.contents import contents
-from tvmbridge.observing.effects import QuestionWatch, StateBefore, all_held, impurities
+from tvmbridge.observing.contents import all_held, contents
+from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities
 from tvmbridge.observing.foreign import ForeignModules, ForeignTensors
 from tvmbridge.observing.leaks import (
     Made,

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.observing.contents import all_held
 from tvmbridge.observing.generators import Generators
 from tvmbridge.structure import map_tensors
 from tvmbridge.tracing.patches import patched_here
@@ -27,16 +28,21 @@ logger = logging.getLogger(__name__)
 STAND_IN = "tvmbridge.stand_in"
 
 
-def stand_in(module: nn.Module) -> nn.Module | None:
+def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
     """A copy of ``module`` in all but its tensors, which are the very same.
 
     None where it cannot be copied: an attribute refuses, or the copy has other submodules.
+
+    Args:
+        module: what is copied.
+        originals: gets the modules that were copied, by the ids of their copies.
     """
+    memo: dict[Any, Any] = {STAND_IN: True}
     try:
         with ExitStack() as stack:
             for tensor_type in (torch.Tensor, nn.Parameter):
                 stack.enter_context(patched_here(tensor_type, "__deepcopy__", _itself))
-            copied = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
+            copied = copy.deepcopy(module, memo)
     except Exception as error:
         logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
         return None
@@ -44,6 +50,10 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     alike = all(n == m and type(a) is type(b) for (n, a), (m, b) in pairs)
     if not alike or len(list(module.modules())) != len(list(copied.modules())):
         return None
+    if originals is not None:
+        # There copy.deepcopy keeps what it has copied.
+        found = [m for m in memo.get(id(memo), ()) if isinstance(m, nn.Module)]
+        originals.update({id(memo[id(m)]): m for m in found})
     return copied
 
 
@@ -104,22 +114,34 @@ def without_inference_state(module: nn.Module) -> None:
     _exchange(module, {key: _copied(t) for key, t in own.items()})
 
 
-def copied_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
+def copied_values(
+    values: Mapping[Any, Any], instead: Mapping[int, nn.Module] | None = None
+) -> dict[Any, Any]:
     """Copies that no change of the originals reaches; they hold the very same tensors and modules.
 
     What cannot be copied (a lock, say) stays as it is.
+
+    Args:
+        values: what is copied.
+        instead: modules that the copies hold in place of others, by the ids of those.
     """
+    others = instead or {}
     copies = {}
     with ExitStack() as stack:
         for held_type in (torch.Tensor, nn.Parameter):
             stack.enter_context(patched_here(held_type, "__deepcopy__", _itself))
         for key, value in values.items():
-            modules = {id(m): m for m in pytree.tree_leaves(value) if isinstance(m, nn.Module)}
+            modules = {id(m): others.get(id(m), m) for m in modules_held(value)}
             try:
                 copies[key] = copy.deepcopy(value, modules)
             except Exception:
                 copies[key] = value
     return copies
+
+
+def modules_held(value: Any) -> list[nn.Module]:
+    """``value`` itself if it is a module, and the modules that it holds."""
+    return [held for held in all_held(value) if isinstance(held, nn.Module)]
 
 
 def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
