@@ -6,6 +6,7 @@ import enum
 import functools
 import math
 import pickle
+import queue
 import random
 import types
 from collections import deque
@@ -89,6 +90,14 @@ def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
     return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
 
 
+def same_held(before: list[Any], after: list[Any]) -> bool:
+    """Whether two lists of :func:`all_held` are the same; what containers hold follows them."""
+    return len(before) == len(after) and all(
+        then is now or (type(then) is type(now) and same_value(then, now, depth=0))
+        for then, now in zip(before, after, strict=True)
+    )
+
+
 def may_grow(value: Any) -> bool:
     """Whether ``value``, should it be empty, may come to hold something."""
     if isinstance(value, _THEMSELVES):
@@ -131,6 +140,8 @@ def state_of(value: Any) -> list[Any] | None:
         return [pickle.dumps(value.get_state(legacy=False))]
     if isinstance(value, random.Random):
         return [repr(value.getstate())]
+    if isinstance(value, queue.SimpleQueue):
+        return [value.qsize()]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, types.MethodType):

@@ -12,7 +12,9 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tvmbridge.observing.places import Place
+from tvmbridge.observing.contents import is_constant
+from tvmbridge.observing.data import is_data, is_object
+from tvmbridge.observing.places import Attributes, Place
 from tvmbridge.reads import OutsideValue
 
 _KINDS = (
@@ -65,6 +67,17 @@ def of_class(cls: type, names: Iterable[str]) -> Iterator[OutsideValue]:
     for name in names:
         if isinstance(held.get(name), _IN_CLASSES):
             yield exactly(Place(cls, held, name, f"{cls.__name__}.{name}", held[name]))
+
+
+def defaults(value: Any) -> Iterator[Place]:
+    """The defaults of the functions that ``value`` is made of, where calls could change them."""
+    for function in _functions(value):
+        for name in ("__defaults__", "__kwdefaults__"):
+            held = getattr(function, name)
+            each = held.values() if isinstance(held, dict) else held or ()
+            if any(not is_constant(d) and (is_data(d) or is_object(d)) for d in each):
+                label = f"a default of {function.__name__}"
+                yield Place(function, Attributes(function), name, label, held)
 
 
 class Codes:

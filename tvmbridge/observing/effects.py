@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.dependence import DependenceError
-from tvmbridge.observing.contents import all_held, same_value
+from tvmbridge.observing.contents import all_held, same_held
 from tvmbridge.observing.executed import calling_python_module, is_called_by_library
 from tvmbridge.observing.generators import Generators
 from tvmbridge.reads import Question
@@ -38,7 +40,7 @@ class StateBefore:
     def written(self) -> tuple[str, ...]:
         """The names of the attributes that are others now, or hold something else."""
         before, after = self._attributes, _attributes(self._module)
-        changed = [n for n, held in after.items() if not _unchanged(before.get(n, []), held)]
+        changed = [n for n, held in after.items() if not same_held(before.get(n, []), held)]
         return (*(name for name in before if name not in after), *changed)
 
     def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -70,14 +72,6 @@ def _attributes(module: nn.Module) -> dict[str, list[Any]]:
     return found
 
 
-def _unchanged(before: list[Any], after: list[Any]) -> bool:
-    """Whether two lists of :func:`all_held` are the same; what containers hold follows them."""
-    return len(before) == len(after) and all(
-        then is now or (type(then) is type(now) and same_value(then, now, depth=0))
-        for then, now in zip(before, after, strict=True)
-    )
-
-
 class QuestionWatch(TorchFunctionMode):
     """Notes what forward asks of tensors that may decide what it computes.
 
@@ -92,7 +86,19 @@ class QuestionWatch(TorchFunctionMode):
             torch.as_strided,
         }
     )
-    _OF_AUTOGRAD = frozenset({"_base", "_version", "grad", "grad_fn", "is_leaf", "retains_grad"})
+    _OF_AUTOGRAD = frozenset(
+        {"_base", "_version", "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad"}
+    )
+    _OF_MEMORY = frozenset(
+        {
+            torch.Tensor._is_view,
+            torch.Tensor.data_ptr,
+            torch.Tensor.is_set_to,
+            torch.Tensor.storage,
+            torch.Tensor.untyped_storage,
+        }
+    )
+    _TEXT = frozenset({torch.Tensor.__format__, torch.Tensor.__repr__})
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +118,10 @@ class QuestionWatch(TorchFunctionMode):
             self.complaints[f"reads {name} of a tensor"] = None
         if name == "requires_grad" and not is_called_by_library(1):
             self.asks.add(Question.GRADIENTS)
+        if func in self._OF_MEMORY and not is_called_by_library(1, func.__name__):
+            self.complaints[f"asks for the memory of a tensor ({func.__name__})"] = None
+        if func in self._TEXT and not is_called_by_library(1, func.__name__):
+            self.complaints["makes text of the values of a tensor (print, an f-string)"] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -121,6 +131,8 @@ _NOTED = (
     (torch, "initial_seed", "reads the seed of PyTorch's generator"),
     (torch, "set_rng_state", "sets the state of PyTorch's generator"),
     (torch.random, "set_rng_state", "sets PyTorch's generator"),
+    (os, "urandom", "draws random numbers from the system"),
+    (random, "_urandom", "draws random numbers from the system"),
 )
 
 
@@ -138,6 +150,7 @@ def impurities() -> Iterator[list[str]]:
             for owner, name, note in noted:
                 stack.enter_context(patched_here(owner, name, note))
             stack.enter_context(_autograd_watched(found))
+            stack.enter_context(_hashes_watched(found))
             yield found
         # Nothing is drawn on fake tensors.
         used = generators.used()
@@ -169,6 +182,18 @@ def _autograd_watched(found: list[str]) -> Iterator[None]:
         patched_here(torch.autograd, "grad", _refusing("torch.autograd.grad")),
         patched_here(torch.autograd, "backward", _refusing("Tensor.backward")),
     ):
+        yield
+
+
+@contextmanager
+def _hashes_watched(found: list[str]) -> Iterator[None]:
+    def hashed(genuine: Callable[..., int], tensor: torch.Tensor) -> int:
+        # As above.
+        if not is_called_by_library(3):
+            found.append("has a tensor in a set or as a key, by its hash")
+        return genuine(tensor)
+
+    with patched_here(torch.Tensor, "__hash__", hashed):
         yield
 
 
