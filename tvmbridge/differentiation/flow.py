@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tvmbridge.custom_operator import refuse_numbers
 from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.differentiation.hoist import is_random
+from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients.operators import has_same_derivative
 
 # They read no values of their operand, so that no gradient is expected of them.
@@ -33,6 +34,26 @@ _CREATES = frozenset(
         "aten::new_full",
     }
 )
+
+
+# The argument that says that a gradient is to be sparse.
+_SPARSE = {
+    "aten::embedding": "sparse",
+    "aten::_embedding_bag": "sparse",
+    "aten::gather": "sparse_grad",
+}
+
+
+def _refuse_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOperatorError where the gradient of a call of ``func`` is sparse."""
+    name = _SPARSE.get(func._schema.name)
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if name is not None and given.get(name) and args[0].requires_grad:
+        raise UnsupportedOperatorError(
+            f"the gradient of {func} is a sparse tensor ({name}=True), which compiled code does "
+            "not make"
+        )
 
 
 class AutogradWatch(TorchFunctionMode):
@@ -74,6 +95,8 @@ class FlowWatch(TorchDispatchMode):
         if func.namespace == "prim" or func._schema.name in _CREATES:
             return self._drawing(func, args, kwargs)
         refuse_numbers(func)
+        if func._schema.name in _SPARSE:
+            _refuse_sparse(func, args, kwargs)
         operands = _floating((args, kwargs))
         # A view whose base was written is made anew when its flags are read: with autograd.
         with enable_reentrant_dispatch():

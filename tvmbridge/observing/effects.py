@@ -34,7 +34,7 @@ class StateBefore:
         self._module = module
         self._attributes = _attributes(module)
         self._tensors = tensors_of(module)
-        self._versions = {id(t): _version(t) for t in held}
+        self._versions = {id(t): version_of(t) for t in held}
         self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
 
     def written(self) -> tuple[str, ...]:
@@ -50,10 +50,11 @@ class StateBefore:
     def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
         """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
         others = (t for t in held if id(t) not in self._writable)
-        return any(_version(t) != self._versions.get(id(t), 0) for t in others)
+        return any(version_of(t) != self._versions.get(id(t), 0) for t in others)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written, as far as that is known."""
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from tvmbridge.memory.bases import overlap
 from tvmbridge.observing.contents import contents
 from tvmbridge.tracing.standins import tensors_of
 
@@ -22,7 +23,8 @@ class Fakes:
 
     ``given`` are the leaves of its arguments, of this ``structure``. ``held`` stand for the
     module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
-    stand for, where these have no name in the module but are held by lists or dicts.
+    stand for, where these have no name in the module but are held by lists or dicts. ``entwined``
+    are those of ``given`` that share elements with another argument or a tensor of the module.
     """
 
     mode: FakeTensorMode
@@ -30,6 +32,7 @@ class Fakes:
     structure: pytree.TreeSpec
     held: dict[int, torch.Tensor]
     beside: dict[int, torch.Tensor]
+    entwined: list[torch.Tensor]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
@@ -41,12 +44,24 @@ class Fakes:
         held = {id(t): _fake(mode, t) for t in own}
         named = {id(t) for t in tensors_of(module).values()}
         beside = {id(held[id(t)]): t for t in own if id(t) not in named}
-        return cls(mode, given, structure, held, beside)
+        numbers = _entwined(leaves, own)
+        return cls(mode, given, structure, held, beside, [given[n] for n in numbers])
 
 
 def laid_out(tensor: torch.Tensor) -> Any:
     """The shape and the strides of ``tensor``."""
     return tensor.shape, tensor.stride()
+
+
+def _entwined(leaves: Sequence[Any], own: Sequence[torch.Tensor]) -> Iterator[int]:
+    tensors = [t for t in (*leaves, *own) if isinstance(t, torch.Tensor)]
+    storages = [t.untyped_storage()._cdata for t in tensors]
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            mine = leaf.untyped_storage()._cdata
+            others = [t for t, s in zip(tensors, storages, strict=True) if s == mine]
+            if any(overlap([leaf, other]) for other in others if other is not leaf):
+                yield number
 
 
 def is_tagged(value: Any) -> bool:

@@ -28,7 +28,7 @@ from tvmbridge.observing.attributes import (
     values_read,
 )
 from tvmbridge.observing.contents import all_held
-from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities
+from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities, version_of
 from tvmbridge.observing.fakes import Fakes, all_tensors, is_tagged, laid_out
 from tvmbridge.observing.foreign import ForeignModules, ForeignTensors
 from tvmbridge.observing.leaks import (
@@ -128,7 +128,7 @@ class _Run:
         self.questions = QuestionWatch()
         self.results: list[Any] = []
         self._left_changed: list[str] = []
-        self._reshaped = self._switched = self._tagged = False
+        self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
         self._foreign_modules = foreign_modules
@@ -139,6 +139,7 @@ class _Run:
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         held = self._fakes.held.values()
         tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
+        versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
         forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
         with (
@@ -162,6 +163,7 @@ class _Run:
             t.requires_grad != before and (before or t.is_leaf)
             for t, before in zip(tensors, records, strict=True)
         )
+        self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))
         self._tagged = any(map(is_tagged, (*tensors, *self.results)))
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
             self.questions.asks.add(Question.INFERENCE)
@@ -177,6 +179,8 @@ class _Run:
         found = [f"leaves {name} changed" for name in self._left_changed]
         if self._reshaped:
             found.append("changes the shape or strides of an argument or a weight in place")
+        if self._writes_entwined:
+            found.append("writes into an argument that shares elements with another tensor")
         if self._switched:
             found.append("changes requires_grad of an argument or a weight")
         if self._tagged:
