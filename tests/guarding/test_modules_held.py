@@ -14,6 +14,8 @@ from torch import nn
 from tests.dispatch_helpers import eager
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
+F = nn.functional
+
 
 class Holding(nn.Module):
     """Runs its submodule ``a``, in whatever way its attribute ``held`` leads there."""
@@ -88,3 +90,40 @@ def test_another_module_as_an_argument_is_noticed() -> None:
     assert torch.equal(module(x, given), x)
     assert torch.equal(module(x, nn.Identity()), x)
     assert dispatch_report(module).fallbacks == {"an argument that is not a tensor differs": 1}
+
+
+ACT: nn.Module = nn.LeakyReLU(0.1)
+
+
+class Calling(nn.Module):
+    """Calls a module that is none of its own, and has no state."""
+
+    def __init__(self, *, globally: bool) -> None:
+        super().__init__()
+        self.globally = globally
+        self.acts = [nn.LeakyReLU(0.1)]
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return ACT(x) if self.globally else self.acts[0](x)
+
+
+@pytest.mark.parametrize("globally", [True, False])
+@pytest.mark.parametrize("of_copy", [False, True], ids=["module", "deep copy"])
+def test_a_module_that_is_no_submodule_is_watched(globally: bool, of_copy: bool) -> None:
+    x = torch.linspace(-2, 2, 5)
+    module: Any = add_tvm_dispatch(Calling(globally=globally).eval(), x)
+    module = copy.deepcopy(module) if of_copy else module
+    torch.testing.assert_close(module(x), F.leaky_relu(x, 0.1))
+    assert not dispatch_report(module).fallbacks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ACT if globally else module.acts[0], "negative_slope", 0.5)
+        torch.testing.assert_close(module(x), F.leaky_relu(x, 0.5))
+    torch.testing.assert_close(module(x), F.leaky_relu(x, 0.1))
+    assert dispatch_report(module).tvm_calls == 2
+    with pytest.MonkeyPatch.context() as patch:
+        if globally:
+            patch.setitem(globals(), "ACT", nn.Tanh())
+        else:
+            module.acts[0] = nn.Tanh()
+        torch.testing.assert_close(module(x), torch.tanh(x))
+    assert sum(dispatch_report(module).fallbacks.values()) == 2

@@ -44,6 +44,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda _, x: x.untyped_storage().nbytes() == 12,
         r"the memory of a tensor \(untyped_storage\)",
     ),
+    "is_inference": (lambda _, x: x.is_inference(), "whether a tensor was made in inference"),
     "is_view": (lambda _, x: x._is_view(), r"the memory of a tensor \(_is_view\)"),
     "repr": (lambda _, x: "Fake" in repr(x), "makes text of the values"),
     "str": (lambda _, x: "Fake" in str(x), "makes text of the values"),
@@ -106,3 +107,19 @@ def test_a_view_made_in_inference_mode_of_an_argument_that_learns_is_refused() -
         add_tvm_dispatch(Viewing().train(), x)
     module = add_tvm_dispatch(Viewing().train(), x.detach())
     torch.testing.assert_close(module(x.detach()), x.detach().view(-1))
+
+
+class Inferring(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2.0 if torch.is_inference_mode_enabled() else 3.0)
+
+
+def test_inference_mode_that_forward_asks_for_is_watched() -> None:
+    x = torch.randn(3)
+    module = add_tvm_dispatch(Inferring().eval(), x)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(x), x * 2)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), x * 3)
+    ((reason, _),) = dispatch_report(module).fallbacks.items()
+    assert reason == "torch.is_inference_mode_enabled outside of the module changed"

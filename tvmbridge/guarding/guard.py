@@ -194,7 +194,7 @@ class ValueGuard:
                 watched.setdefault((id(each.owner), name), each)
         beside = [
             _Watched(
-                None,
+                v.owner,
                 v.name,
                 f"{v.label} outside of the module",
                 v.expected,

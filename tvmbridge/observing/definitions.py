@@ -12,6 +12,8 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torch import nn
+
 from tvmbridge.observing.contents import is_constant
 from tvmbridge.observing.data import is_data, is_object
 from tvmbridge.observing.places import Attributes, Place
@@ -31,7 +33,7 @@ _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod)
 
 
 def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
-    """The function or class that a mention ends at, or a class whose method it is: that very one.
+    """The function, class or module that a mention ends at, or a class whose method it is.
 
     Of a mapping of functions (the caller knows that there is no data in it) each entry; others may
     be added. Those of PyTorch itself and of Python's library are left out.
@@ -43,7 +45,8 @@ def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     package = owner.__name__ if isinstance(owner, types.ModuleType) else ""
     if package == "torch" or package.partition(".")[0] in sys.stdlib_module_names:
         return
-    if isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value):
+    own = isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value)
+    if own or (isinstance(place.value, nn.Module) and not isinstance(owner, nn.Module)):
         yield exactly(place)
     elif isinstance(place.value, dict) and len(place.value) <= _LARGEST_REGISTRY:
         for key, value in place.value.items():

@@ -121,6 +121,8 @@ class QuestionWatch(TorchFunctionMode):
             self.asks.add(Question.GRADIENTS)
         if func in self._OF_MEMORY and not is_called_by_library(1, func.__name__):
             self.complaints[f"asks for the memory of a tensor ({func.__name__})"] = None
+        if func is torch.Tensor.is_inference and not is_called_by_library(1):
+            self.complaints["asks whether a tensor was made in inference mode"] = None
         if func in self._TEXT and not is_called_by_library(1, func.__name__):
             self.complaints["makes text of the values of a tensor (print, an f-string)"] = None
         return func(*args, **(kwargs or {}))

@@ -30,7 +30,7 @@ from tvmbridge.observing.attributes import (
 from tvmbridge.observing.contents import all_held
 from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities, version_of
 from tvmbridge.observing.fakes import Fakes, all_tensors, is_tagged, laid_out
-from tvmbridge.observing.foreign import ForeignModules, ForeignTensors
+from tvmbridge.observing.foreign import ForeignConstant, ForeignModules, ForeignTensors
 from tvmbridge.observing.leaks import (
     Made,
     collections_put_off,
@@ -62,7 +62,8 @@ class Observation:
     strides of those.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
-    are not its own. ``kept``: a tensor that it made outlived the call.
+    are not its own, ``foreign_constants`` what it reads of others. ``kept``: a tensor that it made
+    outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
@@ -78,6 +79,7 @@ class Observation:
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
+    foreign_constants: tuple[ForeignConstant, ...] = ()
     kept: bool = False
     outside: tuple[OutsideValue, ...] = ()
     changes: tuple[str, ...] = ()
@@ -241,6 +243,7 @@ def _observe(
         impure=(*dict.fromkeys(impure), *run.complaints(), *_iterators_among(values)),
         foreign=tuple(run.foreign.found.values()),
         foreign_modules=tuple(others.stateful()),
+        foreign_constants=tuple(others.constants_read()),
         outside=run.outside.values(),
         changes=run.outside.changed(),
         asks=frozenset(run.questions.asks | run.outside.asks),

@@ -108,7 +108,8 @@ def staged(
         seen = replace(seen, values=_of_users(seen.values, originals))
     else:
         seen = replace(seen, values=copied_values(seen.values), assigned={})
-    return Stage(actor, seen)
+    of_foreign = (each.watched(originals) for each in seen.foreign_constants)
+    return Stage(actor, replace(seen, outside=(*seen.outside, *of_foreign)))
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:

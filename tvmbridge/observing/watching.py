@@ -27,6 +27,7 @@ _SETTINGS = frozenset(
         "get_num_threads",
         "is_anomaly_check_nan_enabled",
         "is_anomaly_enabled",
+        "is_inference_mode_enabled",
         "is_deterministic_algorithms_warn_only_enabled",
         "is_warn_always_enabled",
     }
