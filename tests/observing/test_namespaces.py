@@ -6,6 +6,7 @@ import builtins
 import functools
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +46,22 @@ class Single:
         return cls.instance
 
 
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.held = [2.0]
+
+
+class Empty:
+    @property
+    def scale(self) -> float:
+        return float(self.__dict__.get("held", 2.0))
+
+
+LOCKED = Locked()
+EMPTY = Empty()
+CIRCLE: list[Any] = [2.0]
+CIRCLE.append(types.SimpleNamespace(circle=CIRCLE))
 SCALE = 2.0
 NAME = "".join(("SC", "ALE"))
 TABLE = {"scale": 2.0}
@@ -85,6 +102,13 @@ def _imported(_: Model) -> Any:
     import settings_of_a_test as found  # type: ignore[import-not-found]
 
     return getattr(found, NAME)
+
+
+def _if_there_is(_: Model) -> float:
+    try:
+        return float(LATER)  # type: ignore[name-defined]
+    except NameError:
+        return 2.0
 
 
 @functools.lru_cache
@@ -132,6 +156,30 @@ CASES: dict[str, tuple[Callable[[Model], Any], Callable[[Patch], Any]]] = {
     "getattr of the own class": (
         lambda m: getattr(type(m), "scale"),  # noqa: B009
         lambda p: p.setattr(Model, "scale", 3.0),
+    ),
+    "a name that comes later": (
+        _if_there_is,
+        lambda p: p.setitem(globals(), "LATER", 3.0),
+    ),
+    "a name of a module that comes later": (
+        lambda _: getattr(settings, "LATER", 2.0),
+        lambda p: p.setattr(settings, "LATER", 3.0, raising=False),
+    ),
+    "an attribute of the own class that comes later": (
+        lambda m: getattr(m, "later", 2.0),
+        lambda p: p.setattr(Model, "later", 3.0, raising=False),
+    ),
+    "an object with a lock": (
+        lambda _: LOCKED.held[0],
+        lambda p: p.setattr(LOCKED, "held", [3.0]),
+    ),
+    "an object that holds nothing yet": (
+        lambda _: EMPTY.scale,
+        lambda p: p.setitem(EMPTY.__dict__, "held", 3.0),
+    ),
+    "a list that holds itself": (
+        lambda _: CIRCLE[0],
+        lambda p: p.setitem(globals(), "CIRCLE", [3.0]),
     ),
     "builtins": (
         lambda _: scale_of_a_test,  # type: ignore[name-defined]  # noqa: F821

@@ -17,7 +17,7 @@ from tvmbridge.observing.contents import CONTAINERS, DEPTH, attributes_of, is_co
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
 
 
-def is_data(value: Any) -> bool:
+def is_data(value: Any, depth: int = DEPTH) -> bool:
     """Whether ``value`` is a constant, a tensor, or a container in which there is or may come one.
 
     Keys of a mapping alone are none: registries of functions have such. Objects that hold data
@@ -25,10 +25,10 @@ def is_data(value: Any) -> bool:
     """
     if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray, torch.Tensor)):
         return True
-    if not isinstance(value, CONTAINERS):
+    if depth == 0 or not isinstance(value, CONTAINERS) or value is sys.modules:
         return False
     held = value.values() if isinstance(value, Mapping) else value
-    return (may_grow(value) and not held) or any(is_data(h) or is_object(h) for h in list(held))
+    return (may_grow(value) and not held) or any(_has_data(h, depth - 1) for h in list(held))
 
 
 def is_object(value: Any, depth: int = DEPTH) -> bool:
@@ -38,13 +38,18 @@ def is_object(value: Any, depth: int = DEPTH) -> bool:
     """
     if depth == 0 or isinstance(value, CONTAINERS):
         return False
-    if isinstance(value, (type, torch.Tensor, nn.Module)):
+    if isinstance(value, (type, torch.Tensor, nn.Module, types.ModuleType)):
         return False
     if not is_of_users(type(value)) and type(value) is not types.SimpleNamespace:
         return False
-    of_classes = map(data_of, filter(is_of_users, type(value).__mro__))
-    held = list(attributes_of(value).values())
-    return any(of_classes) or any(is_data(h) or is_object(h, depth - 1) for h in held)
+    of_classes = (v for c in type(value).__mro__ if is_of_users(c) for v in _own(c).values())
+    held = attributes_of(value)
+    may_come = not held and may_grow(value)
+    return may_come or any(_has_data(h, depth - 1) for h in (*held.values(), *of_classes))
+
+
+def _has_data(value: Any, depth: int) -> bool:
+    return is_data(value, depth) or is_object(value, depth)
 
 
 def is_of_users(cls: type) -> bool:
@@ -55,5 +60,8 @@ def is_of_users(cls: type) -> bool:
 
 def data_of(cls: type) -> dict[str, Any]:
     """The data among the attributes of ``cls`` itself, by name."""
-    held = {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}
-    return {name: value for name, value in held.items() if is_data(value)}
+    return {name: value for name, value in _own(cls).items() if is_data(value)}
+
+
+def _own(cls: type) -> dict[str, Any]:
+    return {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}

@@ -10,9 +10,10 @@ import builtins
 import importlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from tvmbridge.observing.contents import MISSING
 from tvmbridge.observing.executed import Executed, is_library
 from tvmbridge.observing.mentions import Ending, Mention
 from tvmbridge.observing.places import Place
@@ -32,6 +33,12 @@ class Namespace(NamedTuple):
             special = name.startswith("__") and name.endswith("__")
             if not special and not isinstance(value, Iterator):
                 yield Place(self.values, self.values, name, f"{self.label}{name}", value)
+
+    def missing(self, names: Iterable[str]) -> Iterator[Place]:
+        """Where those of ``names`` would be that are not there."""
+        for name in names:
+            if name not in self.values:
+                yield Place(self.values, self.values, name, f"{self.label}{name}", MISSING)
 
 
 def searched(executed: Executed, mention: Mention, passed: Sequence[Place]) -> Iterator[Namespace]:

@@ -98,7 +98,7 @@ class OutsideReads:
                 if not same_anyway:
                     self._note_tracing(passed[-1].value)
                 for namespace in searched(executed, mention, passed):
-                    self._watch_all(namespace)
+                    self._watch_all(namespace, mentions.strings)
 
     def _note_tracing(self, value: Any) -> None:
         if any(value is f for f in _ABOUT_COMPILERS):
@@ -109,6 +109,9 @@ class OutsideReads:
     def _look_at(self, passed: Sequence[Place], ending: Ending) -> None:
         self._met |= {p.value if isinstance(p.value, type) else type(p.value) for p in passed}
         label, value = passed[-1].label, passed[-1].value
+        if value is MISSING:
+            self._keep(exactly(passed[-1]))
+            return
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
         elif holds_iterator(value):
@@ -151,7 +154,9 @@ class OutsideReads:
             self._cells.append(found.holder)
         self._values.setdefault(found.key, found)
 
-    def _watch_all(self, namespace: Namespace) -> None:
+    def _watch_all(self, namespace: Namespace, strings: Iterable[str]) -> None:
+        for place in namespace.missing(strings):
+            self._keep(exactly(place))
         names = frozenset(namespace.values)
         if id(namespace.values) not in self._namespaces:
             self._namespaces[id(namespace.values)] = namespace, names

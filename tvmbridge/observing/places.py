@@ -41,7 +41,7 @@ class Place:
 def places(executed: Executed, mention: Mention) -> list[Place]:
     """The places that a mention leads past, as far as they can be told; the last is meant.
 
-    Where that is to be written, and nothing is there yet, its value is MISSING.
+    Where nothing has the name of a global, or of what is to be written, its value is MISSING.
     """
     start = _start(executed, mention)
     found = [] if start is None else list(_along(start, mention.attributes))
@@ -66,7 +66,7 @@ def _start(executed: Executed, mention: Mention) -> Place | None:
     elif name not in holder and name in vars(builtins):
         holder = vars(builtins)
     value = holder.get(name, MISSING)
-    if value is MISSING and mention.ending is not Ending.WRITTEN:
+    if value is MISSING and mention.origin is not Origin.GLOBAL:
         return None
     return Place(holder, holder, name, name, value)
 

@@ -49,7 +49,7 @@ class Snapshots:
         value = place.value
         if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
             return
-        if not isinstance(value, _LEFT_OUT):
+        if value is not sys.modules and not isinstance(value, _LEFT_OUT):
             self._taken.setdefault(id(value), (place, all_held(value)))
 
     def changed(self) -> Iterator[str]:

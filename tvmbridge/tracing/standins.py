@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.observing.contents import all_held
+from tvmbridge.observing.contents import all_held, contents
 from tvmbridge.observing.generators import Generators
 from tvmbridge.structure import map_tensors
 from tvmbridge.tracing.patches import patched_here
@@ -119,7 +119,7 @@ def copied_values(
 ) -> dict[Any, Any]:
     """Copies that no change of the originals reaches; they hold the very same tensors and modules.
 
-    What cannot be copied (a lock, say) stays as it is.
+    What cannot be copied (a lock, say) stays as it is, and what holds it is copied around it.
 
     Args:
         values: what is copied.
@@ -132,11 +132,31 @@ def copied_values(
             stack.enter_context(patched_here(held_type, "__deepcopy__", _itself))
         for key, value in values.items():
             modules = {id(m): others.get(id(m), m) for m in modules_held(value)}
-            try:
-                copies[key] = copy.deepcopy(value, modules)
-            except Exception:
-                copies[key] = value
+            copies[key] = _copied_value(value, modules)
     return copies
+
+
+def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        logger.debug("%s cannot be copied as a whole", type(value).__name__)
+    try:
+        return copy.deepcopy(value, {**memo, **_uncopyable(value)})
+    except Exception:
+        return value
+
+
+def _uncopyable(value: Any) -> dict[int, Any]:
+    """What ``value`` holds that holds nothing and cannot be copied, by its id."""
+    found = {}
+    for held in all_held(value):
+        if not contents(held):
+            try:
+                copy.deepcopy(held)
+            except Exception:
+                found[id(held)] = held
+    return found
 
 
 def modules_held(value: Any) -> list[nn.Module]:
