@@ -59,6 +59,26 @@ def test_training_equals_eager(double: Draws) -> None:
     assert not double.mean.grad.any()
 
 
+class AfterDraws(nn.Module):
+    """Draws in the shapes of draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.normal(F.dropout(x * self.weight, 0.5, self.training), 1.0)
+        z = torch.rand_like(y) * torch.randn_like(torch.empty_like(x).uniform_())
+        return z + y * self.weight
+
+
+def test_draws_in_the_shapes_of_draws_equal_eager() -> None:
+    module = add_tvm_dispatch(AfterDraws().double().train(), sample(4, 6).requires_grad_())
+    for _ in range(2):
+        assert_same_step(module, eager(module), sample(4, 6))
+    assert not dispatch_report(module).fallbacks
+
+
 def test_evaluation_equals_eager(double: Draws) -> None:
     module = add_tvm_dispatch(double.eval().requires_grad_(False), sample(4, 6))
     found = []

@@ -10,6 +10,7 @@ import torch
 import torch._inductor.config
 from torch import nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError, NotApartError, UnsupportedOperatorError
@@ -40,7 +41,6 @@ from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
 from tvmbridge.tracing.standins import (
-    buffers_named_once,
     without_autocast,
     without_hooks,
     without_repetitions,
@@ -177,7 +177,6 @@ def _exported(
         torch.set_grad_enabled(needs_grad),
         without_autocast(),
         without_hooks(module),
-        buffers_named_once(),
         kept_whole_under_autograd(),
         warnings.catch_warnings(),
     ):
@@ -190,9 +189,30 @@ def _exported(
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
+        _name_buffers_once(program)
         # Without it PyTorch drops draws that nothing reads.
         without_drops = torch._inductor.config.patch(fallback_random=True)
         with without_drops, composites_prepared_for(program):
             program = program.run_decompositions(table)
         tidy_draws(program)
         return program, watch, tails.tail
+
+
+def _name_buffers_once(program: ExportedProgram) -> None:
+    """Leave one input for a buffer that has two names, of which one must not be written alone."""
+    nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
+    held = {**program.constants, **program.state_dict}
+    first: dict[int, torch.fx.Node] = {}
+    kept = []
+    for spec in program.graph_signature.input_specs:
+        key = id(held[spec.target or ""]) if spec.kind is InputKind.BUFFER else None
+        if key is not None and key in first:
+            nodes[spec.arg.name].replace_all_uses_with(first[key])
+            program.graph.erase_node(nodes[spec.arg.name])
+            continue
+        if key is not None:
+            first[key] = nodes[spec.arg.name]
+        kept.append(spec)
+    if len(kept) < len(program.graph_signature.input_specs):
+        program.graph_signature.input_specs = kept
+        program.graph_module.recompile()

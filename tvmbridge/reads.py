@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torch import nn
+
 
 class Question(enum.Enum):
     """What forward may ask of tensors that their shapes and dtypes do not say."""
@@ -31,7 +33,8 @@ class OutsideValue:
     """A value that forward reads and that is not the module's, as it was found.
 
     ``expected`` is a copy that no change reaches or, where the object ``itself`` matters and not
-    what it holds, the object. Two with the same ``key`` are one.
+    what it holds, the object. Two with the same ``key`` are one. ``owner``: the module whose
+    attribute it is, where deep copies of the dispatched module may have a copy of that.
     """
 
     holder: Holder = field(repr=False)
@@ -40,3 +43,4 @@ class OutsideValue:
     expected: Any
     key: tuple[int, str]
     itself: bool = False
+    owner: nn.Module | None = None

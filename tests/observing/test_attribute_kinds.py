@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import enum
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -220,3 +221,27 @@ def test_changed_attributes_of_classes_are_noticed(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(module(x), expected)
         (reason,) = dispatch_report(module).fallbacks
         assert reason in ("the attribute scale changed", "the attribute shifts changed")
+
+
+class Locked:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.factor = 2.0
+
+
+class WithLock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Locked()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.held.factor
+
+
+def test_changes_beside_a_lock_are_noticed() -> None:
+    x = torch.ones(3)
+    module = add_tvm_dispatch(WithLock().eval(), x)
+    assert torch.equal(module(x), x * 2)
+    assert not dispatch_report(module).fallbacks
+    module.held.factor = 3.0  # type: ignore[union-attr]
+    assert torch.equal(module(x), x * 3)

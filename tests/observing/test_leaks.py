@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.dispatch_helpers import eager
-from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, capture, dispatch_report
 
 TABLES: dict[Any, Any] = {}
 KEPT: list[torch.Tensor] = []
@@ -125,3 +127,35 @@ def test_a_refusal_looks_at_no_object_of_others(find: Callable[[Any], torch.Tens
     assert gc.isenabled()
     # What the caller was handling keeps its variables.
     assert frame.f_locals == {"variable": "a variable"}
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_compilation_leaves_no_weak_reference_to_a_parameter(mode: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.ReLU()).train(mode == "train")
+    captured = capture(module, torch.randn(2, 3))
+    add_tvm_dispatch(module, torch.randn(2, 3))
+    assert captured.program is not None
+    for _ in range(2):
+        output = module(torch.randn(2, 3))
+        if mode == "train":
+            output.sum().backward()
+    del output
+    assert [weakref.getweakrefcount(p) for p in module.parameters()] == [0, 0]
+
+
+def test_parameters_can_be_exchanged_in_place() -> None:
+    module: nn.Module = nn.Linear(3, 3).eval()
+    x, weight = torch.randn(2, 3), module.weight
+    plain = copy.deepcopy(module).double()
+    add_tvm_dispatch(module, x)
+    with torch.no_grad():
+        module(x)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.to(torch.float64)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+        assert module.weight is weight
+        torch.testing.assert_close(module(x.double()), plain(x.double()))
+        torch.testing.assert_close(module.to(torch.float32)(x), plain(x.double()).float())
+    assert dispatch_report(module).tvm_calls == 2

@@ -205,6 +205,11 @@ def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModu
 class _SameDtypes(fx.Interpreter):
     """Runs a graph; results keep their dtypes, also where parts of an operator have others."""
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor that the graph holds; operators that write take it with others of the trace."""
+        held = super().get_attr(target, args, kwargs)
+        return aten.lift_fresh_copy.default(held) if isinstance(held, torch.Tensor) else held
+
     def run_node(self, node: fx.Node) -> Any:
         result = super().run_node(node)
         recorded = node.meta.get("val")

@@ -158,7 +158,10 @@ def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
-    """Let what reads ``node`` read ``draw``, which nothing may write into."""
+    """Let what reads ``node`` read ``draw``, which nothing may write into.
+
+    What stands for it says of itself what it did: later draws may ask for its shape.
+    """
     target: Any = node.target
     if target is aten.native_dropout.default:
         x, p = node.args[:2]
@@ -168,6 +171,8 @@ def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
         kept = graph.call_function(aten.mul.Tensor, (x, scaled))
         for user in list(node.users):
             assert user.target is operator.getitem
+            if user.args[1] == 0:
+                kept.meta = dict(user.meta)
             user.replace_all_uses_with((kept, draw)[user.args[1]])  # type: ignore[index]
             graph.erase_node(user)
     elif base_name(target) == RRELU_NAME:
@@ -176,9 +181,13 @@ def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
         product = graph.call_function(aten.mul.Tensor, (x, draw))
         if target._schema.name.endswith("_"):
             product = graph.call_function(aten.copy_.default, (x, product))
-        node.replace_all_uses_with(product)
+        _stand_for(node, product)
     elif target._schema.is_mutable:
-        copy = graph.call_function(aten.copy_.default, (node.args[0], draw))
-        node.replace_all_uses_with(copy)
+        _stand_for(node, graph.call_function(aten.copy_.default, (node.args[0], draw)))
     else:
-        node.replace_all_uses_with(graph.call_function(aten.clone.default, (draw,)))
+        _stand_for(node, graph.call_function(aten.clone.default, (draw,)))
+
+
+def _stand_for(node: fx.Node, other: fx.Node) -> None:
+    other.meta = dict(node.meta)
+    node.replace_all_uses_with(other)

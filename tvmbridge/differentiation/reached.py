@@ -57,5 +57,5 @@ def _refuse_sparse(described: InputDescriptor, gradient: torch.Tensor) -> None:
         name = described.target or described.name
         raise UnsupportedOperatorError(
             f"the gradient of {name} has the layout {gradient.layout}, which compiled code does "
-            "not make: use sparse=False for embeddings"
+            "not make: leave out sparse=True or sparse_grad=True"
         )

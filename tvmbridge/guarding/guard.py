@@ -23,6 +23,7 @@ from tvmbridge.observing.contents import (
     slots_of,
     state_of,
 )
+from tvmbridge.observing.data import is_of_users
 from tvmbridge.reads import Holder, OutsideValue
 
 
@@ -116,7 +117,10 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
     """
     classes = cls.__mro__
     place = next((i for i, c in enumerate(classes) if name in c.__dict__), None)
-    if place is None or classes[place].__module__.startswith("torch."):
+    if place is None:
+        own = [c for c in classes if is_of_users(c)]
+        return [_Watched(c, name, label, MISSING) for c in own]
+    if classes[place].__module__.startswith("torch."):
         return []
     value = classes[place].__dict__[name]
     if not is_constant(value) and not isinstance(value, CONTAINERS):
@@ -194,7 +198,7 @@ class ValueGuard:
                 watched.setdefault((id(each.owner), name), each)
         beside = [
             _Watched(
-                None,
+                v.owner,
                 v.name,
                 f"{v.label} outside of the module",
                 v.expected,

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
+from tvmbridge.observing.leaks import tensors_forgotten
 from tvmbridge.observing.settings import settings_kept
 from tvmbridge.turns import compiling
 
@@ -26,7 +27,7 @@ def tracing_here() -> Iterator[None]:
     The flags that say that something is traced are PyTorch's, and of all threads.
     """
     global _tracer
-    with compiling():
+    with compiling(), tensors_forgotten():
         outer, _tracer = _tracer, threading.get_ident()
         try:
             yield

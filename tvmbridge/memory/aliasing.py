@@ -21,7 +21,11 @@ from tvmbridge.types import HiddenBase, InputKind, OutputAlias
 _creation_meta = torch._C._autograd._get_creation_meta
 _CreationMeta = torch._C._autograd.CreationMeta
 # Views that autograd does not take for views of their base.
-_OWN_HISTORY = {_CreationMeta.IN_CUSTOM_FUNCTION, _CreationMeta.NO_GRAD_MODE}
+_OWN_HISTORY = {
+    _CreationMeta.IN_CUSTOM_FUNCTION,
+    _CreationMeta.INFERENCE_MODE,
+    _CreationMeta.NO_GRAD_MODE,
+}
 _OTHER_HISTORY = (
     "an output shares memory with another tensor, but is made under no_grad or by a custom "
     "autograd function: its gradient is not that of a view"

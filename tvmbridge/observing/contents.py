@@ -6,6 +6,7 @@ import enum
 import functools
 import math
 import pickle
+import queue
 import random
 import types
 from collections import deque
@@ -20,17 +21,17 @@ from torch import nn
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
 # How deep objects are looked into.
 DEPTH = 4
-# Two of these are the same only where they are one object.
+# Two of these are the same only where they are one object. Modules are watched by themselves, and
+# the others hold nothing that could change.
 _THEMSELVES = (
     torch.Tensor,
+    nn.Module,
     type,
     types.FunctionType,
     types.BuiltinFunctionType,
     types.ModuleType,
     enum.Enum,
 )
-# Modules are watched by themselves, and the others hold nothing that could change.
-_OPAQUE = (*_THEMSELVES, nn.Module)
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
@@ -71,7 +72,7 @@ def is_constant(value: Any) -> bool:
 
 def contents(value: Any) -> list[Any]:
     """What ``value`` holds, if it is a container or a plain object such as a configuration."""
-    if isinstance(value, _OPAQUE):
+    if isinstance(value, _THEMSELVES):
         return []
     held = [*attributes_of(value).values()]
     if isinstance(value, Mapping):
@@ -83,9 +84,23 @@ def contents(value: Any) -> list[Any]:
     return [*attributes_of(value), *held]
 
 
+def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
+    """``value`` and what it holds, each followed by what that holds, down to ``depth``."""
+    held = (state_of(value) or []) if depth else []
+    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
+
+
+def same_held(before: list[Any], after: list[Any]) -> bool:
+    """Whether two lists of :func:`all_held` are the same; what containers hold follows them."""
+    return len(before) == len(after) and all(
+        then is now or (type(then) is type(now) and same_value(then, now, depth=0))
+        for then, now in zip(before, after, strict=True)
+    )
+
+
 def may_grow(value: Any) -> bool:
     """Whether ``value``, should it be empty, may come to hold something."""
-    if isinstance(value, _OPAQUE):
+    if isinstance(value, _THEMSELVES):
         return False
     return isinstance(value, Mapping | list | set | deque) or hasattr(value, "__dict__")
 
@@ -125,11 +140,13 @@ def state_of(value: Any) -> list[Any] | None:
         return [pickle.dumps(value.get_state(legacy=False))]
     if isinstance(value, random.Random):
         return [repr(value.getstate())]
+    if isinstance(value, queue.SimpleQueue):
+        return [value.qsize()]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, types.MethodType):
         return [value.__self__]
-    if isinstance(value, (*CONTAINERS, *_OPAQUE)):
+    if isinstance(value, (*CONTAINERS, *_THEMSELVES)):
         return contents(value)
     held = contents(value)
     if held or hasattr(value, "__dict__") or type(value) in _PLAIN_VALUES:

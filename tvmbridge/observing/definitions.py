@@ -12,7 +12,11 @@ import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from tvmbridge.observing.places import Place
+from torch import nn
+
+from tvmbridge.observing.contents import is_constant
+from tvmbridge.observing.data import is_data, is_object
+from tvmbridge.observing.places import Attributes, Place
 from tvmbridge.reads import OutsideValue
 
 _KINDS = (
@@ -29,7 +33,7 @@ _IN_CLASSES = (types.FunctionType, property, staticmethod, classmethod)
 
 
 def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
-    """The function or class that a mention ends at, or a class whose method it is: that very one.
+    """The function, class or module that a mention ends at, or a class whose method it is.
 
     Of a mapping of functions (the caller knows that there is no data in it) each entry; others may
     be added. Those of PyTorch itself and of Python's library are left out.
@@ -41,7 +45,8 @@ def named(passed: Sequence[Place]) -> Iterator[OutsideValue]:
     package = owner.__name__ if isinstance(owner, types.ModuleType) else ""
     if package == "torch" or package.partition(".")[0] in sys.stdlib_module_names:
         return
-    if isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value):
+    own = isinstance(place.value, _KINDS) and not _is_of_pythons_library(place.value)
+    if own or (isinstance(place.value, nn.Module) and not isinstance(owner, nn.Module)):
         yield exactly(place)
     elif isinstance(place.value, dict) and len(place.value) <= _LARGEST_REGISTRY:
         for key, value in place.value.items():
@@ -65,6 +70,17 @@ def of_class(cls: type, names: Iterable[str]) -> Iterator[OutsideValue]:
     for name in names:
         if isinstance(held.get(name), _IN_CLASSES):
             yield exactly(Place(cls, held, name, f"{cls.__name__}.{name}", held[name]))
+
+
+def defaults(value: Any) -> Iterator[Place]:
+    """The defaults of the functions that ``value`` is made of, where calls could change them."""
+    for function in _functions(value):
+        for name in ("__defaults__", "__kwdefaults__"):
+            held = getattr(function, name)
+            each = held.values() if isinstance(held, dict) else held or ()
+            if any(not is_constant(d) and (is_data(d) or is_object(d)) for d in each):
+                label = f"a default of {function.__name__}"
+                yield Place(function, Attributes(function), name, label, held)
 
 
 class Codes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.dependence import DependenceError
-from tvmbridge.observing.contents import DEPTH, same_value, state_of
+from tvmbridge.observing.contents import all_held, same_held
 from tvmbridge.observing.executed import calling_python_module, is_called_by_library
 from tvmbridge.observing.generators import Generators
 from tvmbridge.reads import Question
@@ -32,13 +34,13 @@ class StateBefore:
         self._module = module
         self._attributes = _attributes(module)
         self._places = tensors_of(module, remove_duplicate=True)
-        self._versions = {id(t): _version(t) for t in held}
+        self._versions = {id(t): version_of(t) for t in held}
         self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
 
     def written(self) -> tuple[str, ...]:
         """The names of the attributes that are others now, or hold something else."""
         before, after = self._attributes, _attributes(self._module)
-        changed = [n for n, held in after.items() if not _unchanged(before.get(n, []), held)]
+        changed = [n for n, held in after.items() if not same_held(before.get(n, []), held)]
         return (*(name for name in before if name not in after), *changed)
 
     def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -50,7 +52,7 @@ class StateBefore:
         names: dict[int, list[str]] = {}
         for name, tensor in self._places.items():
             names.setdefault(id(tensor), []).append(name)
-            written = _version(tensor) != self._versions.get(id(tensor), 0)
+            written = version_of(tensor) != self._versions.get(id(tensor), 0)
             if len(names[id(tensor)]) == 2 and written:
                 yield "writes into {}, which is {} too".format(*names[id(tensor)])
 
@@ -59,10 +61,11 @@ class StateBefore:
         # What has become a buffer is one, written or not.
         made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
         others = (t for t in held if id(t) not in self._writable | made)
-        return any(_version(t) != self._versions.get(id(t), 0) for t in others)
+        return any(version_of(t) != self._versions.get(id(t), 0) for t in others)
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version_of(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was written, as far as that is known."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -85,20 +88,6 @@ def _kind(buffer: torch.Tensor | None) -> str:
     return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
 
 
-def all_held(value: Any, depth: int = DEPTH) -> list[Any]:
-    """``value`` and what it holds, each followed by what that holds, down to ``depth``."""
-    held = (state_of(value) or []) if depth else []
-    return [value, *(inner for item in held for inner in all_held(item, depth - 1))]
-
-
-def _unchanged(before: list[Any], after: list[Any]) -> bool:
-    """Whether two lists of :func:`all_held` are the same; what containers hold follows them."""
-    return len(before) == len(after) and all(
-        then is now or (type(then) is type(now) and same_value(then, now, depth=0))
-        for then, now in zip(before, after, strict=True)
-    )
-
-
 class QuestionWatch(TorchFunctionMode):
     """Notes what forward asks of tensors that may decide what it computes.
 
@@ -113,7 +102,19 @@ class QuestionWatch(TorchFunctionMode):
             torch.as_strided,
         }
     )
-    _OF_AUTOGRAD = frozenset({"_base", "_version", "grad", "grad_fn", "is_leaf", "retains_grad"})
+    _OF_AUTOGRAD = frozenset(
+        {"_base", "_version", "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad"}
+    )
+    _OF_MEMORY = frozenset(
+        {
+            torch.Tensor._is_view,
+            torch.Tensor.data_ptr,
+            torch.Tensor.is_set_to,
+            torch.Tensor.storage,
+            torch.Tensor.untyped_storage,
+        }
+    )
+    _TEXT = frozenset({torch.Tensor.__format__, torch.Tensor.__repr__})
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +134,12 @@ class QuestionWatch(TorchFunctionMode):
             self.complaints[f"reads {name} of a tensor"] = None
         if name == "requires_grad" and not is_called_by_library(1):
             self.asks.add(Question.GRADIENTS)
+        if func in self._OF_MEMORY and not is_called_by_library(1, func.__name__):
+            self.complaints[f"asks for the memory of a tensor ({func.__name__})"] = None
+        if func is torch.Tensor.is_inference and not is_called_by_library(1):
+            self.complaints["asks whether a tensor was made in inference mode"] = None
+        if func in self._TEXT and not is_called_by_library(1, func.__name__):
+            self.complaints["makes text of the values of a tensor (print, an f-string)"] = None
         return func(*args, **(kwargs or {}))
 
 
@@ -142,6 +149,8 @@ _NOTED = (
     (torch, "initial_seed", "reads the seed of PyTorch's generator"),
     (torch, "set_rng_state", "sets the state of PyTorch's generator"),
     (torch.random, "set_rng_state", "sets PyTorch's generator"),
+    (os, "urandom", "draws random numbers from the system"),
+    (random, "_urandom", "draws random numbers from the system"),
 )
 
 
@@ -159,6 +168,7 @@ def impurities() -> Iterator[list[str]]:
             for owner, name, note in noted:
                 stack.enter_context(patched_here(owner, name, note))
             stack.enter_context(_autograd_watched(found))
+            stack.enter_context(_hashes_watched(found))
             yield found
         # Nothing is drawn on fake tensors.
         used = generators.used()
@@ -190,6 +200,18 @@ def _autograd_watched(found: list[str]) -> Iterator[None]:
         patched_here(torch.autograd, "grad", _refusing("torch.autograd.grad")),
         patched_here(torch.autograd, "backward", _refusing("Tensor.backward")),
     ):
+        yield
+
+
+@contextmanager
+def _hashes_watched(found: list[str]) -> Iterator[None]:
+    def hashed(genuine: Callable[..., int], tensor: torch.Tensor) -> int:
+        # As above.
+        if not is_called_by_library(3):
+            found.append("has a tensor in a set or as a key, by its hash")
+        return genuine(tensor)
+
+    with patched_here(torch.Tensor, "__hash__", hashed):
         yield
 
 

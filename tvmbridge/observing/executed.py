@@ -16,6 +16,9 @@ from tvmbridge.observing.mentions import Mentions, mentions_of
 _LIBRARIES = frozenset({"functorch", "numpy", "sympy", "torch", "torchgen", "tvm", "tvmbridge"})
 
 
+_PASSING = ("__torch_function__", "handle_torch_function")
+
+
 @dataclass(frozen=True)
 class Executed:
     """A function that ran: its code, its globals, and its free variables by name."""
@@ -42,7 +45,7 @@ def executed_functions(note: Callable[[Executed], None]) -> Iterator[None]:
         code = frame.f_code
         if event != "call" or (id(code),) in known:
             return
-        if _is_library(frame.f_globals.get("__name__")) or code.co_filename.startswith("<frozen"):
+        if is_library(frame.f_globals.get("__name__")) or code.co_filename.startswith("<frozen"):
             known[(id(code),)] = code
             return
         values = frame.f_locals if code.co_freevars else {}
@@ -56,24 +59,28 @@ def executed_functions(note: Callable[[Executed], None]) -> Iterator[None]:
         yield
 
 
-def is_called_by_library(depth: int) -> bool:
-    """Whether the function ``depth`` calls above the one that asks is none of users."""
-    caller = calling_python_module(depth + 1)
-    return caller is None or _is_library(caller)
+def is_called_by_library(depth: int, passing: str = "") -> bool:
+    """Whether the function ``depth`` calls above the one that asks is none of users.
+
+    Functions called ``passing`` are not counted.
+    """
+    caller = calling_python_module(depth + 1, passing)
+    return caller is None or is_library(caller)
 
 
-def calling_python_module(depth: int) -> str | None:
+def calling_python_module(depth: int, passing: str = "") -> str | None:
     """The Python module of the function ``depth`` calls above the one that asks, if there is one.
 
-    Modes that pass a function of PyTorch on are not counted.
+    Modes that pass a function of PyTorch on are not counted, nor functions called ``passing``.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
+    while frame is not None and frame.f_code.co_name in (*_PASSING, passing):
         frame = frame.f_back
     return None if frame is None else str(frame.f_globals.get("__name__"))
 
 
-def _is_library(name: Any) -> bool:
+def is_library(name: Any) -> bool:
+    """Whether nothing is read of the Python module of this ``name``, as above."""
     top = str(name).partition(".")[0]
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.observing.contents import MISSING, is_constant
+from tvmbridge.reads import OutsideValue
 from tvmbridge.tracing.patches import patched_here
 
 aten = torch.ops.aten
@@ -60,6 +62,21 @@ class ForeignTensors(TorchDispatchMode):
                 self.differentiated[id(foreign)] = foreign
 
 
+class ForeignConstant(NamedTuple):
+    """An attribute of a module that forward runs though it is not its own."""
+
+    module: nn.Module
+    name: str
+    value: Any
+
+    def watched(self, originals: Mapping[int, nn.Module]) -> OutsideValue:
+        """The value to be compared, of the user's module where this one is a copy."""
+        owner = originals.get(id(self.module), self.module)
+        label = f"{self.name} of a {type(owner).__name__}"
+        key = (id(owner), self.name)
+        return OutsideValue(owner.__dict__, self.name, label, self.value, key, owner=owner)
+
+
 class ForeignModules:
     """Notes the modules that are run and are none of those that forward may run.
 
@@ -70,9 +87,12 @@ class ForeignModules:
         self._run: dict[int, nn.Module] = {}
         self._minding: set[int] = set()
         self._made: dict[int, nn.Module] = {}
+        self._read: dict[tuple[int, str], nn.Module] = {}
 
     def note(self, module: nn.Module, attribute: str) -> None:
         """``attribute`` of ``module``, which is not known, is read."""
+        if id(module) not in self._made:
+            self._read[id(module), attribute] = module
         if attribute in ("forward", "training") and id(module) not in self._made:
             self._run[id(module)] = module
             if attribute == "training":
@@ -81,10 +101,16 @@ class ForeignModules:
     def clear(self) -> None:
         """What was noted so far does not count."""
         self._run.clear()
+        self._read.clear()
 
     def stateful(self) -> list[nn.Module]:
         """Those that hold tensors, or ask whether they are in training."""
         return [m for key, m in self._run.items() if key in self._minding or _holds_tensors(m)]
+
+    def constants_read(self) -> list[ForeignConstant]:
+        """The numbers, strings and the like that were read of them."""
+        held = ((m, name, m.__dict__.get(name, MISSING)) for (_, name), m in self._read.items())
+        return [ForeignConstant(m, name, v) for m, name, v in held if is_constant(v)]
 
     @contextmanager
     def noticing_new_ones(self) -> Iterator[None]:

@@ -12,14 +12,17 @@ import traceback
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tvmbridge.tracing.patches import patched_here
 
 # How many containers may lie around a tensor.
 _DEPTH = 4
@@ -73,6 +76,30 @@ def collections_put_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def tensors_forgotten() -> Iterator[None]:
+    """After it what PyTorch has noted of tensors to make fake ones of them is forgotten.
+
+    Graphs keep their fake tensors, these the mode, and the mode weak references to parameters: who
+    exchanges these in place (``torch.utils.swap_tensors``) may not find any.
+    """
+    made: list[MetaTensorDescriber] = []
+
+    def make(
+        genuine: Callable[..., None], describer: MetaTensorDescriber, *args: Any, **kwargs: Any
+    ) -> None:
+        made.append(describer)
+        genuine(describer, *args, **kwargs)
+
+    try:
+        with patched_here(MetaTensorDescriber, "__init__", make):
+            yield
+    finally:
+        for describer in made:
+            describer.lookup_tensor.clear()
+            describer.lookup_storage.clear()
 
 
 def release_frames(error: BaseException, handled: BaseException | None = None) -> None:

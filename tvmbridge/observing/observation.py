@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from tvmbridge.memory.aliasing import Sharing, aliases_of, refuse_exchanged, with_exchanged
@@ -29,9 +27,10 @@ from tvmbridge.observing.attributes import (
     values_assigned,
     values_read,
 )
-from tvmbridge.observing.contents import contents
-from tvmbridge.observing.effects import QuestionWatch, StateBefore, all_held, impurities
-from tvmbridge.observing.foreign import ForeignModules, ForeignTensors
+from tvmbridge.observing.contents import all_held
+from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities, version_of
+from tvmbridge.observing.fakes import Fakes, all_tensors, is_tagged, laid_out
+from tvmbridge.observing.foreign import ForeignConstant, ForeignModules, ForeignTensors
 from tvmbridge.observing.leaks import (
     Made,
     collections_put_off,
@@ -63,7 +62,8 @@ class Observation:
     strides of those.
     ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
     tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
-    are not its own. ``kept``: a tensor that it made outlived the call.
+    are not its own, ``foreign_constants`` what it reads of others. ``kept``: a tensor that it made
+    outlived the call.
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
@@ -79,6 +79,7 @@ class Observation:
     impure: tuple[str, ...]
     foreign: tuple[torch.Tensor, ...] = ()
     foreign_modules: tuple[nn.Module, ...] = ()
+    foreign_constants: tuple[ForeignConstant, ...] = ()
     kept: bool = False
     outside: tuple[OutsideValue, ...] = ()
     changes: tuple[str, ...] = ()
@@ -108,40 +109,12 @@ def observe(
         try:
             with saved_without_circles():
                 # The fakes have no name here: what is alive when it is done counts as kept.
-                seen = _observe(module, _Fakes.of(module, args, kwargs), needs_grad, made, within)
+                seen = _observe(module, Fakes.of(module, args, kwargs), needs_grad, made, within)
         except BaseException as error:
             release_frames(error, handled)
             made.forget()
             raise
         return replace(seen, kept=made.forget())
-
-
-@dataclass(frozen=True)
-class _Fakes:
-    """The fake tensors that forward is run on.
-
-    ``given`` are the leaves of its arguments, of this ``structure``. ``held`` stand for the
-    module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
-    stand for, where these have no name in the module but are held by lists or dicts.
-    """
-
-    mode: FakeTensorMode
-    given: list[Any]
-    structure: pytree.TreeSpec
-    held: dict[int, torch.Tensor]
-    beside: dict[int, torch.Tensor]
-
-    @classmethod
-    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Fakes:
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        # Each argument is a primal of its own, even where two are one tensor, or a parameter.
-        given = [_fake(mode, leaf) for leaf in leaves]
-        own = _all_tensors(module)
-        held = {id(t): _fake(mode, t) for t in own}
-        named = {id(t) for t in tensors_of(module).values()}
-        beside = {id(held[id(t)]): t for t in own if id(t) not in named}
-        return cls(mode, given, structure, held, beside)
 
 
 class _Run:
@@ -150,14 +123,14 @@ class _Run:
     It is made, and runs, in the modes that forward is run in.
     """
 
-    def __init__(self, module: nn.Module, fakes: _Fakes, foreign_modules: ForeignModules) -> None:
+    def __init__(self, module: nn.Module, fakes: Fakes, foreign_modules: ForeignModules) -> None:
         self.outside = OutsideReads(module)
         self.foreign = ForeignTensors(fakes.beside)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
         self.results: list[Any] = []
         self._left_changed: list[str] = []
-        self._reshaped = False
+        self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
         self._foreign_modules = foreign_modules
@@ -167,7 +140,9 @@ class _Run:
         """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         held = self._fakes.held.values()
-        shapes = list(map(_shape, (*self._fakes.given, *held)))
+        tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
+        versions = list(map(version_of, self._fakes.entwined))
+        shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
         forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
         with (
             made,
@@ -184,7 +159,14 @@ class _Run:
                 further.enter_context(each)
             self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
             self._left_changed = settings.changed()
-        self._reshaped = shapes != list(map(_shape, (*self._fakes.given, *held)))
+        self._reshaped = shapes != list(map(laid_out, tensors))
+        # What is written into comes to require a gradient as well, and is no leaf then.
+        self._switched = any(
+            t.requires_grad != before and (before or t.is_leaf)
+            for t, before in zip(tensors, records, strict=True)
+        )
+        self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))
+        self._tagged = any(map(is_tagged, (*tensors, *self.results)))
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
             self.questions.asks.add(Question.INFERENCE)
         return structure
@@ -203,6 +185,12 @@ class _Run:
         found = [f"leaves {name} changed" for name in self._left_changed]
         if self._reshaped:
             found.append("changes the shape or strides of an argument or a weight in place")
+        if self._writes_entwined:
+            found.append("writes into an argument that shares elements with another tensor")
+        if self._switched:
+            found.append("changes requires_grad of an argument or a weight")
+        if self._tagged:
+            found.append("sets attributes of a tensor")
         recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
         if recorded and not self._records:
             found.append("turns gradients on where they are off, for what it returns")
@@ -212,7 +200,7 @@ class _Run:
 
 def _observe(
     module: nn.Module,
-    fakes: _Fakes,
+    fakes: Fakes,
     needs_grad: bool,
     made: Made,
     within: Iterable[AbstractContextManager[Any]],
@@ -227,7 +215,7 @@ def _observe(
         stack.enter_context(run_on_fakes(module))
         stack.enter_context(tensors_replaced(module, fakes.held))
         # No fakes stand for what objects of other classes hold.
-        before = StateBefore(module, (*fakes.held.values(), *_all_tensors(module)))
+        before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
         run = _Run(module, fakes, others)
@@ -244,7 +232,7 @@ def _observe(
             impure.append(f"returns {shared}, which a hook has made")
         sharing = run.sharing(after)
         impure.extend(before.writes_by_two_names())
-        if before.has_written_other_tensors(_all_tensors(module)):
+        if before.has_written_other_tensors(all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = before.rebound(after)
         refuse_exchanged(rebound, run.results, sharing)
@@ -259,9 +247,10 @@ def _observe(
         structure=structure,
         sharing=sharing,
         rebound=exchanged,
-        impure=(*impure, *run.complaints(), *_iterators_among(values)),
+        impure=(*dict.fromkeys(impure), *run.complaints(), *_iterators_among(values)),
         foreign=tuple(run.foreign.found.values()),
         foreign_modules=tuple(others.stateful()),
+        foreign_constants=tuple(others.constants_read()),
         outside=run.outside.values(),
         changes=run.outside.changed(),
         asks=frozenset(run.questions.asks | run.outside.asks),
@@ -270,29 +259,7 @@ def _observe(
     )
 
 
-def _shape(value: Any) -> Any:
-    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else None
-
-
 def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
     for (path, name), value in values.items():
         if any(isinstance(held, Iterator) for held in all_held(value)):
             yield f"reads the iterator {path}.{name}".replace(" .", " ")
-
-
-def _all_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """The module's tensors, those in lists and dicts among its attributes too."""
-    found = list(tensors_of(module).values())
-    for owner in module.modules():
-        for name, value in owner.__dict__.items():
-            if name not in ("_parameters", "_buffers"):
-                found += [t for t in contents(value) if isinstance(t, torch.Tensor)]
-    return found
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    fake = mode.from_tensor(value.detach(), static_shapes=True)
-    # Where no gradient is asked for, views of it say so too, and detached ones do not.
-    return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake

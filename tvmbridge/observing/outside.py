@@ -7,32 +7,34 @@ observed.
 
 from __future__ import annotations
 
-import contextvars
+import builtins
 import functools
-import io
-import os
+import operator
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tvmbridge.libraries import SAME_WHEN_COMPILED
 from tvmbridge.observing.contents import (
     MISSING,
     same_value,
-    state_of,
 )
 from tvmbridge.observing.data import data_of, is_data, is_object, is_of_users
-from tvmbridge.observing.definitions import Codes, exactly, named, of_class
-from tvmbridge.observing.executed import Executed, executed_functions
-from tvmbridge.observing.mentions import Mention, Origin
+from tvmbridge.observing.definitions import Codes, defaults, exactly, of_class
+from tvmbridge.observing.executed import Executed, executed_functions, is_library
+from tvmbridge.observing.mentions import Ending, Origin
+from tvmbridge.observing.namespaces import Namespace, searched
 from tvmbridge.observing.places import Cells, Place, bind, places
-from tvmbridge.reads import Holder, OutsideValue, Question
+from tvmbridge.observing.snapshots import Snapshots, holds_iterator
+from tvmbridge.observing.watching import values_at, watched
+from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.tracing.standins import copied_values
 
 # Tracing switches them off meanwhile.
@@ -43,21 +45,9 @@ _ABOUT_COMPILERS = (
     torch.compiler.is_exporting,
     torch._utils.is_compiling,
 )
+_ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
 # Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
-# Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
-_SETTINGS = frozenset(
-    {
-        "get_deterministic_debug_mode",
-        "get_float32_matmul_precision",
-        "get_num_interop_threads",
-        "get_num_threads",
-        "is_anomaly_check_nan_enabled",
-        "is_anomaly_enabled",
-        "is_deterministic_algorithms_warn_only_enabled",
-        "is_warn_always_enabled",
-    }
-)
 
 
 class OutsideReads:
@@ -79,46 +69,104 @@ class OutsideReads:
         self._cells: list[Cells] = []
         # Code of functions within functions that ran, whose free variables are made at each run.
         self._inner: set[int] = set()
+        self._snapshots = Snapshots()
+        self._namespaces: dict[int, tuple[Namespace, frozenset[str]]] = {}
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
+        of_classes = (f for cls in self._classes for f in vars(cls).values())
+        for value in (*of_classes, *(v for m in module.modules() for v in vars(m).values())):
+            self._watch_defaults(value)
 
     def collecting(self) -> AbstractContextManager[None]:
         """Within it functions that run in this thread are looked at before they do."""
         return executed_functions(self._note)
 
     def _note(self, executed: Executed) -> None:
-        self._names |= set(executed.code.co_names)
-        if executed.mentions.compares_identity:
+        mentions = executed.mentions
+        self._names |= {*executed.code.co_names, *mentions.strings}
+        if mentions.compares_identity:
             self.asks.add(Question.IDENTITY)
         same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
         own = id(executed.code) not in self._inner
         self._inner.update(map(id, _codes_within(executed.code)))
-        for mention in executed.mentions.found:
+        for mention in mentions.found:
             if mention.origin is Origin.FREE and not own:
                 continue
             passed = places(executed, mention)
             if passed:
-                self._look_at(passed)
-                if any(passed[-1].value is f for f in _ABOUT_COMPILERS) and not same_anyway:
-                    self.asks.add(Question.COMPILED)
-            elif mention == Mention(Origin.GLOBAL, "id"):
-                self.asks.add(Question.IDENTITY)
+                self._look_at(passed, mention.ending)
+                if not same_anyway:
+                    self._note_tracing(passed[-1].value)
+                for namespace in searched(executed, mention, passed):
+                    self._watch_all(namespace, mentions.strings)
 
-    def _look_at(self, passed: Sequence[Place]) -> None:
+    def _note_tracing(self, value: Any) -> None:
+        if any(value is f for f in _ABOUT_COMPILERS):
+            self.asks.add(Question.COMPILED)
+        elif value is FakeTensor:
+            self.complaints.append("asks whether tensors are fake, which only those of a trace are")
+
+    def _look_at(self, passed: Sequence[Place], ending: Ending) -> None:
         self._met |= {p.value if isinstance(p.value, type) else type(p.value) for p in passed}
-        value = passed[-1].value
+        label, value = passed[-1].label, passed[-1].value
+        if value is MISSING:
+            self._keep(exactly(passed[-1]))
+            return
         if value is torch.default_generator:
             self.complaints.append("uses torch.default_generator")
-        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            self.complaints.append(f"reads the iterator {passed[-1].label}")
+        elif holds_iterator(value):
+            self.complaints.append(f"reads the iterator {label}")
+        elif any(value is f for f in _ABOUT_IDENTITY):
+            self.asks.add(Question.IDENTITY)
         elif _is_class_of_some_tensors(value):
             self.asks.add(Question.CLASS)
-        for found in _values(passed):
-            if isinstance(found.holder, Cells):
-                self._cells.append(found.holder)
-            self._values.setdefault(found.key, found)
+        self._note_comparison(label, value, ending)
+        found = list(values_at(passed))
+        for each in found:
+            self._keep(each)
             if any(place.value in _EXCHANGED for place in passed[:-1]):
-                self.complaints.append(f"reads {found.label}, which is exchanged in a trace,")
+                self.complaints.append(f"reads {each.label}, which is exchanged in a trace,")
+        if not found:
+            self._snapshots.take(passed)
+            if ending is Ending.WRITTEN:
+                self._keep(exactly(passed[-1]))
+        if isinstance(value, functools._lru_cache_wrapper):
+            self._note_cached(value.__wrapped__)
+        self._watch_defaults(value)
+
+    def _note_comparison(self, label: str, value: Any, ending: Ending) -> None:
+        """What a trace answers otherwise than a call: its tensors are others, of another class."""
+        compared = ending in (Ending.COMPARED, Ending.IDENTIFIED)
+        if compared and isinstance(value, type) and issubclass(value, torch.Tensor):
+            self.complaints.append(f"compares the class of a tensor with {label} (use isinstance)")
+        elif ending is Ending.IDENTIFIED and isinstance(value, torch.Tensor):
+            self.complaints.append(f"asks whether a tensor is {label}")
+
+    def _note_cached(self, function: Any) -> None:
+        """Look at a function whose results are kept, which may not run."""
+        if isinstance(function, types.FunctionType) and not is_library(function.__module__):
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            free = {name: cell.cell_contents for name, cell in cells}
+            self._note(Executed(function.__code__, function.__globals__, free))
+
+    def _keep(self, found: OutsideValue) -> None:
+        if isinstance(found.holder, Cells):
+            self._cells.append(found.holder)
+        self._values.setdefault(found.key, found)
+
+    def _watch_all(self, namespace: Namespace, strings: Iterable[str]) -> None:
+        for place in namespace.missing(strings):
+            self._keep(exactly(place))
+        names = frozenset(namespace.values)
+        if id(namespace.values) not in self._namespaces:
+            self._namespaces[id(namespace.values)] = namespace, names
+            for place in namespace.places():
+                for found in values_at([place]):
+                    self._keep(found)
+
+    def _watch_defaults(self, value: Any) -> None:
+        for place in defaults(value):
+            self._keep(watched(place))
 
     def values(self) -> tuple[OutsideValue, ...]:
         """What was collected, and the class attributes that are mentioned.
@@ -137,6 +185,9 @@ class OutsideReads:
         """What is not as it was found; generators of random numbers are put back."""
         changed = bind(self._cells)
         changed += [value.label for value in self._values.values() if _has_changed(value)]
+        changed += self._snapshots.changed()
+        for (label, values), names in self._namespaces.values():
+            changed += [f"{label}{name}" for name in values if name not in names]
         for cls, before in self._classes.items():
             now = data_of(cls)
             written = {n for n in {**before, **now} if not _same(before, now, n)}
@@ -183,81 +234,7 @@ def _of_classes(classes: Iterable[type], names: set[str]) -> Iterator[OutsideVal
         if not is_of_users(cls):
             continue
         for name in names & cls.__dict__.keys():
-            if is_data(cls.__dict__[name]):
+            if is_data(cls.__dict__[name]) or is_object(cls.__dict__[name]):
                 label = f"{cls.__name__}.{name}"
-                yield _watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
+                yield watched(Place(cls, cls.__dict__, name, label, cls.__dict__[name]))
         yield from of_class(cls, names)
-
-
-def _values(passed: Sequence[Place]) -> Iterator[OutsideValue]:
-    """The value at the end of a mention, and whether the objects before it are others now."""
-    *before, place = passed
-    found = _setting(place)
-    # What torch holds itself are dtypes and numbers.
-    of_torch = bool(before) and before[-1].value is torch
-    if found is None and not of_torch and (is_data(place.value) or is_object(place.value)):
-        found = _watched(place)
-    ends = [found] if found is not None else list(named(passed))
-    yield from ends
-    for each in before if ends else ():
-        if not isinstance(each.value, types.ModuleType):
-            yield exactly(each)
-
-
-class _State:
-    """What an object holds, of one whose class does not copy it faithfully."""
-
-    def __init__(self, holder: Holder) -> None:
-        self._holder = holder
-
-    def get(self, name: str, default: Any) -> Any:
-        return state_of(self._holder.get(name, default))
-
-
-def _watched(place: Place) -> OutsideValue:
-    holder, value = place.holder, place.value
-    copied = copied_values({0: value})[0]
-    if not same_value(copied, value):
-        holder = _State(holder)
-        copied = copied_values({0: state_of(value)})[0]
-    return OutsideValue(holder, place.name, place.label, copied, place.key)
-
-
-class _Result:
-    """What a function without arguments returns: the same object as long as it is equal."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self._last: Any = MISSING
-
-    def get(self, name: str, default: Any) -> Any:
-        now = self._function()
-        if not same_value(now, self._last):
-            self._last = now
-        return self._last
-
-
-def _setting(place: Place) -> OutsideValue | None:
-    """A setting of PyTorch or of the process that is read by what stands at ``place``."""
-    value = place.value
-    if value is os.environ or value is os.getenv:
-        variables = os.environ._data  # type: ignore[attr-defined]
-        label, key = "os.environ", (id(os.environ), "")
-        return OutsideValue({"": variables}, "", label, dict(variables), key)
-    reader = None
-    if isinstance(value, contextvars.ContextVar):
-        reader = _Result(functools.partial(value.get, MISSING))
-    elif _reads_setting(value):
-        reader = _Result(value)
-    if reader is None:
-        return None
-    return OutsideValue(reader, "", place.label, reader.get("", None), (id(value), ""))
-
-
-def _reads_setting(value: Any) -> bool:
-    """Whether ``value`` is a function of PyTorch, without arguments, that returns a setting."""
-    if not isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return False
-    if (value.__module__ or "").startswith("torch.backends"):
-        return value.__name__.endswith("_enabled") and not value.__name__.startswith("set_")
-    return value.__name__ in _SETTINGS

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import inspect
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from tvmbridge.observing.contents import MISSING, is_constant
 from tvmbridge.observing.executed import Executed
-from tvmbridge.observing.mentions import Mention, Origin, absolute
+from tvmbridge.observing.mentions import Ending, Mention, Origin, absolute
 from tvmbridge.reads import Holder
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -38,14 +39,23 @@ class Place:
 
 
 def places(executed: Executed, mention: Mention) -> list[Place]:
-    """The places that a mention leads past, as far as they can be told; the last is meant."""
+    """The places that a mention leads past, as far as they can be told; the last is meant.
+
+    Where nothing has the name of a global, or of what is to be written, its value is MISSING.
+    """
     start = _start(executed, mention)
-    return [] if start is None else list(_along(start, mention.attributes))
+    found = [] if start is None else list(_along(start, mention.attributes))
+    if found and mention.ending is Ending.WRITTEN and len(found) == len(mention.attributes):
+        owner, name = found[-1], mention.attributes[-1]
+        if isinstance(getattr(owner.value, "__dict__", None), Mapping):
+            label = f"{owner.label}.{name}"
+            found.append(Place(owner.value, vars(owner.value), name, label, MISSING))
+    return found
 
 
 def _start(executed: Executed, mention: Mention) -> Place | None:
     name = mention.name
-    holder: Holder = executed.globals
+    holder: Any = executed.globals
     if mention.origin is Origin.FREE:
         if name == "__class__" or isinstance(executed.free.get(name), (type, *_FUNCTIONS)):
             return None
@@ -53,8 +63,12 @@ def _start(executed: Executed, mention: Mention) -> Place | None:
     elif mention.origin is Origin.MODULE:
         name = absolute(name, executed.globals.get("__package__"))
         holder = sys.modules
+    elif name not in holder and name in vars(builtins):
+        holder = vars(builtins)
     value = holder.get(name, MISSING)
-    return None if value is MISSING else Place(holder, holder, name, name, value)
+    if value is MISSING and mention.origin is not Origin.GLOBAL:
+        return None
+    return Place(holder, holder, name, name, value)
 
 
 def _along(place: Place, attributes: tuple[str, ...]) -> Iterator[Place]:
@@ -75,7 +89,7 @@ def _attribute(place: Place, name: str) -> Place | None:
     if isinstance(owner, types.ModuleType) and name in vars(owner):
         holder = vars(owner)
     elif _is_backend(owner) or isinstance(owner, threading.local):
-        holder = _Attributes(owner)
+        holder = Attributes(owner)
     elif isinstance(owner, type):
         owner = next((c for c in owner.__mro__ if name in c.__dict__), None)
         if owner is None:
@@ -86,7 +100,7 @@ def _attribute(place: Place, name: str) -> Place | None:
     elif name in (getattr(owner, "__dict__", None) or {}):
         holder = vars(owner)
     elif not hasattr(inspect.getattr_static(type(owner), name, property()), "__get__"):
-        holder = _Attributes(owner)  # which its class has for all, until the object has its own
+        holder = Attributes(owner)  # which its class has for all, until the object has its own
     else:
         return None
     value = holder.get(name, MISSING)
@@ -139,7 +153,7 @@ def bind(cells: Sequence[Cells]) -> list[str]:
     return [name for free in lost for name in free]
 
 
-class _Attributes:
+class Attributes:
     """Attributes that are in no dict, in another one for each thread, or in that of the class."""
 
     def __init__(self, owner: Any) -> None:

@@ -30,6 +30,7 @@ from tvmbridge.observing.refusal import (
 from tvmbridge.reads import Question
 from tvmbridge.tracing.standins import (
     copied_values,
+    modules_held,
     run_apart,
     stand_in,
     tensors_of,
@@ -74,12 +75,13 @@ def staged(
     refuse_at_sight(module, args, kwargs)
     if not apart:
         refuse_own_call(module)
-    actor = _actor(module) if apart else module
+    originals: dict[int, nn.Module] = {}
+    actor = _actor(module, originals) if apart else module
     try:
         seen = observe(actor, args, kwargs, needs_grad)
         leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
         if leaves_traces and apart and not seen.impure:
-            actor = _actor(module)
+            actor = _actor(module, originals)
             run_apart(actor, args, kwargs)
             restore_generators(seen.outside)
             again = observe(actor, args, kwargs, needs_grad)
@@ -102,9 +104,12 @@ def staged(
     refuse_foreign(module, seen.foreign_modules)
     _refuse_effects(module, seen)
     refuse_what_is_asked(module, (args, dict(kwargs)), seen.asks)
-    if not apart:
+    if apart:
+        seen = replace(seen, values=_of_users(seen.values, originals))
+    else:
         seen = replace(seen, values=copied_values(seen.values), assigned={})
-    return Stage(actor, seen)
+    of_foreign = (each.watched(originals) for each in seen.foreign_constants)
+    return Stage(actor, replace(seen, outside=(*seen.outside, *of_foreign)))
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:
@@ -144,9 +149,20 @@ def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
             raise NotApartError(f"forward reaches {owned[id(tensor)]} past the module")
 
 
-def _actor(module: nn.Module) -> nn.Module:
+def _of_users(
+    values: Mapping[tuple[str, str], Any], originals: Mapping[int, nn.Module]
+) -> dict[tuple[str, str], Any]:
+    """``values`` of a stand-in, with the user's modules wherever they hold those of the stand-in.
+
+    A method of a submodule, or a dict of submodules, is another one where its module is another.
+    """
+    holding = {key: value for key, value in values.items() if modules_held(value)}
+    return {**values, **copied_values(holding, originals)}
+
+
+def _actor(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module:
     """A stand-in without hooks or a ``__call__`` of its own, which run outside of forward."""
-    actor = stand_in(module)
+    actor = stand_in(module, originals)
     if actor is None:
         raise NotApartError(f"{type(module).__name__} cannot be copied")
     without_own_call(actor)

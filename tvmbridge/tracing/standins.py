@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from tvmbridge.observing.contents import all_held, contents
 from tvmbridge.observing.generators import Generators
 from tvmbridge.structure import map_tensors
 from tvmbridge.tracing.patches import patched_here
@@ -27,16 +28,21 @@ logger = logging.getLogger(__name__)
 STAND_IN = "tvmbridge.stand_in"
 
 
-def stand_in(module: nn.Module) -> nn.Module | None:
+def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
     """A copy of ``module`` in all but its tensors, which are the very same.
 
     None where it cannot be copied: an attribute refuses, or the copy has other submodules.
+
+    Args:
+        module: what is copied.
+        originals: gets the modules that were copied, by the ids of their copies.
     """
+    memo: dict[Any, Any] = {STAND_IN: True}
     try:
         with ExitStack() as stack:
             for tensor_type in (torch.Tensor, nn.Parameter):
                 stack.enter_context(patched_here(tensor_type, "__deepcopy__", _itself))
-            copied = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
+            copied = copy.deepcopy(module, memo)
     except Exception as error:
         logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
         return None
@@ -44,6 +50,10 @@ def stand_in(module: nn.Module) -> nn.Module | None:
     alike = all(n == m and type(a) is type(b) for (n, a), (m, b) in pairs)
     if not alike or len(list(module.modules())) != len(list(copied.modules())):
         return None
+    if originals is not None:
+        # There copy.deepcopy keeps what it has copied.
+        found = [m for m in memo.get(id(memo), ()) if isinstance(m, nn.Module)]
+        originals.update({id(memo[id(m)]): m for m in found})
     return copied
 
 
@@ -77,30 +87,6 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def buffers_named_once() -> Iterator[None]:
-    """Within it the buffers of a submodule that is in several places have the first of their names.
-
-    torch.export takes each name for a tensor of its own, and cannot follow what is written then.
-    """
-
-    def named(
-        genuine: Callable[..., Any],
-        owner: nn.Module,
-        prefix: str = "",
-        recurse: bool = True,
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        if remove_duplicate or not recurse:
-            yield from genuine(owner, prefix, recurse, remove_duplicate)
-            return
-        for path, part in owner.named_modules(prefix=prefix):
-            yield from genuine(part, path, False, False)
-
-    with patched_here(nn.Module, "named_buffers", named):
-        yield
-
-
 def without_inference_tensors(value: Any) -> Any:
     """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
     return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
@@ -128,22 +114,54 @@ def without_inference_state(module: nn.Module) -> None:
     _exchange(module, {key: _copied(t) for key, t in own.items()})
 
 
-def copied_values(values: Mapping[Any, Any]) -> dict[Any, Any]:
+def copied_values(
+    values: Mapping[Any, Any], instead: Mapping[int, nn.Module] | None = None
+) -> dict[Any, Any]:
     """Copies that no change of the originals reaches; they hold the very same tensors and modules.
 
-    What cannot be copied (a lock, say) stays as it is.
+    What cannot be copied (a lock, say) stays as it is, and what holds it is copied around it.
+
+    Args:
+        values: what is copied.
+        instead: modules that the copies hold in place of others, by the ids of those.
     """
+    others = instead or {}
     copies = {}
     with ExitStack() as stack:
         for held_type in (torch.Tensor, nn.Parameter):
             stack.enter_context(patched_here(held_type, "__deepcopy__", _itself))
         for key, value in values.items():
-            modules = {id(m): m for m in pytree.tree_leaves(value) if isinstance(m, nn.Module)}
-            try:
-                copies[key] = copy.deepcopy(value, modules)
-            except Exception:
-                copies[key] = value
+            modules = {id(m): others.get(id(m), m) for m in modules_held(value)}
+            copies[key] = _copied_value(value, modules)
     return copies
+
+
+def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        logger.debug("%s cannot be copied as a whole", type(value).__name__)
+    try:
+        return copy.deepcopy(value, {**memo, **_uncopyable(value)})
+    except Exception:
+        return value
+
+
+def _uncopyable(value: Any) -> dict[int, Any]:
+    """What ``value`` holds that holds nothing and cannot be copied, by its id."""
+    found = {}
+    for held in all_held(value):
+        if not contents(held):
+            try:
+                copy.deepcopy(held)
+            except Exception:
+                found[id(held)] = held
+    return found
+
+
+def modules_held(value: Any) -> list[nn.Module]:
+    """``value`` itself if it is a module, and the modules that it holds."""
+    return [held for held in all_held(value) if isinstance(held, nn.Module)]
 
 
 def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:

@@ -1,0 +1,125 @@
+"""Questions about tensors that a trace answers otherwise than a call are refused by name."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, dispatch_report
+
+KNOWN = torch.ones(3)
+
+
+class Asking(nn.Module):
+    """Computes one of two things, by what ``asks`` says of its arguments."""
+
+    def __init__(self, asks: Callable[..., Any]) -> None:
+        super().__init__()
+        self.asks = asks
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0] * (2.0 if self.asks(self, *tensors) else 3.0)
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "type is": (lambda _, x: type(x) is torch.Tensor, "the class of a tensor with torch.Tensor"),
+    "type ==": (lambda _, x: type(x) == torch.Tensor, "the class of a tensor with"),  # noqa: E721
+    "type in": (lambda _, x: type(x) in (torch.Tensor, nn.Parameter), "the class of a tensor with"),
+    "class": (lambda _, x: x.__class__ is torch.Tensor, "the class of a tensor with torch.Tensor"),
+    "of a weight": (lambda m, _: type(m.weight) is nn.Parameter, "the class of a tensor with nn."),
+    "fake": (lambda _, x: isinstance(x, FakeTensor), "asks whether tensors are fake"),
+    "is": (lambda _, x: x is KNOWN, "asks whether a tensor is KNOWN"),
+    "key": (lambda _, x: x in {KNOWN: 1}, "in a set or as a key"),
+    "set": (lambda _, x: len({x}) == 1, "in a set or as a key"),
+    "data_ptr": (lambda _, x: x.data_ptr() == 0, r"the memory of a tensor \(data_ptr\)"),
+    "storage": (lambda _, x: x.storage().size() == 3, r"the memory of a tensor \(storage\)"),
+    "untyped_storage": (
+        lambda _, x: x.untyped_storage().nbytes() == 12,
+        r"the memory of a tensor \(untyped_storage\)",
+    ),
+    "is_inference": (lambda _, x: x.is_inference(), "whether a tensor was made in inference"),
+    "is_view": (lambda _, x: x._is_view(), r"the memory of a tensor \(_is_view\)"),
+    "repr": (lambda _, x: "Fake" in repr(x), "makes text of the values"),
+    "str": (lambda _, x: "Fake" in str(x), "makes text of the values"),
+    "f-string": (lambda _, x: "Fake" in f"{x}", "makes text of the values"),
+    "%": (lambda _, x: "Fake" in "%s" % x, "makes text of the values"),  # noqa: UP031
+    "print": (lambda _, x: print(x), "makes text of the values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+@pytest.mark.parametrize("question", REFUSED)
+def test_a_question_is_refused(question: str) -> None:
+    asks, message = REFUSED[question]
+    with pytest.raises(CaptureError, match=message):
+        add_tvm_dispatch(Asking(asks).eval(), torch.randn(3))
+
+
+SERVED: dict[str, Callable[..., Any]] = {
+    "isinstance": lambda _, x: isinstance(x, torch.Tensor),
+    "isinstance of a weight": lambda m, _: isinstance(m.weight, nn.Parameter),
+    "is None": lambda m, x: x is None or m.weight is None,
+    "the shape as text": lambda _, x: f"{x.shape} {x.dtype} {x.device}" == "",
+    "the class of something else": lambda m, _: type(m) is Asking,
+    "equal elements": lambda _, x: (x == KNOWN).shape == x.shape,
+    "a parameter as text": lambda m, _: f"{type(m).__name__}" == "Asking",
+}
+
+
+@pytest.mark.parametrize("question", SERVED)
+def test_other_questions_are_served(question: str) -> None:
+    asks, x = SERVED[question], torch.randn(3)
+    module = add_tvm_dispatch(Asking(asks).eval(), x)
+    torch.testing.assert_close(module(x), Asking(asks)(x))
+    assert not dispatch_report(module).fallbacks
+
+
+def test_identity_asked_by_a_function_is_watched() -> None:
+    def same(_: Any, x: torch.Tensor, y: torch.Tensor) -> bool:
+        return operator.is_(x, y)
+
+    x, y = torch.randn(3), torch.randn(3)
+    module = add_tvm_dispatch(Asking(same).eval(), (x, y))
+    torch.testing.assert_close(module(x, y), x * 3)
+    torch.testing.assert_close(module(x, x), x * 2)
+    ((reason, _),) = dispatch_report(module).fallbacks.items()
+    assert reason.startswith("one tensor is given twice")
+
+
+class Viewing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return x.view(-1)
+
+
+def test_a_view_made_in_inference_mode_of_an_argument_that_learns_is_refused() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    assert Viewing()(x).grad_fn is None
+    with pytest.raises(BridgeError, match="its gradient is not that of a view"):
+        add_tvm_dispatch(Viewing().train(), x)
+    module = add_tvm_dispatch(Viewing().train(), x.detach())
+    torch.testing.assert_close(module(x.detach()), x.detach().view(-1))
+
+
+class Inferring(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2.0 if torch.is_inference_mode_enabled() else 3.0)
+
+
+def test_inference_mode_that_forward_asks_for_is_watched() -> None:
+    x = torch.randn(3)
+    module = add_tvm_dispatch(Inferring().eval(), x)
+    with torch.inference_mode():
+        torch.testing.assert_close(module(x), x * 2)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), x * 3)
+    ((reason, _),) = dispatch_report(module).fallbacks.items()
+    assert reason == "torch.is_inference_mode_enabled outside of the module changed"
