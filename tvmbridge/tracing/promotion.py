@@ -125,7 +125,8 @@ def _may_be_tried(op: torch._ops.OpOverload, tensors: Sequence[torch.Tensor]) ->
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    # Dense: some kernels read indices as if they were, whatever their strides say.
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
