@@ -33,6 +33,7 @@ from tvmbridge.observing.refusal import (
 )
 from tvmbridge.observing.staging import Stage, staged
 from tvmbridge.tail import Tail, TailWatch
+from tvmbridge.tracing.autocast import refuse_other_dtypes
 from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
 from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_under_autograd
@@ -183,6 +184,7 @@ def _exported(
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
+        refuse_other_dtypes(program)
         # Without it PyTorch drops draws that nothing reads.
         without_drops = torch._inductor.config.patch(fallback_random=True)
         with without_drops, composites_prepared_for(program):
