@@ -34,6 +34,7 @@ from tvmbridge.observing.refusal import (
 )
 from tvmbridge.observing.staging import Stage, staged
 from tvmbridge.tail import Tail, TailWatch
+from tvmbridge.tracing.autocast import refuse_other_dtypes
 from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
 from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_under_autograd
@@ -190,6 +191,7 @@ def _exported(
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
         _name_buffers_once(program)
+        refuse_other_dtypes(program)
         # Without it PyTorch drops draws that nothing reads.
         without_drops = torch._inductor.config.patch(fallback_random=True)
         with without_drops, composites_prepared_for(program):

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 
 from tests.conformance.admit import write_admitted
-from tests.conformance.coverage import operators, special_operators
+from tests.conformance.coverage import (
+    every_operator,
+    operators,
+    operators_with_long_rows,
+    special_operators,
+)
 from tests.conformance.document import write_document, write_results
 from tests.conformance.quick import (
     QUICK_GRADIENTS,
@@ -24,6 +29,11 @@ from tests.conformance.quick import (
 from tests.conformance.runner import Entry, Settings, run_entries
 from tests.conformance.table import FAILURES, Table, describe, read_rows
 
+_KNOWN = {
+    "samples": operators,
+    "special": special_operators,
+    "accuracy": operators_with_long_rows,
+}
 MODES = ("forward", "auto", "relax", "aot")
 
 
@@ -36,7 +46,7 @@ def all_entries(
         for mode in modes
         for dtype in dtypes
         for name in names
-        if _has(special_operators()[name], getattr(torch, dtype), mode)
+        if _has(every_operator()[name], getattr(torch, dtype), mode)
     ]
 
 
@@ -80,8 +90,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--values",
         default="samples",
-        choices=["samples", "special"],
-        help="those of the samples, or NaN, infinities, signed zeros and extremes strewn over them",
+        choices=["samples", "special", "accuracy"],
+        help="those of the samples; NaN, infinities, signed zeros and extremes strewn over them; "
+        "or those of the samples, where nothing may be less accurate than in eager PyTorch",
     )
     add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
     add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
@@ -104,7 +115,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if options.quick:
         chosen = _quick_entries(options.quick)
     else:
-        known = list(special_operators() if options.values == "special" else operators())
+        known = list(_KNOWN[options.values]())
         names = _named(options.ops, known) if options.ops else known
         chosen = all_entries(names, options.dtypes, options.modes)
     limits = {"whole": QUICK_LIMIT, "once": 1}
@@ -116,6 +127,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         workers=options.workers,
         admit=options.admit,
         special=options.values == "special",
+        accuracy=options.values == "accuracy",
         deadline=time.monotonic() + 60 * options.minutes,
     )
     finished = 0
@@ -137,8 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_docs:
         write_document()
         return 0
-    if options.values == "special" and (options.admit or options.write_results or options.quick):
-        raise SystemExit("--values special is a check of its own: it proves and writes nothing")
+    if options.values != "samples" and (options.admit or options.write_results or options.quick):
+        raise SystemExit(
+            f"--values {options.values} is a check of its own: it proves and writes nothing"
+        )
     rows = read_rows(options.read) if options.read else _run(options)
     print(describe(rows))
     if options.admit:

@@ -101,9 +101,7 @@ class Check:
         )
         aten += sorted(f"eager {name}" for name in specialization.eager_functions)
         ours, theirs = _of_case(run.ours, index), _of_case(run.theirs, index)
-        difference = compare(ours, theirs, values=self.values)
-        if difference and self._is_rounding(case, ours, theirs):
-            difference = None
+        difference = self.difference(case, ours, theirs)
         used = {
             section: {name: sorted(dtypes) for name, dtypes in names.items()}
             for section, names in run.observation.used.items()
@@ -119,20 +117,34 @@ class Check:
             used={str(section): names for section, names in used.items()},
         )
 
+    def difference(self, case: Case, ours: Any, theirs: Any) -> str | None:
+        """How what a case gave differs from eager's by more than rounding; None if it does not.
+
+        Both are results, inputs after the call, gradients, and what requires a gradient.
+        """
+        found = compare(ours, theirs, values=self.values)
+        return None if found and self._is_rounding(case, ours, theirs) else found
+
     def _is_rounding(self, case: Case, ours: Any, theirs: Any) -> bool:
-        if not self.values:
+        exact = self.exact(case, theirs) if self.values else None
+        if exact is None:
             return False
-        results, _, _, requires = theirs
-        tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
-        rounded = [t.dtype for t, wanted in zip(tensors, requires or (), strict=False) if wanted]
-        reference = self._eager(case, torch.float64, rounded)
-        if reference is None:
-            return False
-        exact = _of_case(reference, 0)
-        real = [d for d in rounded if d.is_floating_point]
+        real = [d for d in _rounded(theirs) if d.is_floating_point]
         return is_as_near(ours[:2], theirs[:2], exact[:2]) and is_as_near(
             ours[2:], theirs[2:], exact[2:], real
         )
+
+    def exact(self, case: Case, theirs: Any) -> Any:
+        """What eager PyTorch gives in float64 where it gave ``theirs``; None where it raises."""
+        reference = self._eager(case, torch.float64, _rounded(theirs))
+        return None if reference is None else _of_case(reference, 0)
+
+
+def _rounded(theirs: Any) -> list[torch.dtype]:
+    """The dtypes of the results that have a cotangent."""
+    results, _, _, requires = theirs
+    tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+    return [t.dtype for t, wanted in zip(tensors, requires or (), strict=False) if wanted]
 
 
 def _of_case(values: Values, index: int) -> Any:

@@ -10,7 +10,7 @@ from torch.testing._internal import common_methods_invocations
 from torch.testing._internal.opinfo import core
 
 from tests.conformance.extras import EXTRAS
-from tests.conformance.made import MADE
+from tests.conformance.made import LONG, MADE
 
 # Random operators are wrapped to seed the generator themselves, which no capture can follow.
 common_methods_invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
@@ -98,6 +98,17 @@ def operators() -> dict[str, Any]:
 def special_operators() -> dict[str, Any]:
     """The covered operators, and those that are made for special values."""
     return {**operators(), **{full_name(op): op for op in MADE}}
+
+
+@functools.cache
+def operators_with_long_rows() -> dict[str, Any]:
+    """The covered operators, and those that are made for accuracy."""
+    return {**operators(), **{full_name(op): op for op in LONG}}
+
+
+def every_operator() -> dict[str, Any]:
+    """All operators that any check covers."""
+    return special_operators() | operators_with_long_rows()
 
 
 # Beside those that OpInfo has among its elementwise operators.

@@ -10,7 +10,7 @@ import torch
 from torch.testing import make_tensor
 from torch.testing._internal.opinfo.core import SampleInput
 
-from tests.conformance import expressions, integer_expressions
+from tests.conformance import expressions, integer_expressions, long_expressions
 from tests.conformance.expressions import Expression
 from tests.conformance.like_opinfo import FLOATS, INTEGERS, LikeOpInfo
 
@@ -57,4 +57,10 @@ MADE: tuple[Made, ...] = (
     Made("scatter_reductions", expressions.REDUCE, FLOATS, count=2),
     Made("integers", integer_expressions.INTEGER, INTEGERS, gradient=False),
     Made("integer_pairs", integer_expressions.INTEGER_PAIRS, INTEGERS, count=2, gradient=False),
+)
+
+# Of rows that are long enough for sums to be off.
+LONG: tuple[Made, ...] = (
+    Made("long_rows", long_expressions.LONG, FLOATS, shape=(8, 1600)),
+    Made("long_pairs", long_expressions.LONG_PAIRS, FLOATS, count=2, shape=(8, 1600)),
 )

@@ -35,7 +35,8 @@ class Settings:
     """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds.
 
     With ``admit`` claims are used that are not proven; with ``special`` cases are filled with
-    special values; what is left at ``deadline``, a moment of ``time.monotonic``, is not begun.
+    special values; with ``accuracy`` errors are compared with eager's; what is left at
+    ``deadline``, a moment of ``time.monotonic``, is not begun.
     """
 
     limit: int = 0
@@ -44,6 +45,7 @@ class Settings:
     workers: int = 1
     admit: bool = False
     special: bool = False
+    accuracy: bool = False
     deadline: float = float("inf")
 
 
@@ -153,6 +155,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             "mode": entry.mode,
             "admit": settings.admit,
             "special": settings.special,
+            "accuracy": settings.accuracy,
             "limit": settings.limit,
             "group_size": group_size,
             "labels": progress.left(),

@@ -9,7 +9,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.conformance.case import Case, case_of, variants
-from tests.conformance.coverage import UNDEFINED_VALUES, operators, special_operators
+from tests.conformance.coverage import (
+    UNDEFINED_VALUES,
+    every_operator,
+    operators,
+    special_operators,
+)
 from tests.conformance.made import Made
 
 # Eager PyTorch answers an infinity with NaN or not by where in the tensor it stands (gelu), or is
@@ -124,3 +129,14 @@ def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
     samples = op.sample_inputs("cpu", dtype, requires_grad=gradient)
     ordinary = [case for case in cases_of_samples(samples) if case.ordinary]
     return ordinary if isinstance(op, Made) else _choose(ordinary, limit)
+
+
+def accuracy_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:
+    """The samples of one operator and dtype with the most elements; none of what is undefined."""
+    if name.split(":")[0] in UNDEFINED_VALUES:
+        return []
+    torch.manual_seed(0)
+    samples = every_operator()[name].sample_inputs("cpu", dtype, requires_grad=gradient)
+    cases = [case for case in cases_of_samples(samples) if case.ordinary]
+    cases.sort(key=lambda case: -sum(t.numel() for t in case.tensors))
+    return cases[: limit or None]

@@ -18,10 +18,11 @@ from typing import Any, TextIO
 import torch
 
 import tests.planted.plugin  # noqa: F401  (plants a mistake, if one is asked for)
+from tests.conformance.accuracy import AccuracyCheck
 from tests.conformance.case import Case
 from tests.conformance.check import Check, GroupFailed, Outcome
-from tests.conformance.coverage import UNDEFINED_VALUES, chooses, is_local, special_operators
-from tests.conformance.samples import cases_of, special_cases
+from tests.conformance.coverage import UNDEFINED_VALUES, chooses, every_operator, is_local
+from tests.conformance.samples import accuracy_cases, cases_of, special_cases
 from tests.conformance.special import SpecialCheck
 
 
@@ -49,11 +50,13 @@ def _outcomes(
 
 def _check_of(task: dict[str, Any]) -> Check | SpecialCheck:
     name, joint = task["name"], task["mode"] if task["mode"] != "forward" else None
-    info = special_operators()[name]
+    info = every_operator()[name]
     operator = info.op
     if task["special"]:
         dtype = getattr(torch, task["dtype"])
         return SpecialCheck(operator, dtype, is_local(info), not chooses(info), joint)
+    if task["accuracy"]:
+        return AccuracyCheck(operator, joint=joint)
     values = name.split(":")[0] not in UNDEFINED_VALUES
     return Check(operator, joint=joint, values=values, admit=task["admit"])
 
@@ -71,7 +74,7 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
     check = _check_of(task)
     wanted = task["labels"]
     write({"group": []})
-    choose = special_cases if task["special"] else cases_of
+    choose = special_cases if task["special"] else accuracy_cases if task["accuracy"] else cases_of
     cases = choose(name, dtype, task["limit"], gradient=gradient)
     asked = [c for c in cases if wanted is None or c.label in wanted]
     cases = []

@@ -224,3 +224,27 @@ def test_empty_outputs_share_nothing() -> None:
     result.sum().backward()
     assert given.grad is not None
     assert not dispatch_report(module).fallbacks
+
+
+@pytest.mark.parametrize(
+    "expanded",
+    [
+        lambda x: x.expand(600, 4).view(20, 30, 4),
+        lambda x: torch.meshgrid(x, x.new_zeros(30), x.new_zeros(20), indexing="ij")[0],
+    ],
+    ids=["expand", "meshgrid"],
+)
+def test_gradients_of_expanded_outputs_are_rounded_once(
+    expanded: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.rand(4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cotangent = torch.rand(expanded(x).shape, generator=torch.Generator().manual_seed(1))
+
+    def gradient(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        result = function(x.requires_grad_())
+        return torch.autograd.grad(result, x, cotangent.bfloat16().to(x.dtype))[0]
+
+    module = Applied(lambda m, x: expanded(x))
+    add_tvm_dispatch(module, x.clone().requires_grad_())
+    torch.testing.assert_close(gradient(module, x.clone()), gradient(expanded, x.clone()))
+    assert dispatch_report(module).fallbacks == {}

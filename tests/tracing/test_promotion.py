@@ -91,3 +91,13 @@ def test_numbers_between_integers_are_truncated_as_in_eager() -> None:
         ),
         torch.zeros(50, dtype=torch.int64),
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_kernels_that_take_indices_for_dense_are_asked_on_dense_ones(dtype: torch.dtype) -> None:
+    pooled = torch.randn(8, 6, 6, 6).to(dtype)
+    x = torch.randn(8, 12, 12, 12).to(dtype)
+    places = torch.empty(pooled.shape, dtype=torch.int64, device="meta")
+    op = torch.ops.aten.adaptive_max_pool3d_backward.default
+    for _ in range(20):
+        assert kernel_dtypes(op, (pooled, x, places), {}) == [dtype]

@@ -8,6 +8,7 @@ share memory with, by their strides and offset.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,6 +214,10 @@ def _base_among(
                     raise UnsupportedOperatorError(_OTHER_HISTORY)
                 if output.requires_grad and shares_elements(tensor):
                     return replace(alias, steps=views.steps(output, tensor))
+                if output.requires_grad and shares_elements(output):
+                    # By strides its gradient would be summed term by term, in half precision too.
+                    with suppress(UnsupportedOperatorError):
+                        return replace(alias, steps=views.steps(output, tensor))
             return alias
     return None
 

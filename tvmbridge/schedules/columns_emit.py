@@ -140,18 +140,24 @@ class _Block:
 
 
 def _combine_parts(e: ReductionEmitter, partial: Buffer, parts: int, lanes: int) -> list[tirx.Stmt]:
-    """Return the loop that combines the parts of every element of the result, in order."""
+    """Return the loop that combines the parts of every element of the result, by halves.
+
+    So no part is rounded as often as there are parts.
+    """
     size = e.stage.size
     lanes = power_of_two_below(min(lanes, size))
     out = e.stage.buffer
 
     def vectors(base: Expr, _: Expr | None) -> list[tirx.Stmt]:
         def body(evaluator: Evaluator, lane: Expr) -> None:
-            total: Expr = load(partial, base + lane)
-            for part in range(1, parts):
-                other = load(partial, integer(part * size) + base + lane)
-                total = evaluator.name(e.reduction.combine(total, other), "total")
-            evaluator.statements.append(e.memory.store(out, base + lane, total))
+            def combined(first: int, last: int) -> Expr:
+                if last - first == 1:
+                    return load(partial, integer(first * size) + base + lane)
+                middle = (first + last) // 2
+                halves = combined(first, middle), combined(middle, last)
+                return evaluator.name(e.reduction.combine(*halves), "total")
+
+            evaluator.statements.append(e.memory.store(out, base + lane, combined(0, parts)))
 
         return element_loop(lanes, e.evaluator, body)
 

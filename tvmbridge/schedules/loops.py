@@ -57,17 +57,20 @@ def element_loop(
 
 
 def over_vectors(
-    extent: int, lanes: int, body: Callable[[Expr, Expr | None], list[tirx.Stmt]]
+    extent: int,
+    lanes: int,
+    body: Callable[[Expr, Expr | None], list[tirx.Stmt]],
+    steps: Callable[[int, Body], tirx.Stmt] = loop,
 ) -> tirx.Stmt:
     """Return a loop over [0, extent) in steps of ``lanes``, at most ``extent``.
 
     ``body(base, fresh)`` handles the ``lanes`` positions from ``base``. Where ``lanes`` does not
     divide ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are
-    new; else ``fresh`` is None.
+    new; else ``fresh`` is None. ``steps`` makes the loop over the steps, of their number.
     """
     count = -(-extent // lanes)
     if extent % lanes == 0:
-        return loop(count, lambda i: body(i * integer(lanes), None))
+        return steps(count, lambda i: body(i * integer(lanes), None))
 
     def step(i: Expr) -> list[tirx.Stmt]:
         fresh, base = index_var("fresh"), index_var("base")
@@ -75,7 +78,7 @@ def over_vectors(
         bind = tirx.Bind(fresh, i * integer(lanes))
         return [bind, tirx.Bind(base, last), *body(base, fresh)]
 
-    return loop(count, step)
+    return steps(count, step)
 
 
 def allocate(shape: Sequence[int], dtype: str, name: str) -> tuple[Buffer, tirx.Stmt]:

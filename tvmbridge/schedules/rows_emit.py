@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.loops import (
     allocate,
-    combine_lanes,
     element_loop,
     load,
     loop,
     over_vectors,
     power_of_two_below,
     store,
-    vector_loop,
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
@@ -28,13 +26,6 @@ from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
 _CHEAP_PASS = 24
-
-
-@dataclass
-class _Accumulator:
-    member: Member
-    buffer: Buffer
-    lanes: int
 
 
 class RowEmitter:
@@ -171,40 +162,31 @@ class RowEmitter:
         """Return one loop over the columns, and what finishes its reductions."""
         columns = members[0].columns
         lanes = self._lanes(members, columns)
-        statements: list[tirx.Stmt] = []
-        accumulators = []
         # One after another too, elements go to several sums: a single long one would round worse.
         places = lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns))
-        for member in members:
-            if member.stage.reduction is None:
-                continue
-            buffer, statement = allocate([places], member.stage.dtype, f"{member.stage.name}_lanes")
-            accumulators.append(_Accumulator(member, buffer, places))
-            init = member.stage.reduction.init
-
-            def clear(lane: Expr, buffer: Buffer = buffer, init: Expr = init) -> list[tirx.Stmt]:
-                return [store(buffer, init, lane)]
-
-            statements += [statement, vector_loop(places, clear)]
+        accumulators = [
+            Accumulator.of(m.stage, places, -(-columns // lanes))
+            for m in members
+            if m.stage.reduction is not None
+        ]
+        statements = [s for a in accumulators for s in a.begin()]
 
         def step(base: Expr, fresh: Expr | None) -> list[tirx.Stmt]:
             if isinstance(base, tirx.Var):
                 self.indexer.bind(base, columns - lanes + 1)
             return self._vectors(members, accumulators, row, base, fresh, lanes)
 
-        statements.append(over_vectors(columns, lanes, step))
-        for accumulator in accumulators:
-            reduction = accumulator.member.stage.reduction
-            assert reduction is not None
-            statements += combine_lanes(accumulator.buffer, accumulator.lanes, reduction)
-            total = load(accumulator.buffer, integer(0))
-            statements += self._set_scalar(accumulator.member, total, row)
+        statements.append(over_vectors(columns, lanes, step, in_stretches(accumulators)))
+        for member in members:
+            for accumulator in (a for a in accumulators if a.stage is member.stage):
+                statements += accumulator.end()
+                statements += self._set_scalar(member, accumulator.result(), row)
         return statements
 
     def _vectors(
         self,
         members: Sequence[Member],
-        accumulators: Sequence[_Accumulator],
+        accumulators: Sequence[Accumulator],
         row: Expr,
         base: Expr,
         fresh: Expr | None,
@@ -228,7 +210,7 @@ class RowEmitter:
                     buffer = member.stage.buffer
                     evaluator.remember(buffer, self.indexer.flat(buffer, indices), value)
                     continue
-                target = next(a for a in accumulators if a.member is member)
+                target = next(a for a in accumulators if a.stage is member.stage)
                 place = lane if lanes > 1 else column % integer(target.lanes)
                 old = evaluator.name(load(target.buffer, place), "old")
                 value = evaluator.name(value, "element")

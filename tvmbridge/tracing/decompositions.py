@@ -67,7 +67,9 @@ _KEPT_WHOLE = (
 
 # Of halves: their kernels compute in float32 and round, or overflow, once.
 _ROUNDED_ONCE = (
+    aten._weight_norm_interface.default,
     aten.huber_loss.default,
+    aten.index_add.default,
     aten.logit.default,
     aten.mse_loss.default,
     aten.smooth_l1_loss.default,

@@ -78,6 +78,12 @@ class _FusedAttention(TorchFunctionMode):
         if func is torch._native_multi_head_attention:
             return _attention(*args, **(kwargs or {}))
         if func is torch._transformer_encoder_layer_fwd:
+            if torch.is_autocast_enabled("cpu"):
+                raise UnsupportedOperatorError(
+                    "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "
+                    "PyTorch, with a result of another dtype than its parts; call it outside of "
+                    "autocast"
+                )
             return _layer(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 

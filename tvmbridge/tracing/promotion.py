@@ -100,9 +100,21 @@ def kernel_dtypes(
         One for each result; None where the operands are all of one dtype (so that nothing is
         promoted) or where the kernel cannot be asked.
     """
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if len({t.dtype for t in tensors} - {torch.bool}) < 2:
+        return None
+    return dtypes_of_zeros(op, args, kwargs)
+
+
+def dtypes_of_zeros(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.dtype | None] | None:
+    """The dtypes that PyTorch's kernel gives its results for zeros of these dtypes and shapes.
+
+    None where the kernel cannot be asked.
+    """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    if len({t.dtype for t in tensors} - {torch.bool}) < 2 or not _may_be_tried(op, tensors):
+    if not _may_be_tried(op, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
         return None
     with _disable_current_modes(), torch.no_grad():
         zeros = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -125,7 +137,8 @@ def _may_be_tried(op: torch._ops.OpOverload, tensors: Sequence[torch.Tensor]) ->
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    # Dense: some kernels read indices as if they were, whatever their strides say.
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
 def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:

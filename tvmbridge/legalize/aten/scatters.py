@@ -14,6 +14,7 @@ from tvmbridge.legalize.aten.nests import Buffer, dtype_of, emit_nest, loops, st
 from tvmbridge.legalize.broadcast import shape_of
 from tvmbridge.legalize.functions import HALF
 from tvmbridge.legalize.lets import constant
+from tvmbridge.legalize.reductions import accumulator_dtype
 
 Combine = Callable[[Expr, Expr], Expr]
 
@@ -38,10 +39,16 @@ def _copy(source: Buffer, target: Buffer, shape: Sequence[int]) -> None:
 
 
 def _scatter(combine: Combine) -> Compile:
-    """Loops over all indices, in order: of several writes to one place the last one stays."""
+    """Loops over all indices, in order: of several writes to one place the last one stays.
+
+    Halves are added up in float32 and rounded once, as by PyTorch's kernel.
+    """
 
     def compile_call(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
-        x, shape, dtype = arguments["self"], shape_of(call), dtype_of(call)
+        x, shape, result = arguments["self"], shape_of(call), dtype_of(call)
+        dtype = accumulator_dtype(result) if combine is added else result
+        if dtype != result:
+            x = bb.emit(relax.op.astype(x, dtype))
         dim = arguments["dim"] % len(shape)
         places = checked(bb, arguments["index"], shape[dim], "RuntimeError", negative=False)
         source = arguments.values.get("src")
@@ -54,10 +61,13 @@ def _scatter(combine: Combine) -> Compile:
                 place = tirx.Cast("int64", inputs[1][tuple(i)])
                 at = [place if axis == dim else n for axis, n in enumerate(i)]
                 value = inputs[2][tuple(i)] if number is None else number
+                if dtype != result:
+                    value = tirx.Cast(dtype, value)
                 store(target, combine(target[tuple(at)], value), *at)
 
         tensors = [x, places] if source is None else [x, places, source]
-        return emit_nest(bb, "scatter", tensors, [(shape, dtype)], write)
+        written = emit_nest(bb, "scatter", tensors, [(shape, dtype)], write)
+        return written if dtype == result else relax.op.astype(written, result)
 
     return compile_call
 

@@ -1,0 +1,80 @@
+"""Groups of cases whose results may be off by no more than eager PyTorch's own.
+
+The tolerances of other checks hide what a result loses where eager PyTorch rounds once and
+compiled code at each step. Here the errors of both, against float64, are compared, in units in the
+last place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.conformance.case import Case
+from tests.conformance.check import Check
+from tests.conformance.compare import compare
+
+# An eager result that is further off is no number to compare with: it is drawn, say, or cancelled.
+_MEANINGLESS = 100.0
+
+# Of the largest element: below it an element's own last place is no measure of a sum.
+_SMALL = 1e-3
+
+
+class AccuracyCheck(Check):
+    """A check that compares how far results and gradients are off."""
+
+    def difference(self, case: Case, ours: Any, theirs: Any) -> str | None:
+        """Where a case's values are further off than eager's; None where they are nowhere."""
+        shape = compare(ours, theirs, values=False)
+        exact = None if shape else self.exact(case, theirs)
+        if exact is None:
+            return shape
+        parts = [pytree.tree_leaves((v[0], v[2])) for v in (ours, theirs, exact)]
+        return less_accurate(*parts)
+
+
+def less_accurate(ours: Sequence[Any], theirs: Sequence[Any], exact: Sequence[Any]) -> str | None:
+    """Where ``ours`` are less accurate than ``theirs``, by about twice and more than by chance.
+
+    Args:
+        ours: tensors, and other leaves, which are passed over.
+        theirs: what eager PyTorch gives for them.
+        exact: the same in float64.
+    """
+    for place, (mine, first, right) in enumerate(zip(ours, theirs, exact, strict=True)):
+        errors = _errors(mine, first, right)
+        if errors is None:
+            continue
+        off, of_eager = errors
+        chance = 0.05 + 0.5 / off.numel() ** 0.5
+        on_average = off.mean() > 1.75 * of_eager.mean() + chance
+        if on_average or off.max() > 2 * of_eager.max() + 1:
+            return (
+                f"tensor {place} {tuple(first.shape)} is off by {off.mean():.3g} units in the last "
+                f"place ({off.max():.3g} at most), eager's by {of_eager.mean():.3g} "
+                f"({of_eager.max():.3g})"
+            )
+    return None
+
+
+def _errors(ours: Any, theirs: Any, exact: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """How far the finite elements are off, in units in the last place; None where none tell."""
+    tensors = (ours, theirs, exact)
+    if not all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in tensors):
+        return None
+    if theirs.dtype is torch.float64:
+        return None
+    wide = [t.detach().double() for t in tensors]
+    finite = torch.stack([t.isfinite() for t in wide]).all(0)
+    if not bool(finite.any()):
+        return None
+    mine, first, right = (t[finite] for t in wide)
+    size = right.abs()
+    least = max(_SMALL * float(size.max()), torch.finfo(theirs.dtype).tiny)
+    unit = torch.finfo(theirs.dtype).eps * size.clamp(min=least)
+    off, of_eager = (mine - right).abs() / unit, (first - right).abs() / unit
+    return None if of_eager.max() > _MEANINGLESS else (off, of_eager)

@@ -1,0 +1,52 @@
+"""Sums of many float32 numbers: as close to float64 as eager PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tvmbridge
+from tests.frontend.helpers import Function
+
+Summed = Callable[[torch.Tensor], torch.Tensor]
+
+# What is summed, so that no element of the result is off by much more than others.
+CASES: dict[str, tuple[Summed, tuple[int, ...]]] = {
+    "rows": (lambda x: x.sum(-1), (64, 1 << 16)),
+    "rows of no whole number of vectors": (lambda x: x.sum(-1), (64, (1 << 16) + 27)),
+    "rows of something dear": (lambda x: x.exp().sigmoid().tanh().mean(-1), (64, 1 << 15)),
+    "pictures": (lambda x: x.mean((0, 2, 3)), (32, 12, 100, 100)),
+    "columns": (lambda x: x.sum(0), (1 << 19, 4)),
+}
+
+
+@pytest.mark.parametrize(("summed", "shape"), CASES.values(), ids=CASES)
+def test_long_sums_are_as_close_as_eager(summed: Summed, shape: tuple[int, ...]) -> None:
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    module = Function(summed)
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, x)
+        ours, eager, exact = module(x), summed(x), summed(x.double())
+    assert tvmbridge.dispatch_report(module).fallbacks == {}
+    unit = torch.finfo(torch.float32).eps * exact.abs()
+
+    def off(result: torch.Tensor) -> torch.Tensor:
+        return (result.double() - exact).abs() / unit
+
+    assert off(ours).mean() <= off(eager).mean() + 0.25
+    assert off(ours).max() <= 2 * off(eager).max() + 0.5
+
+
+@pytest.mark.parametrize("columns", [8191, 8192, 8193, 16384, 16500])
+def test_extremes_and_sums_of_stretches(columns: int) -> None:
+    x = torch.randn(9, columns, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def several(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.exp().sum(-1), x.amax(-1), (x - x.mean(-1, keepdim=True)).square().sum(-1)
+
+    module = Function(several)
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, x)
+        torch.testing.assert_close(module(x), several(x), rtol=1e-13, atol=0.0)
