@@ -110,8 +110,8 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "secrets": (lambda *_: float(secrets.randbelow(9)), "random numbers from the system"),
     "system": (lambda *_: random.SystemRandom().random(), "random numbers from the system"),
     "numpy": (lambda *_: numpy.random.default_rng().random(), "random numbers from the system"),
-    "leaf": (lambda _, x: x.requires_grad_(), "changes requires_grad of an argument"),
-    "frozen": (lambda m, _: m.weight.requires_grad_(False), "changes requires_grad of an"),
+    "leaf": (lambda _, x: x.requires_grad_(), "changes requires_grad of a tensor"),
+    "frozen": (lambda m, _: m.weight.requires_grad_(False), "changes requires_grad of a tensor"),
 }
 
 
@@ -122,13 +122,29 @@ def test_an_effect_is_refused(effect: str) -> None:
         add_tvm_dispatch(Model(act).eval(), torch.randn(3))
 
 
+def _toggling(module: Any, x: torch.Tensor) -> None:
+    module.requires_grad_(False)
+    module.weight.mean()
+    module.requires_grad_(True)
+
+
+def _starting_anew(module: Any, x: torch.Tensor) -> None:
+    x.mean().detach().requires_grad_()
+
+
+@pytest.mark.parametrize("act", [_toggling, _starting_anew])
+def test_requires_grad_of_what_is_recorded_is_left_alone(act: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError, match="changes requires_grad of a tensor"):
+        add_tvm_dispatch(Model(act).train(), torch.randn(3, requires_grad=True))
+
+
 def _detaching(_: Any, x: torch.Tensor) -> None:
     x.detach_()
 
 
 def test_detaching_an_argument_is_refused() -> None:
     x = torch.randn(3, requires_grad=True)
-    with pytest.raises(CaptureError, match="changes requires_grad of an argument"):
+    with pytest.raises(CaptureError, match="changes requires_grad of a tensor"):
         add_tvm_dispatch(Model(_detaching).train(), x)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -129,6 +129,8 @@ class QuestionWatch(TorchFunctionMode):
             self.asks.add(Question.LAYOUT)
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):
             self.asks.add(Question.OFFSET)
+        if self._records and _switches_gradients(func, args, kwargs or {}):
+            self.complaints["changes requires_grad of a tensor"] = None
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in self._OF_AUTOGRAD and not is_called_by_library(1):
             self.complaints[f"reads {name} of a tensor"] = None
@@ -141,6 +143,17 @@ class QuestionWatch(TorchFunctionMode):
         if func in self._TEXT and not is_called_by_library(1, func.__name__):
             self.complaints["makes text of the values of a tensor (print, an f-string)"] = None
         return func(*args, **(kwargs or {}))
+
+
+def _switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one."""
+    if func is torch.Tensor.requires_grad_:
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    elif func.__name__ == "__set__" and func.__self__ is torch.Tensor.requires_grad:
+        wanted = args[1]
+    else:
+        return False
+    return bool(wanted) is not args[0].requires_grad
 
 
 _NOTED = (

@@ -188,13 +188,13 @@ class _Run:
         if self._writes_entwined:
             found.append("writes into an argument that shares elements with another tensor")
         if self._switched:
-            found.append("changes requires_grad of an argument or a weight")
+            found.append("changes requires_grad of a tensor")
         if self._tagged:
             found.append("sets attributes of a tensor")
         recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
         if recorded and not self._records:
             found.append("turns gradients on where they are off, for what it returns")
-        found += [*self.questions.complaints, *self.outside.complaints]
+        found = list(dict.fromkeys((*found, *self.questions.complaints, *self.outside.complaints)))
         return found + (self.foreign.without_gradient() if self._records else [])
 
 
