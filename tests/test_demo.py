@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,11 @@ def test_the_quick_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     # One call to compare and two timed ones; three steps.
     assert report["tvm_calls"] == 1 + 2 + 3
     assert report["fallbacks"] == 0
+    # Where graphviz is not installed its source is kept.
+    suffix, beginning = (".svg", "<svg") if shutil.which("dot") else (".dot", "digraph")
     for name in ("layer_before_passes", "layer_after_passes", "joint_colored"):
-        assert "</svg>" in (tmp_path / f"{name}.svg").read_text()
-    colored = (tmp_path / "joint_colored.svg").read_text()
+        assert beginning in (tmp_path / f"{name}{suffix}").read_text()
+    colored = (tmp_path / f"joint_colored{suffix}").read_text()
     assert all(color in colored for color in ("#f4b6b0", "#f9e08b", "#aecdf2"))
     assert "calls served by TVM" in capsys.readouterr().out
 

@@ -16,17 +16,9 @@ import torch
 
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.memory.bases import bases_of, covers, hidden_base, overlap
-from tvmbridge.memory.views import ViewWatch, root, shares_elements, viewed
+from tvmbridge.memory.views import ViewWatch, has_other_history, shares_elements, viewed
 from tvmbridge.types import HiddenBase, InputKind, OutputAlias
 
-_creation_meta = torch._C._autograd._get_creation_meta
-_CreationMeta = torch._C._autograd.CreationMeta
-# Views that autograd does not take for views of their base.
-_OWN_HISTORY = {
-    _CreationMeta.IN_CUSTOM_FUNCTION,
-    _CreationMeta.INFERENCE_MODE,
-    _CreationMeta.NO_GRAD_MODE,
-}
 _OTHER_HISTORY = (
     "an output shares memory with another tensor, but is made under no_grad or by a custom "
     "autograd function: its gradient is not that of a view"
@@ -208,7 +200,7 @@ def _base_among(
         if _storage(output) == _storage(tensor):
             alias = _view(kind, key, output, tensor)
             if views is not None:
-                if _has_other_history(output, tensor):
+                if has_other_history(output, tensor):
                     if not output.numel():  # there is nothing to share
                         return None
                     raise UnsupportedOperatorError(_OTHER_HISTORY)
@@ -270,7 +262,7 @@ def _relate(
         )
     number = fit[0] if hidden is None else hidden_number
     base = outputs[number] if hidden is None else bases_of(outputs, [hidden])[0]
-    if differentiated and any(_has_other_history(t, base) for t in tensors):
+    if differentiated and any(has_other_history(t, base) for t in tensors):
         if not overlapping:
             return None
         raise UnsupportedOperatorError(_OTHER_HISTORY)
@@ -278,14 +270,6 @@ def _relate(
         if hidden is not None or member != number:
             found[member] = _view(None, number, outputs[member], base)
     return hidden
-
-
-def _has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether gradients do not flow from ``output`` to ``base`` as from a view of it."""
-    if not output.requires_grad:
-        return False
-    metas = {_creation_meta(t) for t in (output, base) if t._is_view()}
-    return bool(metas & _OWN_HISTORY) or root(output) is not root(base)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,15 @@ from tvmbridge.types import ViewStep
 
 aten = torch.ops.aten
 
+_creation_meta = torch._C._autograd._get_creation_meta
+_CreationMeta = torch._C._autograd.CreationMeta
+# Views that autograd does not take for views of their base.
+_OWN_HISTORY = {
+    _CreationMeta.IN_CUSTOM_FUNCTION,
+    _CreationMeta.INFERENCE_MODE,
+    _CreationMeta.NO_GRAD_MODE,
+}
+
 
 class ViewWatch(TorchDispatchMode):
     """Notes the view operators that run within it."""
@@ -74,6 +83,14 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 def root(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that autograd takes ``tensor`` for a view of; itself where it is none."""
     return tensor if tensor._base is None else tensor._base
+
+
+def has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
+    """Whether gradients do not flow from ``output`` to ``base`` as from a view of it."""
+    if not output.requires_grad:
+        return False
+    metas = {_creation_meta(t) for t in (output, base) if t._is_view()}
+    return bool(metas & _OWN_HISTORY) or root(output) is not root(base)
 
 
 def in_order_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
