@@ -15,10 +15,13 @@ import numpy
 import pytest
 import torch
 import tvm
+from torch import nn
 from tvm import relax
 
 import tvmbridge.passes.relax
+from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
+from tvmbridge import add_tvm_dispatch
 from tvmbridge.passes.base import PassReport, RelaxPass
 
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
@@ -58,3 +61,9 @@ def _checked(apply: Apply) -> Apply:
         return after
 
     return checked
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    """A block dispatched in train mode."""
+    return add_tvm_dispatch(make_block().train(), sample().requires_grad_())

@@ -16,12 +16,6 @@ from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 
 @pytest.fixture(scope="module")
-def trained() -> nn.Module:
-    module = make_block().train()
-    return add_tvm_dispatch(module, sample().requires_grad_())
-
-
-@pytest.fixture(scope="module")
 def served() -> nn.Module:
     return add_tvm_dispatch(make_block().eval(), sample())
 
@@ -155,110 +149,6 @@ def test_tied_weights_get_the_sum_of_their_gradients() -> None:
     module.second.weight = nn.Parameter(module.second.weight.detach() * 2)  # type: ignore[operator, union-attr]
     assert_same_step(module, eager(module), sample(3, 8))
     assert dispatch_report(module).fallbacks == {"tied parameters were untied": 1}
-
-
-FALLBACKS: list[tuple[str, Callable[[nn.Module], torch.Tensor]]] = [
-    ("the shape of an input differs", lambda m: m(sample(5, 24))),
-    ("the dtype of an input differs", lambda m: m.float()(sample(dtype=torch.float32))),
-    ("the structure of the arguments differs", lambda m: m(x=sample())),
-    ("the dtype of a parameter or buffer changed", lambda m: _mixed(m)),
-    ("autocast is on", lambda m: _autocast(m)),
-    ("requires_grad of a parameter changed", lambda m: _frozen(m)),
-    ("a submodule has hooks", lambda m: _hooked(m)),
-    ("the training flag of a submodule changed", lambda m: _half_eval(m)),
-    ("a dispatch mode is active", lambda m: _flops(m)),
-    ("a submodule was replaced", lambda m: _replaced(m)),
-]
-
-
-def _mixed(module: nn.Module) -> torch.Tensor:
-    module.norm.to(torch.float32)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError):
-        module(sample().requires_grad_())
-    module.norm.to(torch.float64)  # type: ignore[union-attr]
-    return torch.zeros(())
-
-
-def _autocast(module: nn.Module) -> torch.Tensor:
-    with torch.autocast("cpu"):
-        return module(sample())  # type: ignore[no-any-return]
-
-
-def _frozen(module: nn.Module) -> torch.Tensor:
-    module.norm.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
-    return module(sample().requires_grad_())  # type: ignore[no-any-return]
-
-
-def _hooked(module: nn.Module) -> torch.Tensor:
-    module.inner.register_forward_hook(lambda m, a, out: out * 2)  # type: ignore[union-attr, operator]
-    return module(sample().requires_grad_())  # type: ignore[no-any-return]
-
-
-def _half_eval(module: nn.Module) -> torch.Tensor:
-    module.dropout.eval()  # type: ignore[union-attr]
-    return module(sample().requires_grad_())  # type: ignore[no-any-return]
-
-
-def _flops(module: nn.Module) -> torch.Tensor:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False):
-        return module(sample())  # type: ignore[no-any-return]
-
-
-def _replaced(module: nn.Module) -> torch.Tensor:
-    module.inner = nn.Linear(24, 24, dtype=torch.float64)
-    return module(sample().requires_grad_())  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize(("reason", "call"), FALLBACKS, ids=[reason for reason, _ in FALLBACKS])
-def test_other_calls_go_to_the_own_forward(
-    trained: nn.Module, reason: str, call: Callable[[nn.Module], torch.Tensor]
-) -> None:
-    module = copy.deepcopy(trained)
-    reference = eager(module)
-    torch.manual_seed(1)
-    ours = call(module)
-    torch.manual_seed(1)
-    if reason != "a submodule was replaced":
-        torch.testing.assert_close(ours, call(reference))
-    assert dispatch_report(module).fallbacks == {reason: 1}
-
-
-def test_a_second_sample_adds_a_specialisation() -> None:
-    module = add_tvm_dispatch(make_block().eval(), sample())
-    forward = module.forward
-    add_tvm_dispatch(module, sample(2, 5, 24))
-    add_tvm_dispatch(module, sample())
-    assert module.forward is forward
-    with torch.no_grad():
-        for x in (sample(), sample(2, 5, 24)):
-            torch.testing.assert_close(module(x), eager(module)(x))
-    report = dispatch_report(module)
-    assert report.tvm_calls == 2
-    assert len(report.specializations) == 2
-
-
-def test_the_reason_of_the_code_that_fits_the_arguments_is_told() -> None:
-    """Not that code for other arguments does not fit them."""
-    module = make_block().train()
-    for shape in ((6, 24), (2, 5, 24)):
-        add_tvm_dispatch(module, sample(*shape))
-    module.inner.weight.requires_grad_(False)
-    module(sample())
-    assert dispatch_report(module).fallbacks == {"requires_grad of a parameter changed": 1}
-
-
-def test_specialisations_are_bounded() -> None:
-    module = make_block().eval()
-    for rows in (2, 3, 4):
-        add_tvm_dispatch(module, sample(rows, 24), options={"max_specializations": 2})
-    with torch.no_grad():
-        module(sample(2, 24))
-        module(sample(4, 24))
-    report = dispatch_report(module)
-    assert report.tvm_calls == 1
-    assert len(report.specializations) == 2
 
 
 def test_removal_leaves_the_module_as_it_was() -> None:

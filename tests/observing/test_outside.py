@@ -215,67 +215,6 @@ def test_what_is_filled_once_is_as_calls_find_it() -> None:
     torch.testing.assert_close(module(x), x * 5)
 
 
-class Asking(nn.Module):
-    """Computes one of two things, by what ``asks`` says of its arguments."""
-
-    def __init__(self, asks: Callable[..., bool]) -> None:
-        super().__init__()
-        self.asks = asks
-
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        return tensors[0] * (2.0 if self.asks(*tensors) else 3.0)
-
-
-BASE = torch.randn(6)
-QUESTIONS: dict[str, tuple[Callable[..., bool], tuple[Any, ...], tuple[Any, ...]]] = {
-    "one tensor is given twice": (lambda x, y: x is y, (BASE, BASE + 1), (BASE, BASE)),
-    "one tensor is given twice (id)": (
-        lambda x, y: id(x) == id(y),
-        (BASE, BASE + 1),
-        (BASE, BASE),
-    ),
-    "an argument is a parameter": (
-        lambda x: isinstance(x, nn.Parameter),
-        (BASE,),
-        (nn.Parameter(BASE, requires_grad=False),),
-    ),
-    "requires_grad of an input differs": (
-        lambda x: x.requires_grad,
-        (BASE,),
-        (BASE.clone().requires_grad_(),),
-    ),
-    "a tensor starts within its memory": (
-        lambda x: x.storage_offset() > 0,
-        (BASE[:3],),
-        (BASE[3:],),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_what_forward_asks_of_tensors_is_watched(name: str) -> None:
-    asks, sample, other = QUESTIONS[name]
-    plain, module = Asking(asks).eval(), Asking(asks).eval()
-    if "requires_grad" not in name:
-        with pytest.raises(CaptureError, match=name.split(" (")[0]):
-            add_tvm_dispatch(module, other)
-    add_tvm_dispatch(module, sample)
-    with torch.no_grad():
-        for arguments in (sample, other):
-            torch.testing.assert_close(module(*arguments), plain(*arguments))
-    report = dispatch_report(module)
-    ((reason, count),) = report.fallbacks.items()
-    assert reason.startswith(name.split(" (")[0])
-    assert count == 1
-
-
-@pytest.mark.parametrize("name", ["is_leaf", "grad_fn", "grad", "_version", "_base"])
-def test_questions_to_autograd_are_refused(name: str) -> None:
-    module = Asking(lambda x: bool(getattr(x, name))).train()
-    with pytest.raises(CaptureError, match=f"reads {name} of a tensor"):
-        add_tvm_dispatch(module, torch.randn(3, requires_grad=True))
-
-
 class Looking(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.__dict__.get("factor", 2.0)

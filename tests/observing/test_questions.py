@@ -1,4 +1,4 @@
-"""Questions about tensors that a trace answers otherwise than a call are refused by name."""
+"""Questions about tensors that a trace answers otherwise than a call: watched, or refused."""
 
 from __future__ import annotations
 
@@ -123,3 +123,53 @@ def test_inference_mode_that_forward_asks_for_is_watched() -> None:
         torch.testing.assert_close(module(x), x * 3)
     ((reason, _),) = dispatch_report(module).fallbacks.items()
     assert reason == "torch.is_inference_mode_enabled outside of the module changed"
+
+
+BASE = torch.randn(6)
+QUESTIONS: dict[str, tuple[Callable[..., bool], tuple[Any, ...], tuple[Any, ...]]] = {
+    "one tensor is given twice": (lambda _, x, y: x is y, (BASE, BASE + 1), (BASE, BASE)),
+    "one tensor is given twice (id)": (
+        lambda _, x, y: id(x) == id(y),
+        (BASE, BASE + 1),
+        (BASE, BASE),
+    ),
+    "an argument is a parameter": (
+        lambda _, x: isinstance(x, nn.Parameter),
+        (BASE,),
+        (nn.Parameter(BASE, requires_grad=False),),
+    ),
+    "requires_grad of an input differs": (
+        lambda _, x: x.requires_grad,
+        (BASE,),
+        (BASE.clone().requires_grad_(),),
+    ),
+    "a tensor starts within its memory": (
+        lambda _, x: x.storage_offset() > 0,
+        (BASE[:3],),
+        (BASE[3:],),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_forward_asks_of_tensors_is_watched(name: str) -> None:
+    asks, sample, other = QUESTIONS[name]
+    plain, module = Asking(asks).eval(), Asking(asks).eval()
+    if "requires_grad" not in name:
+        with pytest.raises(CaptureError, match=name.split(" (")[0]):
+            add_tvm_dispatch(module, other)
+    add_tvm_dispatch(module, sample)
+    with torch.no_grad():
+        for arguments in (sample, other):
+            torch.testing.assert_close(module(*arguments), plain(*arguments))
+    report = dispatch_report(module)
+    ((reason, count),) = report.fallbacks.items()
+    assert reason.startswith(name.split(" (")[0])
+    assert count == 1
+
+
+@pytest.mark.parametrize("name", ["is_leaf", "grad_fn", "grad", "_version", "_base"])
+def test_questions_to_autograd_are_refused(name: str) -> None:
+    module = Asking(lambda _, x: bool(getattr(x, name))).train()
+    with pytest.raises(CaptureError, match=f"reads {name} of a tensor"):
+        add_tvm_dispatch(module, torch.randn(3, requires_grad=True))

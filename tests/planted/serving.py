@@ -6,6 +6,7 @@ from tests.planted.plant import Plant
 
 _SAFETY = "tests/test_safety.py"
 _DISPATCH = "tests/test_dispatch.py"
+_FALLBACKS = "tests/test_fallbacks.py"
 _LAYOUTS = "tests/test_layout_guard.py"
 
 SERVING = (
@@ -143,7 +144,7 @@ SERVING = (
         "tvmbridge.guarding.signature",
         "if leaf.shape != shape:",
         "if False:",
-        (_DISPATCH, "-k", "own_forward"),
+        (_FALLBACKS, "-k", "own_forward"),
     ),
     Plant(
         "a constant argument not checked",
@@ -159,7 +160,7 @@ SERVING = (
         "tvmbridge.guarding.state",
         "if place.get(key, MISSING) is not expected:",
         "if False:",
-        (_DISPATCH, "-k", "own_forward"),
+        (_FALLBACKS, "-k", "own_forward"),
     ),
     Plant(
         "a changed attribute not noticed",
@@ -183,7 +184,7 @@ SERVING = (
         "tvmbridge.guarding.state",
         "if check_grad and tensor.requires_grad is not requires_grad:",
         "if False:",
-        (_DISPATCH, "-k", "own_forward"),
+        (_FALLBACKS, "-k", "own_forward"),
     ),
     Plant(
         "autocast not noticed",
@@ -191,6 +192,6 @@ SERVING = (
         "tvmbridge.dispatcher",
         "if torch.is_autocast_enabled(device):",
         "if False:",
-        (_DISPATCH, "-k", "own_forward"),
+        (_FALLBACKS, "-k", "own_forward"),
     ),
 )
