@@ -223,6 +223,14 @@ class ModuleState:
         """In what ``tensors`` are others than the code was compiled for."""
         if self._all_alike is not None and self._all_alike.check(*tensors):
             return None
+        reason = self._of_other_kind(tensors, check_grad)
+        if reason is None:
+            self._all_alike = _guards_of(tensors)
+        return reason
+
+    def _of_other_kind(
+        self, tensors: Sequence[torch.Tensor | None], check_grad: bool
+    ) -> str | None:
         for tensor, (shape, dtype, device, requires_grad) in zip(
             tensors, self._expected, strict=True
         ):
@@ -239,7 +247,6 @@ class ModuleState:
                 return "the shape of a parameter or buffer changed"
             if check_grad and tensor.requires_grad is not requires_grad:
                 return "requires_grad of a parameter changed"
-        self._all_alike = _guards_of(tensors)
         return None
 
     def value_changed(self) -> str | None:
@@ -248,7 +255,7 @@ class ModuleState:
 
     def is_otherwise(self) -> bool:
         """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
-        exchanged = self._exchanged(self.tensors(), check_grad=False)
+        exchanged = self._of_other_kind(self.tensors(), check_grad=False)
         return exchanged is not None or self.value_changed() is not None
 
 
