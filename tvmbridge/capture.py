@@ -41,11 +41,7 @@ from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_und
 from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
-from tvmbridge.tracing.standins import (
-    without_autocast,
-    without_hooks,
-    without_repetitions,
-)
+from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 

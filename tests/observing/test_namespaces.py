@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.observing.reading import Model
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
 
@@ -72,17 +72,6 @@ settings: Any = types.ModuleType("settings_of_a_test")
 settings.SCALE = 2.0
 sys.modules["settings_of_a_test"] = settings
 builtins.scale_of_a_test = 2.0  # type: ignore[attr-defined]
-
-
-class Model(nn.Module):
-    scale = 2.0
-
-    def __init__(self, read: Callable[[Model], Any]) -> None:
-        super().__init__()
-        self.read = read
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.read(self)
 
 
 def _by_default(_: Model, table: dict[str, float] = TABLE) -> float:

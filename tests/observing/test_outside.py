@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.observing.reading import Model
 from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 from tvmbridge.errors import BridgeError
 
@@ -53,19 +54,6 @@ OF_CLASS = OfClass()
 TENSOR = torch.tensor(2.0)
 TENSORS = {"scale": torch.tensor(2.0)}
 THREE = torch.tensor(3.0)
-
-
-class Model(nn.Module):
-    """Multiplies by what ``read`` finds."""
-
-    scale = 2.0
-
-    def __init__(self, read: Callable[[Model], Any]) -> None:
-        super().__init__()
-        self.read = read
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.read(self)
 
 
 def _helper() -> float:

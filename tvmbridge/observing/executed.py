@@ -14,8 +14,7 @@ from tvmbridge.observing.mentions import Mentions, mentions_of
 
 # Of these nothing is read that is not watched, or that may change what is computed.
 _LIBRARIES = frozenset({"functorch", "numpy", "sympy", "torch", "torchgen", "tvm", "tvmbridge"})
-
-
+# Functions that hand a call of PyTorch's on.
 _PASSING = ("__torch_function__", "handle_torch_function")
 
 

@@ -8,6 +8,7 @@ the end, into those that were there before.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.export._trace
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from tvmbridge.errors import CaptureError
 from tvmbridge.tracing.patches import patched_here
@@ -81,10 +83,5 @@ def exchanges_left_alone() -> Iterator[None]:
         yield
 
 
-def _no_hook(genuine: Callable[..., Any], *args: Any) -> Any:
-    return _Handle()
-
-
-class _Handle:
-    def remove(self) -> None:
-        """There is no hook to take away."""
+def _no_hook(genuine: Callable[..., Any], *args: Any) -> RemovableHandle:
+    return RemovableHandle(OrderedDict())

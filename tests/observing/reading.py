@@ -1,0 +1,22 @@
+"""A module that computes with what a function finds outside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    """Multiplies by what ``read`` finds."""
+
+    scale = 2.0
+
+    def __init__(self, read: Callable[[Model], Any]) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.read(self)
