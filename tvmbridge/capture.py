@@ -41,6 +41,7 @@ from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_und
 from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
+from tvmbridge.tracing.reshapes import reshape_instead_of_view
 from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
 from tvmbridge.types import CapturedGraph, HiddenBase
 
@@ -188,6 +189,7 @@ def _exported(
                 program = torch.export.export(module, given, named, strict=False)
         _name_buffers_once(program)
         refuse_other_dtypes(program)
+        reshape_instead_of_view(program)
         # Without it PyTorch drops draws that nothing reads.
         without_drops = torch._inductor.config.patch(fallback_random=True)
         with without_drops, composites_prepared_for(program):

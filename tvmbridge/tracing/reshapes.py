@@ -1,0 +1,49 @@
+"""Views of a captured program as reshapes, which do not depend on how their operand lies.
+
+A program is recorded with the strides that PyTorch's kernels give their results, and PyTorch drops
+``contiguous()`` where these make it needless. The parts that an operator is taken apart into may
+lie otherwise: those of attention are dense, where the fused kernel's result lies as its query. A
+``view`` that was possible when it was recorded is then an error; a ``reshape`` copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+
+
+def reshape_instead_of_view(program: ExportedProgram) -> None:
+    """Change the views of ``program`` into reshapes, but for those of memory that is written.
+
+    A write through a view that became a copy would be lost.
+    """
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    written = {s for graph in graphs for node in graph.nodes for s in _written_by(node)}
+    for graph in graphs:
+        for node in graph.find_nodes(op="call_function", target=aten.view.default):
+            if written.isdisjoint(_storages(node)):
+                node.target = aten.reshape.default
+
+
+def _written_by(node: fx.Node) -> Iterator[int]:
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    for number, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[number] if number < len(node.args) else node.kwargs[argument.name]
+            yield from _storages(given)
+
+
+def _storages(value: Any) -> Iterator[int]:
+    """The memory that the nodes in ``value`` lie in, as it was when they were recorded."""
+    for node in pytree.tree_leaves(value):
+        found = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(found, torch.Tensor):
+            yield found.untyped_storage()._cdata
