@@ -1,4 +1,4 @@
-"""Attention of half-precision tensors: as close to float64 as eager PyTorch's."""
+"""Attention: halves as close to float64 as eager PyTorch's; gradients of rows a mask closes."""
 
 from __future__ import annotations
 
@@ -68,3 +68,33 @@ def test_scores_beyond_float16_do_not_overflow() -> None:
     found = module(1e3 * q, 1e3 * k, v)
     assert tvmbridge.dispatch_report(module).fallbacks == {}
     torch.testing.assert_close(found, expected)
+
+
+def _closed_by(lowest: float, kind: str) -> torch.Tensor:
+    """A mask that closes one row as a whole and the ends of the others."""
+    closed = torch.zeros(16, 16, dtype=torch.bool)
+    closed[:, 12:] = closed[3] = True
+    return ~closed if kind == "bool" else torch.where(closed, lowest, 0.0).double()
+
+
+@pytest.mark.parametrize(
+    ("lowest", "kind", "joint"),
+    [
+        (torch.finfo(torch.float32).min, "added", "aot"),
+        (-1e9, "added", "aot"),
+        (-torch.inf, "added", "aot"),
+        (-torch.inf, "bool", "relax"),
+    ],
+)
+def test_gradients_of_closed_rows_are_those_of_eager(lowest: float, kind: str, joint: str) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 16, 32, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
+    sample = (*inputs, _closed_by(lowest, kind))
+    module = Attention()
+    expected = torch.autograd.grad(module(*sample).square().sum(), inputs)
+    tvmbridge.add_tvm_dispatch(module, sample)
+    found = torch.autograd.grad(module(*sample).square().sum(), inputs)
+    report = tvmbridge.dispatch_report(module)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert report.fallbacks == {}
+    assert report.specializations[0].joint == joint

@@ -15,7 +15,7 @@ import torch
 
 from tvmbridge.differentiation.custom_functions import FunctionWatch
 from tvmbridge.differentiation.draws import captured_draw
-from tvmbridge.differentiation.flow import AutogradWatch, FlowWatch
+from tvmbridge.differentiation.flow import AttentionWatch, AutogradWatch, FlowWatch
 from tvmbridge.differentiation.reached import reached_by_gradients
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.errors import UnsupportedOperatorError
@@ -60,7 +60,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
         watch, uses = FlowWatch(), AutogradWatch()
         functions = FunctionWatch(watch.reasons)
-        with functions.noticing(), watch, uses:
+        with functions.noticing(), watch, uses, AttentionWatch(watch.reasons):
             outputs = rehearsal(leaves)
         watch.look_at(outputs, "an output")
         _refuse(rehearsal, outputs, uses)

@@ -55,6 +55,41 @@ class AutogradWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class AttentionWatch(TorchFunctionMode):
+    """Notes attention by PyTorch's kernel whose mask may close a row with large finite numbers.
+
+    The kernel exponentiates the scores anew in backward, by a logarithm that has lost its digits
+    in such a row; TVM's Gradient gives the derivative of softmax. Masks of truth values close
+    rows with infinities, where both agree, and with dropout PyTorch does not take the kernel.
+    """
+
+    REASON = "attention has a floating mask, with which PyTorch's kernel has its own derivative"
+
+    def __init__(self, reasons: dict[str, None]) -> None:
+        super().__init__()
+        self._reasons = reasons
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            mask, dropout_p = _mask_and_dropout(*args, **kwargs)
+            if mask is not None and mask.is_floating_point() and not dropout_p:
+                self._reasons[self.REASON] = None
+        return func(*args, **kwargs)
+
+
+def _mask_and_dropout(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    *_: Any,
+    **__: Any,
+) -> tuple[torch.Tensor | None, float]:
+    return attn_mask, dropout_p
+
+
 class FlowWatch(TorchDispatchMode):
     """Notes where a gradient stops and where its formula is not that of the captured graph.
 

@@ -4,9 +4,8 @@ An operator reaches Relax by a decomposition or a converter, and TVM differentia
 That is PyTorch's derivative for the operators listed here, everywhere: also at kinks, where a side
 is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
 deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
-PyTorch's formula says 0.) Attention has the derivative of softmax: in rows that a mask closes with
-large numbers, rather than with infinities, the backward of PyTorch's fused kernel is off by the
-length of the row, for it exponentiates the scores anew by a logarithm that has lost its digits.
+PyTorch's formula says 0.) Attention has the derivative of softmax; where a mask may close rows with
+large numbers, in which PyTorch's fused kernel has another, ``AttentionWatch`` notices.
 
 Whether Relax has a rule for each of the parts is another question, which ``CLAIMED`` answers. Names
 are without overload and without the underscore of in-place variants.
