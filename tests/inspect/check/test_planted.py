@@ -16,7 +16,7 @@ from tvm import relax
 from tvmbridge import NumericsError, add_tvm_dispatch, specialization
 from tvmbridge.frontend.registry import CONVERTERS
 from tvmbridge.runtime import LoadedModule
-from tvmbridge.specialization import Variant
+from tvmbridge.variant import Variant
 
 aten = torch.ops.aten
 
