@@ -10,6 +10,7 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -21,7 +22,8 @@ from tvm import relax
 import tvmbridge.passes.relax
 from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
-from tvmbridge import add_tvm_dispatch
+from tvmbridge import add_tvm_dispatch, compiler
+from tvmbridge.compiled import CompiledModule
 from tvmbridge.passes.base import PassReport, RelaxPass
 
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
@@ -67,3 +69,17 @@ def _checked(apply: Apply) -> Apply:
 def trained() -> nn.Module:
     """A block dispatched in train mode."""
     return add_tvm_dispatch(make_block().train(), sample().requires_grad_())
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The classes of the modules that dispatchers have begun to compile, in order."""
+    begun: list[str] = []
+    genuine = compiler.compile_module
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> CompiledModule:
+        begun.append(type(module).__name__)
+        return genuine(module, *args, **kwargs)
+
+    monkeypatch.setattr(compiler, "compile_module", noted)
+    return begun

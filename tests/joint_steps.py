@@ -79,7 +79,7 @@ def dispatched(
     )
     chosen = {} if policy is None else {"residual_policy": policy}
     add_tvm_dispatch(ours, sample, options={"joint": joint, **chosen})
-    (variant,) = _dispatcher_of(ours).specializations[0].variants.values()
+    ((_, variant),) = _dispatcher_of(ours).specializations[0].compiled()
     return ours, variant.compiled
 
 

@@ -118,7 +118,7 @@ def fails(*args: object, **kwargs: object) -> None:
 
 def partial_of(module: nn.Module) -> PartialBackwards:
     [specialization] = _dispatcher_of(module).specializations
-    [variant] = specialization.variants.values()
+    [(_, variant)] = specialization.compiled()
     partial = variant.compiled.partial_backwards
     assert partial is not None
     return partial

@@ -68,7 +68,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compiled", "lowering"}),
     frozenset({"autograd"}),
     frozenset({"layout_guard"}),
-    frozenset({"specialization"}),
+    frozenset({"variant"}),
+    frozenset({"compiler", "specialization"}),
     frozenset({"dispatcher"}),
     frozenset({"dispatch", "tuning"}),
     frozenset({"tvmbridge"}),  # the package's own __init__: the public names

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dispatch_helpers import assert_same_step, eager, sample
+from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
 
 
@@ -81,3 +81,21 @@ def test_twenty_modules_in_one_model() -> None:
         torch.testing.assert_close(model(sample()), reference(sample()))
     assert dispatch_report(model).tvm_calls == 1
     assert not dispatch_report(model).fallbacks
+
+
+def test_what_learns_is_compiled_for_in_each_of_them() -> None:
+    plain = nn.Sequential(make_block(), nn.Linear(24, 24).double(), make_block()).train()
+    module = copy.deepcopy(plain)
+    for each in (module[0], module[2], module):
+        add_tvm_dispatch(each, sample())
+    for learns in (False, True, False):
+        for each in (module, plain):
+            each[0].requires_grad_(learns)
+        assert_same_step(module, plain, sample())
+        # Of another shape, which the blocks have code for.
+        add_tvm_dispatch(module[2], sample(7, 24))
+        assert_same_step(module, plain, sample(7, 24))
+    assert dispatch_report(module).fallbacks == {"the shape of an input differs": 3}
+    assert dispatch_report(module).tvm_calls == 3
+    assert dispatch_report(module[2]).tvm_calls == 3
+    assert dispatch_report(module[2]).fallbacks == {}

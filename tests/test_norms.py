@@ -120,7 +120,7 @@ def test_evaluation_runs_natively(name: str) -> None:
     with torch.no_grad():
         add_tvm_dispatch(ours, args)
         torch.testing.assert_close(ours(*args), module.eval()(*args), rtol=1e-12, atol=1e-12)
-    (variant,) = _dispatcher_of(ours).specializations[0].variants.values()
+    ((_, variant),) = _dispatcher_of(ours).specializations[0].compiled()
     assert variant.compiled.aten_calls == {}
 
 

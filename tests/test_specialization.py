@@ -84,6 +84,24 @@ def test_a_buffer_that_other_arguments_have_made_longer_is_compiled_for() -> Non
     }
 
 
+@pytest.mark.parametrize("kind", [Cached, Grown])
+def test_what_the_first_call_fills_and_inputs_that_learn(kind: type[nn.Module]) -> None:
+    """Code for other gradients is compiled when the module is as the code assumes."""
+    plain = kind().train()
+    module = add_tvm_dispatch(copy.deepcopy(plain), torch.randn(3, 4, dtype=torch.float64))
+    rows = 5 if kind is Grown else 3
+    for number, learns in ((rows, True), (3, True), (3, False), (3, True), (3, False)):
+        x = torch.randn(number, 4, dtype=torch.float64, requires_grad=learns)
+        found = []
+        for called in (module, plain):
+            out, wanted = called(x), [*called.parameters(), *([x] if learns else [])]
+            found.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    calls = [s.calls for s in dispatch_report(module).specializations]
+    assert (len(calls), sum(calls)) == (2, 3 if kind is Grown else 4)
+    assert "requires_grad" not in str(dispatch_report(module).fallbacks)
+
+
 def test_a_copy_made_before_the_first_call_is_compiled_again_too() -> None:
     x = torch.randn(3, 4, dtype=torch.float64)
     plain = Cached().eval()

@@ -195,6 +195,8 @@ def _exported(
         with without_drops, composites_prepared_for(program):
             program = program.run_decompositions(table)
         tidy_draws(program)
+        # It would keep the arguments alive, and what autograd has recorded of them.
+        program.example_inputs = None
         return program, watch, tails.tail
 
 

@@ -34,8 +34,9 @@ def add_tvm_dispatch(
     """Make ``module`` run, and train, on code compiled by TVM.
 
     The code is compiled now for the mode that the module is in; the other mode at the first call
-    that needs it. Calls that the code was not made for go to the module's own forward, and are
-    counted in :func:`dispatch_report`. Called again with another sample, it adds a specialisation.
+    that needs it, and so is code for other inputs and parameters that require a gradient. Calls
+    that the code was not made for go to the module's own forward, and are counted in
+    :func:`dispatch_report`. Called again with another sample, it adds a specialisation.
 
     Args:
         module: changed in place: its ``forward`` is replaced, nothing else.
@@ -77,7 +78,7 @@ def add_tvm_dispatch(
             dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
     specialization, mode = _find_or_add(dispatcher, args, kwargs)
-    if mode not in specialization.variants:
+    if mode is not None:
         dispatcher.compile(specialization, mode, args, kwargs)
     if specialization not in dispatcher.specializations:
         dispatcher.add(specialization)
@@ -87,16 +88,20 @@ def add_tvm_dispatch(
 
 def _find_or_add(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Specialization, Mode]:
-    """The specialisation that serves the sample, or a new one, and the mode to compile."""
+) -> tuple[Specialization, Mode | None]:
+    """The specialisation for the sample, or a new one, and the mode to compile; None: there is."""
     for specialization in dispatcher.specializations:
         leaves = specialization.signature.match(args, kwargs)
         if isinstance(leaves, str):
             continue
         mode = _mode(dispatcher, specialization, leaves)
-        variant = specialization.variants.get(mode)
+        variant = specialization.chosen(mode, leaves)
+        if variant is None:
+            return specialization, mode
+        if variant.mismatch(leaves, variant.state.tensors()) is None:
+            return specialization, None
         # Code for the same arguments that the module has changed under serves other calls.
-        if variant is None or variant.mismatch(leaves, variant.state.tensors()) is None:
+        if variant.differs_in_flags_alone(leaves):
             return specialization, mode
     specialization = Specialization(Signature(args, kwargs, dispatcher.original))
     leaves = specialization.signature.flatten(args, kwargs) or []
@@ -160,6 +165,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             partial_backwards=0
             if (p := variant.compiled.partial_backwards) is None
             else p.compiled,
+            gradients=variant.gradients,
         )
         for specialization in dispatcher.specializations
         for mode, variant in specialization.compiled()

@@ -15,27 +15,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.compiled import CompiledModule, compile_module
-from tvmbridge.errors import BridgeError, BuildError, NotApartError, first_line
+from tvmbridge.compiler import Compiler
+from tvmbridge.errors import BridgeError
 from tvmbridge.guarding.forwards import (
     StandsForForward,
     calling_module,
     forward_of_class,
     original_forward,
     rebound,
-    with_own_forward,
 )
 from tvmbridge.guarding.hooks import hooked_submodule
-from tvmbridge.guarding.mode import Mode
+from tvmbridge.guarding.mode import Mode, flags_of
 from tvmbridge.guarding.plain import unusual_in
-from tvmbridge.guarding.state import ModuleState
-from tvmbridge.guarding.surroundings import refused_now, tracing_here, undisturbed
+from tvmbridge.guarding.surroundings import refused_now
 from tvmbridge.memory.packing import Packing
-from tvmbridge.observing.refusal import raise_if_forward_refuses
+from tvmbridge.observing.arguments import Arguments
 from tvmbridge.options import CompileOptions
-from tvmbridge.specialization import Checks, Specialization, Variant
-from tvmbridge.tracing.standins import STAND_IN, anything_requires_grad, without_inference_tensors
+from tvmbridge.specialization import Specialization
+from tvmbridge.tracing.standins import STAND_IN, anything_requires_grad
 from tvmbridge.turns import compiling
+from tvmbridge.variant import Checks, Variant
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +61,7 @@ class Dispatcher(StandsForForward):
         self.specializations: tuple[Specialization, ...] = ()
         self.fallbacks: Counter[str] = Counter()
         self.packing = Packing(module)
+        self.compiler = Compiler(module, own, target, options, self.packing)
         self.checker: Checks | None = None
         self.dropped = 0
         self._process = os.getpid()
@@ -112,17 +112,26 @@ class Dispatcher(StandsForForward):
             if isinstance(leaves, str):
                 otherwise = leaves
                 continue
-            variant = self._variant(specialization, leaves, args, kwargs)
-            if isinstance(variant, str):
-                reason = variant
+            mode = self._mode(specialization, leaves)
+            if isinstance(mode, str):
+                reason = mode
                 break
+            variant = specialization.chosen(mode, leaves)
+            if variant is None:
+                found = self._compiled(specialization, mode, leaves, (args, kwargs))
+                if isinstance(found, str):
+                    reason = found
+                    break
+                variant = found
             tensors = variant.state.tensors()
             reason = variant.mismatch(leaves, tensors)
-            if reason is not None and variant.is_to_be_renewed():
-                renewed = self._renewed(specialization, variant, leaves, args, kwargs)
-                if not isinstance(renewed, str):
-                    variant, tensors = renewed, renewed.state.tensors()
+            if reason is not None:
+                instead = self._instead(specialization, mode, variant, leaves, (args, kwargs))
+                if isinstance(instead, Variant):
+                    variant, tensors = instead, instead.state.tensors()
                     reason = variant.mismatch(leaves, tensors)
+                else:
+                    reason = instead or reason
             if reason is None:
                 specialization.last_use = next(self._uses)
                 if self.checker is not None:
@@ -130,14 +139,8 @@ class Dispatcher(StandsForForward):
                 return variant.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or otherwise or "nothing is compiled", args, kwargs)
 
-    def _variant(
-        self,
-        specialization: Specialization,
-        leaves: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Variant | str:
-        """The code for the mode of this call, compiled now if it is the first; or why not."""
+    def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
+        """The mode of this call; or why nothing that was compiled can serve it."""
         if os.getpid() != self._process:
             return "the process was forked after dispatch"
         device = specialization.signature.device_type
@@ -145,10 +148,21 @@ class Dispatcher(StandsForForward):
             return "autocast is on"
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         needs_grad = recording and self.anything_requires_grad(specialization, leaves)
-        mode = Mode.of_now(self.module.training, needs_grad)
-        variant = specialization.variants.get(mode)
-        if variant is not None:
-            return variant
+        return Mode.of_now(self.module.training, needs_grad)
+
+    def _compiled(
+        self,
+        specialization: Specialization,
+        mode: Mode,
+        leaves: list[Any],
+        arguments: Arguments,
+    ) -> Variant | str:
+        """The code for the mode and flags of this call, compiled now if it is the first; or why
+        there is none."""
+        flags = flags_of(self.module, leaves)
+        known = specialization.known(mode, flags)
+        if known is not None:
+            return known
         with compiling():
             # The module may be on its way: this is no failure for good.
             unusual = unusual_in(self.module)
@@ -156,33 +170,41 @@ class Dispatcher(StandsForForward):
                 return unusual
             if hooked_submodule(self.module) is not None:
                 return "a submodule has hooks"
-            if mode not in specialization.variants and mode not in specialization.failures:
-                try:
-                    self.compile(specialization, mode, args, kwargs)
-                except Exception as error:
-                    # Whatever it is, the module's own forward may do better.
-                    specialization.failures[mode] = f"{mode}: {error}"
-                    logger.warning("%s stays with its own forward: %s", self._name(), error)
-            # Within, for another thread may be about to compile it again.
-            return specialization.variants.get(mode) or specialization.failures[mode]
+            known = specialization.known(mode, flags)
+            if known is not None:
+                return known
+            try:
+                return self.compile(specialization, mode, *arguments)
+            except Exception as error:
+                # Whatever it is, the module's own forward may do better.
+                reason = specialization.failures[mode, flags] = f"{mode}: {error}"
+                logger.warning("%s stays with its own forward: %s", self._name(), error)
+                return reason
 
-    def _renewed(
+    def _instead(
         self,
         specialization: Specialization,
-        outdated: Variant,
+        mode: Mode,
+        unfit: Variant,
         leaves: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Variant | str:
-        """The code that the first call has outdated, which filled a cache, compiled again."""
-        with compiling():
-            for mode, variant in specialization.compiled():
-                if variant is outdated:
-                    del specialization.variants[mode]
-            renewed = self._variant(specialization, leaves, args, kwargs)
-            if isinstance(renewed, Variant):
-                renewed.fills_first = False
-            return renewed
+        arguments: Arguments,
+    ) -> Variant | str | None:
+        """Code in place of one that the call does not fit, where it may be compiled at a call.
+
+        That is code which the first call has outdated, for it filled a cache, and code for another
+        ``requires_grad``. None: the call differs otherwise.
+        """
+        if unfit.is_to_be_renewed():
+            with compiling():
+                specialization.remove(unfit)
+                renewed = self._compiled(specialization, mode, leaves, arguments)
+                if isinstance(renewed, Variant):
+                    renewed.fills_first = False
+                    return renewed
+            return None
+        if not unfit.differs_in_flags_alone(leaves):
+            return None
+        return self._compiled(specialization, mode, leaves, arguments)
 
     def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
         """Whether an argument or a tensor of the module requires a gradient."""
@@ -200,52 +222,16 @@ class Dispatcher(StandsForForward):
         self,
         specialization: Specialization,
         mode: Mode,
-        args: tuple[Any, ...],
+        args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> None:
+    ) -> Variant:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        with tracing_here(), undisturbed():
-            args, kwargs = without_inference_tensors((args, dict(kwargs)))
-            try:
-                compiled = self._compile(mode, args, kwargs)
-            except (BridgeError, OSError, MemoryError):
-                raise
-            except Exception as error:
-                raise_if_forward_refuses(self.module, args, kwargs)
-                raise BuildError(
-                    f"tvmbridge fails on {self._name()} ({type(error).__name__}: "
-                    f"{first_line(error)}), which is a mistake of its own: please report it"
-                ) from error
-            state = ModuleState(self.module, compiled.captured)
-            variant = Variant(state, compiled, self.packing)
-            try:
-                variant.try_out(specialization.signature.flatten(args, kwargs) or [])
-            except Exception as error:
-                raise_if_forward_refuses(self.module, args, kwargs)
-                raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
-        for names in compiled.packs:
-            self.packing.claim(names)
-        variant.fills_first = state.is_otherwise()
-        specialization.variants[mode] = variant
-
-    def _compile(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> CompiledModule:
-        compile_ = functools.partial(
-            compile_module,
-            self.module,
-            args,
-            kwargs,
-            needs_grad=mode.needs_grad,
-            target=self.target,
-            options=self.options,
-            packing=self.packing,
-        )
-        try:
-            return compile_(apart=True)
-        except NotApartError:
-            with with_own_forward(self.module, self.own):
-                return compile_(apart=False)
+        variant = self.compiler.variant(specialization.signature, mode, tuple(args), kwargs)
+        dropped = specialization.add(mode, variant, self.options.max_specializations)
+        if dropped:
+            with self._counting:
+                self.dropped += dropped
+        return variant
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; those that were not used for longest go where too many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from tvmbridge.types import PassRecord, ValueDescriptor
 
 @dataclass(frozen=True)
 class SpecializationReport:
-    """One compiled signature in one mode.
+    """One compiled signature in one mode, for one choice of tensors that require a gradient.
 
     ``seconds`` are by stage of compilation; ``residual_bytes`` is what forward keeps for backward
     beyond its inputs and outputs (draws of dropout are counted), ``residuals`` the same by value,
@@ -25,7 +26,7 @@ class SpecializationReport:
     calls that agreed with the module's own forward (``CompileOptions.check``),
     ``checked_gradients`` the backwards. ``eager_functions`` counts what runs in eager PyTorch
     after the compiled code, ``partial_backwards`` the backwards compiled for calls in which outputs
-    were not used.
+    were not used. ``gradients`` names the inputs and parameters whose gradients it computes.
     """
 
     mode: str
@@ -45,6 +46,7 @@ class SpecializationReport:
     checked: int = 0
     checked_gradients: int = 0
     partial_backwards: int = 0
+    gradients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class PackReport:
 class DispatchReport:
     """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
 
-    ``dropped`` counts the specialisations that gave way to newer ones, ``unchecked`` the calls that
+    ``dropped`` counts the code that gave way to newer code, ``unchecked`` the calls that
     were due for a check but could not be checked, by reason.
     """
 
@@ -98,6 +100,11 @@ class DispatchReport:
         console.print(_specialization_table(self.specializations))
         if self.dropped:
             console.print(f"specialisations dropped, not used for longest: {self.dropped}")
+        alike = Counter((s.mode, s.signature) for s in self.specializations)
+        for s in self.specializations:
+            if alike[s.mode, s.signature] > 1:
+                line = f"{s.mode} {s.signature}: gradients of {len(s.gradients)} tensors"
+                console.print(f"{line} in {s.calls} calls", highlight=False)
         for reason in dict.fromkeys(s.joint_reason for s in self.specializations):
             if reason:
                 console.print(f"joint by PyTorch's own derivatives: {reason}", highlight=False)

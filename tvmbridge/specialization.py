@@ -3,221 +3,82 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import nn
-
-from tvmbridge.autograd import TrainingCall
-from tvmbridge.compiled import CompiledModule
-from tvmbridge.guarding.mode import Mode
-from tvmbridge.guarding.plain import other_answer
+from tvmbridge.guarding.mode import Flags, Mode
 from tvmbridge.guarding.signature import Signature
-from tvmbridge.guarding.state import ModuleState
-from tvmbridge.guarding.surroundings import in_checkpoint
-from tvmbridge.kernels.aten_call import foreign_among
-from tvmbridge.kernels.dtypes import as_pairs
-from tvmbridge.layout_guard import LayoutGuard
 from tvmbridge.memory.packing import Packing
-from tvmbridge.noise import draw_noise
-from tvmbridge.observing.arguments import Arguments
-from tvmbridge.observing.generators import no_draws_by
-from tvmbridge.outputs import Outputs
-from tvmbridge.reads import Question
-from tvmbridge.tail import try_tail
-from tvmbridge.tracing.standins import without_inference_tensors
-from tvmbridge.types import InputKind
+from tvmbridge.variant import Variant
 
-
-class Variant:
-    """The code of one specialisation for one mode, ready to be called.
-
-    Args:
-        state: the dispatched module's state, which is read at each call.
-        compiled: the code.
-        packing: the module's packed weights.
-    """
-
-    def __init__(self, state: ModuleState, compiled: CompiledModule, packing: Packing) -> None:
-        captured = compiled.captured
-        self.state = state
-        self.compiled = compiled
-        self.calls = 0
-        self.checked = 0
-        self.checked_gradients = 0
-        self._counting = threading.Lock()
-        # Forward has yet to fill a cache: with tensors, which are then others than were traced.
-        self.fills_first = False
-        self._declined = 0
-        users = [d for d in captured.inputs if d.kind is InputKind.USER]
-        self._positions = [d.position or 0 for d in users]
-        self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
-        noise = captured.noise
-        self._has_complex = any(
-            spec.dtype.is_complex
-            for spec in (*(d.spec for d in captured.inputs), *(n.spec for n in noise))
-        )
-        self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
-        self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
-        given = {d.name: i for i, d in enumerate(captured.inputs)}
-        reads = captured.head.reads if captured.head is not None else ()
-        self._head_reads = [given[name] for name in reads]
-        self._outputs = Outputs(state, captured)
-        self._asks = captured.asks
-        # Gradients that forward turns on flow where tensors require them.
-        self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.asks
-        self._layouts = LayoutGuard(state, compiled)
-        self._packing = packing
-        self._packs = [
-            (names, [state.names.index(name) for name in names]) for names in compiled.packs
-        ]
-        self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
-        self._records_writes = self._training is not None and self._outputs.writes
-
-    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Variant:
-        """The same code for a deep copy of the module, with counters at zero."""
-        copied = Variant(self.state.rebound(memo), self.compiled, packing)
-        copied.fills_first = self.fills_first and not self.calls
-        return copied
-
-    def is_to_be_renewed(self) -> bool:
-        """Whether the first call, which forward served itself, has not made the code fit."""
-        if not self.fills_first or self.calls:
-            return False
-        self._declined += 1
-        return self._declined == 2 and self.state.is_otherwise()
-
-    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
-        """Why the code cannot serve this call; None when it can."""
-        # The calls that add a dispatch may be in another mode than those that come.
-        if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
-            return "forward returns tensors that it makes in inference mode"
-        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
-            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
-        reason = self.state.changed(tensors, check_grad=self._flags_matter)
-        if reason is None and self._flags_matter:
-            for position, requires_grad in self._input_grads:
-                if leaves[position].requires_grad is not requires_grad:
-                    return "requires_grad of an input differs"
-        if reason is None:
-            reason = self._outputs.mismatch(leaves, tensors)
-        if reason is None and self._asks:
-            reason = other_answer(self._asks, leaves, tensors)
-        return reason or self._layouts.mismatch(leaves, tensors)
-
-    def try_out(self, leaves: Sequence[Any]) -> None:
-        """Run forward and backward once and throw the results away.
-
-        What cannot run must show itself now, when the module still has its own forward, and not
-        in the middle of a training step. State, arguments and random state stay as they are.
-        """
-        with torch.random.fork_rng(devices=[]):
-            tensors: Sequence[Any] = self._sample_state()
-            primals = [p.detach() for p in self._primals(leaves, tensors)]
-            primals = without_inference_tensors(primals)
-            # Nothing is moved before the code is known to run.
-            primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
-            with no_draws_by(foreign_among(self.compiled.aten_calls)):
-                self._try(primals, leaves)
-
-    def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
-        if self._training is None:
-            self._try_tail(self.compiled.forward(primals), leaves)
-            return
-        wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
-        with torch.enable_grad():
-            results = self._training(primals)
-        self._try_tail(results, leaves)
-        outputs = [o for o in results if o.requires_grad]
-        cotangents = [torch.zeros_like(o) for o in outputs]
-        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
-
-    def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        tail = self.compiled.captured.tail
-        if tail is not None:
-            try_tail(tail, self._outputs.before_tail(results, leaves))
-
-    def _sample_state(self) -> list[torch.Tensor]:
-        """The module's tensors; zeros where forward has yet to make one, or another kind."""
-        specs = [d.spec for d in self.compiled.captured.inputs if d.kind.is_of_module]
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-            if t is None or t.shape != torch.Size(spec.shape) or t.dtype != spec.dtype
-            else t
-            for t, spec in zip(self.state.tensors(), specs, strict=True)
-        ]
-
-    def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
-        """User inputs, state, draws and masks, in the order of the compiled code."""
-        captured = self.compiled.captured
-        primals = [leaves[p] for p in self._positions]
-        primals += tensors
-        noise = draw_noise(captured.noise, captured.head, [primals[i] for i in self._head_reads])
-        primals += [noise[i] for i in self._noise_order]
-        return list(map(as_pairs, primals)) if self._has_complex else primals
-
-    def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
-        """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
-        return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
-
-    def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
-        """Draw the noise and run the code: the computed outputs, in order."""
-        primals = self._primals(leaves, tensors)
-        for names, slots in self._packs:
-            primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
-        strides = self._layouts.strides(leaves, tensors)
-        if self._training is not None:
-            results: Sequence[torch.Tensor] = self._training(primals, strides)
-        else:
-            results = self.compiled.forward(primals, strides)
-        with self._counting:
-            self.calls += 1
-        return results
-
-    def assemble(
-        self,
-        results: Sequence[torch.Tensor],
-        leaves: Sequence[Any],
-        tensors: Sequence[Any],
-        arguments: Arguments,
-    ) -> Any:
-        """Write mutations back, and rebuild what forward returns from the computed outputs."""
-        return self._outputs.assemble(results, leaves, tensors, arguments)
-
-
-class Checks(Protocol):
-    """Serves calls in place of :meth:`Variant.run`, and checks some of them."""
-
-    unchecked: Counter[str]
-
-    def run(
-        self,
-        module: nn.Module,
-        variant: Variant,
-        leaves: Sequence[Any],
-        tensors: Sequence[Any],
-        arguments: Arguments,
-    ) -> Any:
-        """What the call returns."""
-
-    def renewed(self) -> Checks:
-        """The same for a copy of the module."""
+_DROPPED = (
+    "code for this requires_grad of inputs and parameters was dropped, of more than "
+    "max_specializations not used for longest"
+)
 
 
 class Specialization:
-    """One signature and its variants by mode; a mode whose compilation failed holds the reason."""
+    """One signature and its variants by mode, in each mode by ``requires_grad`` of all tensors.
+
+    Of a mode the variant that was used last is the first. What could not be compiled has a reason,
+    and so has what was dropped: neither is tried again by calls.
+    """
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
-        self.variants: dict[Mode, Variant] = {}
-        self.failures: dict[Mode, str] = {}
+        self.variants: dict[Mode, tuple[Variant, ...]] = {}
+        self.failures: dict[tuple[Mode, Flags], str] = {}
         self.last_use = 0
+        self._changing = threading.Lock()
 
     def compiled(self) -> list[tuple[Mode, Variant]]:
         """The variants of now by mode; another thread may compile one meanwhile."""
-        return list(self.variants.items())
+        return [(mode, v) for mode, variants in list(self.variants.items()) for v in variants]
+
+    def chosen(self, mode: Mode, leaves: Sequence[Any]) -> Variant | None:
+        """The variant for a call in this mode; where none fits its flags, the one used last."""
+        variants = self.variants.get(mode)
+        if not variants:
+            return None
+        if len(variants) == 1:
+            return variants[0]
+        for variant in variants:
+            if variant.fits_flags(leaves, variant.state.tensors()):
+                if variant is not variants[0]:
+                    self._put_first(mode, variant)
+                return variant
+        return variants[0]
+
+    def _put_first(self, mode: Mode, variant: Variant) -> None:
+        with self._changing:
+            variants = self.variants.get(mode, ())
+            # Another thread may have dropped it.
+            if variant in variants:
+                others = (v for v in variants if v is not variant)
+                self.variants[mode] = (variant, *others)
+
+    def known(self, mode: Mode, flags: Flags) -> Variant | str | None:
+        """What was compiled for these flags, or why it is not there; None: it was not tried."""
+        variants = self.variants.get(mode, ())
+        found = next((v for v in variants if v.flags == flags), None)
+        return found or self.failures.get((mode, flags))
+
+    def add(self, mode: Mode, variant: Variant, most: int) -> int:
+        """Keep ``variant``; of more than ``most`` in a mode the others go, and are counted."""
+        with self._changing:
+            others = [v for v in self.variants.get(mode, ()) if v.flags != variant.flags]
+            kept = (variant, *others)
+            self.variants[mode] = kept[:most]
+            self.failures.pop((mode, variant.flags), None)
+            for dropped in kept[most:]:
+                self.failures[mode, dropped.flags] = _DROPPED
+        return len(kept[most:])
+
+    def remove(self, variant: Variant) -> None:
+        """Keep ``variant`` no longer."""
+        with self._changing:
+            for mode, variants in list(self.variants.items()):
+                self.variants[mode] = tuple(v for v in variants if v is not variant)
 
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
@@ -225,11 +86,9 @@ class Specialization:
         Code that no longer fits the module is not copied: the copy could not tell.
         """
         copy = Specialization(self.signature)
-        copy.variants = {
-            mode: variant.rebound(memo, packing)
-            for mode, variant in self.compiled()
-            if not variant.state.replaced()
-        }
+        for mode, variants in list(self.variants.items()):
+            fitting = [v for v in variants if not v.state.replaced()]
+            copy.variants[mode] = tuple(v.rebound(memo, packing) for v in fitting)
         copy.failures = dict(self.failures)
         copy.last_use = self.last_use
         return copy

@@ -47,7 +47,9 @@ def test_a_teacher_follows_its_student_as_in_eager_pytorch() -> None:
     # A teacher that learns is another matter.
     module.teacher.requires_grad_()
     theirs = eager(module)
-    torch.testing.assert_close(module(x), theirs(x))
-    assert dispatch_report(module).fallbacks == {"requires_grad of a parameter changed": 1}
+    for _ in range(2):
+        torch.testing.assert_close(module(x), theirs(x))
+    ((reason, count),) = dispatch_report(module).fallbacks.items()
+    assert ("writes into the parameter teacher.bias" in reason, count) == (True, 2)
     with pytest.raises(UnsupportedOperatorError, match=r"the parameter teacher.bias; compiled"):
         add_tvm_dispatch(Taught().requires_grad_(), torch.randn(3, 4, dtype=torch.float64))

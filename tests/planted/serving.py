@@ -184,7 +184,7 @@ SERVING = (
         "tvmbridge.guarding.state",
         "if check_grad and tensor.requires_grad is not requires_grad:",
         "if False:",
-        (_FALLBACKS, "-k", "own_forward"),
+        ("tests/test_flags.py", "-k", "every_choice"),
     ),
     Plant(
         "autocast not noticed",

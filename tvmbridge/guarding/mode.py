@@ -1,10 +1,22 @@
-"""The mode of a call: what code for the same arguments is compiled for separately."""
+"""The mode and flags of a call: what code for the same arguments is compiled for separately."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import nn
+
+from tvmbridge.tracing.standins import tensors_of
+
+Flags: TypeAlias = tuple[bool, ...]
+
+
+def flags_of(module: nn.Module, leaves: Sequence[Any]) -> Flags:
+    """``requires_grad`` of the tensors among the arguments, and of the module's, in their order."""
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tuple(t.requires_grad for t in (*given, *tensors_of(module).values()))
 
 
 class Mode(NamedTuple):

@@ -7,14 +7,15 @@ optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 
+from tvmbridge.guarding.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.guarding.forwards import stands_for
 from tvmbridge.guarding.guard import ValueGuard
 from tvmbridge.guarding.hooks import GLOBAL_HOOKS, HOOKS
@@ -25,20 +26,6 @@ from tvmbridge.tracing.old_norms import OldNorms
 from tvmbridge.types import CapturedGraph, InputKind
 
 _HELD = ("_parameters", "_buffers", "_modules")
-
-_REPLACED = "a submodule was replaced"
-_PATCHED = "the forward of a submodule was replaced"
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """An entry of one of a module's dicts, and what must stand there."""
-
-    owner: nn.Module
-    held: str  # the name of the dict among the attributes; "" is the dict of attributes itself
-    key: str
-    expected: Any = None
-    reason: str = ""
 
 
 class ModuleState:
@@ -56,13 +43,14 @@ class ModuleState:
         self._expected = [
             (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
         ]
+        self._flags = [d.requires_grad for d in inputs]
         # Says at once that all tensors are as at the last full comparison.
         self._all_alike: TensorGuards | None = None
         based = [o.alias for o in captured.outputs if o.alias is not None]
         bases = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
         self._ties = list(captured.aliases.items())
         self._places = {
-            name: _entry(module, name)
+            name: entry_of(module, name)
             for name in (*self.names, *bases, *(n for tie in self._ties for n in tie))
         }
         self._modules = list(module.modules())
@@ -70,7 +58,7 @@ class ModuleState:
         read = {(id(e.owner), e.held, e.key) for e in places}
         # What the first call is yet to make is None now, and must be there later.
         self._structure = [
-            e for e in _structure(module) if (id(e.owner), e.held, e.key) not in read
+            e for e in structure_of(module) if (id(e.owner), e.held, e.key) not in read
         ]
         self._sizes = [
             (m, held, len(m.__dict__[held]))
@@ -179,7 +167,7 @@ class ModuleState:
     def replaced(self) -> bool:
         """Whether a submodule is no longer the one that was captured."""
         return any(
-            reason == _REPLACED and place.get(key) is not expected
+            reason == REPLACED and place.get(key) is not expected
             for place, key, expected, reason in self._entries
         )
 
@@ -187,7 +175,7 @@ class ModuleState:
         for place, key, expected, reason in self._entries:
             if place.get(key, MISSING) is not expected:
                 now = place.get(key, MISSING)
-                if reason is not _PATCHED or stands_for(now) is not stands_for(expected):
+                if reason is not PATCHED or stands_for(now) is not stands_for(expected):
                     return reason
         # Whole lists at once: this runs at every call.
         if list(map(len, self._dicts)) != self._lengths:
@@ -198,7 +186,7 @@ class ModuleState:
             return "the class of a submodule changed"
         for class_, forward in self._classes:
             if class_.forward is not forward:
-                return _PATCHED
+                return PATCHED
         if any(self._hooks) and any(acts(self.norms.others(h.values())) for h in self._hooks):
             return "a submodule has hooks"
         return self.norms.changed()
@@ -206,8 +194,20 @@ class ModuleState:
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
         reason = self._restructured() or self._exchanged(tensors, check_grad)
-        if reason is not None:
-            return reason
+        return reason or self._changed_beside(check_grad)
+
+    def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
+        """The same, whatever ``requires_grad`` of the ``tensors`` is."""
+        # Not by the comparison that is remembered, which stands for one that asks for it.
+        reason = self._restructured() or self._of_other_kind(tensors, check_grad=False)
+        return reason or self._changed_beside(check_grad=True)
+
+    def fits_flags(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether ``requires_grad`` of the ``tensors`` is what the code was compiled for."""
+        return [t is not None and t.requires_grad for t in tensors] == self._flags
+
+    def _changed_beside(self, check_grad: bool) -> str | None:
+        """What has changed beside the structure and the tensors that are looked up."""
         for alias, name in self._ties:
             if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"
@@ -277,28 +277,3 @@ def _not_plain(tensor: Any) -> str:
     if tensor is None:
         return "a parameter or buffer is missing"
     return "a parameter or buffer is not a plain tensor"
-
-
-def _structure(module: nn.Module) -> Iterator[_Entry]:
-    for parent in module.modules():
-        for name, child in parent._modules.items():
-            yield _Entry(parent, "_modules", name, child, _REPLACED)
-        for held in ("_parameters", "_buffers"):
-            for name, tensor in parent.__dict__[held].items():
-                if tensor is None:
-                    yield _Entry(parent, held, name, None, "a parameter or buffer was added")
-        if parent is module:
-            continue
-        changed = "the training flag of a submodule changed"
-        yield _Entry(parent, "", "training", parent.training, changed)
-        yield _Entry(parent, "", "forward", parent.__dict__.get("forward", MISSING), _PATCHED)
-
-
-def _entry(module: nn.Module, dotted: str) -> _Entry:
-    """Where the tensor called ``dotted`` is; it may come to be there later."""
-    path, _, name = dotted.rpartition(".")
-    owner = module.get_submodule(path)
-    for held in ("_parameters", "_buffers"):
-        if name in owner.__dict__[held]:
-            return _Entry(owner, held, name)
-    return _Entry(owner, "", name)

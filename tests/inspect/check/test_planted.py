@@ -13,10 +13,10 @@ import tvm
 from torch import nn
 from tvm import relax
 
-from tvmbridge import NumericsError, add_tvm_dispatch, specialization
+from tvmbridge import NumericsError, add_tvm_dispatch, variant
 from tvmbridge.frontend.registry import CONVERTERS
 from tvmbridge.runtime import LoadedModule
-from tvmbridge.specialization import Variant
+from tvmbridge.variant import Variant
 
 aten = torch.ops.aten
 
@@ -159,14 +159,14 @@ def plant_variant(
 
 
 def test_a_draw_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = specialization.draw_noise
+    right = variant.draw_noise
 
     def wrong(*args: Any) -> list[torch.Tensor]:
         drawn = right(*args)
         torch.rand(1)
         return drawn
 
-    monkeypatch.setattr(specialization, "draw_noise", wrong)
+    monkeypatch.setattr(variant, "draw_noise", wrong)
     x = torch.randn(5, 8)
     module = checked(Small(), x)
     with pytest.raises(NumericsError, match="generator after the call is in another state"):

@@ -25,8 +25,8 @@ from tvmbridge.inspect.compare.inputs import title
 from tvmbridge.observing.arguments import Arguments
 from tvmbridge.observing.refusal import first_paragraph
 from tvmbridge.options import CompileOptions
-from tvmbridge.specialization import Variant
 from tvmbridge.types import InputKind, OutputKind
+from tvmbridge.variant import Variant
 
 logger = logging.getLogger(__name__)
 
