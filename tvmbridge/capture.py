@@ -33,8 +33,9 @@ from tvmbridge.observing.refusal import (
     user_line,
 )
 from tvmbridge.observing.staging import Stage, staged
+from tvmbridge.reads import Answer
 from tvmbridge.tail import Tail, TailWatch
-from tvmbridge.tracing.answers import Answer, Answering, small_buffers
+from tvmbridge.tracing.answers import Answering, small_buffers
 from tvmbridge.tracing.autocast import refuse_other_dtypes
 from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect

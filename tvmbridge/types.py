@@ -17,9 +17,8 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from tvmbridge.reads import OutsideValue, Question
+from tvmbridge.reads import Answer, OutsideValue, Question
 from tvmbridge.tail import Tail
-from tvmbridge.tracing.answers import Answer
 
 
 class InputKind(enum.Enum):

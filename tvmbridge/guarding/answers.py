@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tvmbridge.tracing.answers import Answer
+from tvmbridge.reads import Answer
 
 
 class AnswerGuard:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.reads import Answer
 from tvmbridge.tracing.standins import tensors_of
 
 # Each call compares as many numbers as all that were asked have.
@@ -45,15 +46,6 @@ ones_like zeros_like
 _COMPUTING = frozenset(_NAMES.split())
 
 _Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What forward was told of the buffers ``names``, and how to ask again."""
-
-    names: frozenset[str]
-    ask: Callable[[_Tensors], Any]
-    value: bool | int | float
 
 
 @dataclass(frozen=True)
