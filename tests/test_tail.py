@@ -194,8 +194,8 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a branch": (_branch, "data-dependent value decides.*in _branch"),
-    "the type": (_type, "asks for the type"),
+    "a branch": (_branch, "data-dependent value decides .what gt returned.*in _branch"),
+    "the type": (_type, "asks for the type of .*what __getitem__ returned"),
     "an augmented assignment": (_added, "in place"),
     "a method in place": (lambda x: x[x > 0].add_(1), "calls add_ .*in place"),
     "a write before the tail": (_written_later, "has read"),

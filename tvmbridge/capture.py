@@ -33,7 +33,9 @@ from tvmbridge.observing.refusal import (
     user_line,
 )
 from tvmbridge.observing.staging import Stage, staged
+from tvmbridge.reads import Answer
 from tvmbridge.tail import Tail, TailWatch
+from tvmbridge.tracing.answers import Answering, small_buffers
 from tvmbridge.tracing.autocast import refuse_other_dtypes
 from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
@@ -44,6 +46,9 @@ from tvmbridge.tracing.old_norms import NormsPutBack
 from tvmbridge.tracing.reshapes import reshape_instead_of_view
 from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
 from tvmbridge.types import CapturedGraph, HiddenBase
+
+# The program, what became of its arguments, its tail, and what it was told of buffers.
+_Exported = tuple[ExportedProgram, ArgumentWatch, Tail | None, tuple[Answer, ...]]
 
 
 def normalize_sample(
@@ -100,7 +105,7 @@ def capture_staged(
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, tail = _export(module, args, kwargs, needs_grad, bases)
+    program, watch, tail, answers = _export(module, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -131,6 +136,7 @@ def capture_staged(
         outside=seen.outside,
         asks=seen.asks,
         normed=seen.normed,
+        answers=answers,
     )
 
 
@@ -146,7 +152,7 @@ def _export(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
-) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
+) -> _Exported:
     try:
         return _exported(module, args, kwargs, needs_grad, bases)
     except CaptureError:
@@ -168,8 +174,8 @@ def _exported(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
-) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
-    """The program, what became of its arguments, and its tail; errors are torch.export's."""
+) -> _Exported:
+    """The program and what became of forward in it; errors are torch.export's."""
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
         torch.set_grad_enabled(needs_grad),
@@ -183,7 +189,8 @@ def _exported(
         with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
             # Only now is forward what is to be traced.
             watch = ArgumentWatch(ExchangesWritten(NormsPutBack(module), module))
-            tails = TailWatch(watch, differentiated=needs_grad)
+            told = Answering(watch, small_buffers(module), lambda: dict(module.named_buffers()))
+            tails = TailWatch(told, differentiated=needs_grad)
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
@@ -197,7 +204,7 @@ def _exported(
         tidy_draws(program)
         # It would keep the arguments alive, and what autograd has recorded of them.
         program.example_inputs = None
-        return program, watch, tails.tail
+        return program, watch, tails.tail, told.answers
 
 
 def _name_buffers_once(program: ExportedProgram) -> None:

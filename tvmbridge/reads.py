@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 
@@ -44,3 +46,12 @@ class OutsideValue:
     key: tuple[int, str]
     itself: bool = False
     owner: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What forward was told of the buffers ``names``, and how to ask again."""
+
+    names: frozenset[str]
+    ask: Callable[[Mapping[str, torch.Tensor]], Any]
+    value: bool | int | float

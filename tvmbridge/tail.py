@@ -124,7 +124,7 @@ class _Recorder(TracerBase):
         type_expr: Any = None,
     ) -> fx.Node:
         """A node of the graph; what a tail cannot repeat is refused."""
-        title = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        title = _title(target)
         reason = _reason_against(title, kwargs)
         if torch.is_grad_enabled() not in self._modes:
             reason = "under another gradient mode than forward"
@@ -158,11 +158,11 @@ class _Recorder(TracerBase):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """A deferred value decides which way forward takes."""
-        raise DependenceError("takes a way that a data-dependent value decides")
+        raise DependenceError(f"takes a way that a data-dependent value decides{_made_by(obj)}")
 
     def iter(self, obj: fx.Proxy) -> Any:
         """A deferred value decides how often a loop runs."""
-        raise DependenceError("loops over a data-dependent value")
+        raise DependenceError(f"loops over a data-dependent value{_made_by(obj)}")
 
     def keys(self, obj: fx.Proxy) -> Any:
         """A deferred value is no mapping."""
@@ -188,6 +188,14 @@ class _Recorder(TracerBase):
         return Tail(self.graph, len(self.read), dict(self._functions))
 
 
+def _title(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _made_by(deferred: fx.Proxy) -> str:
+    return f" (what {_title(deferred.node.target)} returned)"
+
+
 def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
     if kwargs.get("out") is not None or kwargs.get("inplace"):
         return "in place"
@@ -204,7 +212,7 @@ class _Deferred(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        raise DependenceError("asks for the type of a data-dependent value")
+        raise DependenceError(f"asks for the type of a data-dependent value{_made_by(self)}")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -229,7 +237,7 @@ def _refuse_in_place(self: _Deferred, other: Any) -> Any:
 
 
 def _refuse_number(self: _Deferred) -> Any:
-    raise DependenceError("needs a data-dependent value as a Python number")
+    raise DependenceError(f"needs a data-dependent value as a Python number{_made_by(self)}")
 
 
 for _name in _IN_PLACE.split():
@@ -273,8 +281,8 @@ def try_tail(tail: Tail, flat: Sequence[Any]) -> None:
     Raises:
         UnsupportedOperatorError: it draws random numbers, or writes into a tensor.
     """
-    before = torch.get_rng_state()
-    kept, read = flat[: len(flat) - tail.num_read], flat[len(flat) - tail.num_read :]
+    before, first = torch.get_rng_state(), len(flat) - tail.num_read
+    kept, read = flat[:first], flat[first:]
     copies = [t.detach().clone() for t in read]
     versions = [c._version for c in copies]
     with torch.no_grad():

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from tvmbridge.reads import OutsideValue, Question
+from tvmbridge.reads import Answer, OutsideValue, Question
 from tvmbridge.tail import Tail
 
 
@@ -224,7 +224,8 @@ class CapturedGraph:
     further user outputs behind all others, from which views among the outputs are made again.
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
     that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
-    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call.
+    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``:
+    what forward was told where it asked what buffers hold.
     """
 
     program: ExportedProgram
@@ -248,6 +249,7 @@ class CapturedGraph:
     outside: tuple[OutsideValue, ...] = ()
     asks: frozenset[Question] = frozenset()
     normed: tuple[str, ...] = ()
+    answers: tuple[Answer, ...] = ()
 
     @property
     def device(self) -> torch.device:

@@ -65,3 +65,34 @@ def test_results_gradients_and_errors_are_those_of_eager_pytorch() -> None:
         assert str(expected.value) in str(raised.value)
     assert dispatch_report(module).tvm_calls == 2  # what raises is not counted
     assert not dispatch_report(module).fallbacks
+
+
+def _determinants(*matrices: torch.Tensor) -> list[Any]:
+    functions = (
+        torch.det,
+        lambda a: torch.linalg.det(A=a),
+        torch.Tensor.logdet,
+        lambda a: torch.slogdet(input=a)[1],
+        lambda a: linalg.slogdet(a).logabsdet,
+    )
+    return [f(a) for f, a in zip(functions, matrices, strict=True)]
+
+
+@pytest.mark.parametrize("by_columns", [True, False])
+def test_gradients_of_determinants_do_not_depend_on_how_a_matrix_lies(by_columns: bool) -> None:
+    module = Called(_determinants)
+    given = []
+    for batch in ((), (2,), (), (), (2,)):
+        lower = torch.randn(*batch, 3, 3, dtype=torch.float64).tril(-1)
+        # Its determinant is 8, and it is far from symmetric.
+        matrix = lower + 2 * torch.eye(3, dtype=torch.float64)
+        lies = matrix.mT.contiguous().mT if by_columns else matrix
+        given.append(lies.requires_grad_())
+    add_tvm_dispatch(module, tuple(given))
+    total = sum((r * (i + 1)).sum() for i, r in enumerate(module(*given)))
+    found = torch.autograd.grad(total, given)
+    assert dispatch_report(module).fallbacks == {}
+    for number, (gradient, matrix) in enumerate(zip(found, given, strict=True)):
+        # d log|A| is the transposed inverse of A, and so is that of det A divided by it.
+        expected = (number + 1) * (8 if number < 2 else 1) * linalg.inv(matrix.detach()).mT
+        torch.testing.assert_close(gradient, expected)

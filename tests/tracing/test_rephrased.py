@@ -85,3 +85,22 @@ REFUSED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 def test_what_cannot_be_said_otherwise_is_refused_by_name(reason: str) -> None:
     with pytest.raises(BridgeError, match=reason):
         add_tvm_dispatch(Calls(REFUSED[reason]).eval(), torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_a_buffer_keeps_its_dtype_where_another_is_copied_into_it(
+    dtype: torch.dtype, training: bool
+) -> None:
+    def follows(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.mean.copy_((x.sum(0) * 3).to(dtype))
+        return m.linear(x) * m.mean
+
+    module = Calls(follows).train(training)
+    plain = eager(module)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), plain(x))
+    assert torch.equal(module.mean, plain.mean)
+    assert module.mean.dtype is torch.float64
+    assert dispatch_report(module).fallbacks == {}

@@ -24,6 +24,7 @@ from tvmbridge.observing.arguments import ArgumentWatch
 from tvmbridge.observing.refusal import first_paragraph
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
+from tvmbridge.tracing.answers import Answering, small_buffers
 from tvmbridge.tracing.functions import run_on_fakes
 from tvmbridge.tracing.standins import (
     tensors_replaced,
@@ -101,6 +102,7 @@ class Rehearsal:
             else:
                 held[id(original)] = primal
         args, kwargs = unflatten(leaves, self.structure)
+        buffers = small_buffers(self.module)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
@@ -109,7 +111,9 @@ class Rehearsal:
             stack.enter_context(run_on_fakes(self.module))
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
-            forward = TailWatch(ArgumentWatch(self.module.forward), differentiated=differentiated)
+            watched = ArgumentWatch(self.module.forward)
+            told = Answering(watched, buffers, lambda: dict(self.module.named_buffers()))
+            forward = TailWatch(told, differentiated=differentiated)
             with_bases = WithBases(forward, self.captured.bases)
             results = pytree.tree_leaves(_called(with_bases, args, kwargs))
             return self._ordered(results, leaves)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 
+from tvmbridge.guarding.answers import AnswerGuard
 from tvmbridge.guarding.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.guarding.forwards import stands_for
 from tvmbridge.guarding.guard import ValueGuard
@@ -47,11 +48,13 @@ class ModuleState:
         # Says at once that all tensors are as at the last full comparison.
         self._all_alike: TensorGuards | None = None
         based = [o.alias for o in captured.outputs if o.alias is not None]
-        bases = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
+        beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
         self._ties = list(captured.aliases.items())
+        self._answers = AnswerGuard(captured.answers)
+        beside += self._answers.names
         self._places = {
             name: entry_of(module, name)
-            for name in (*self.names, *bases, *(n for tie in self._ties for n in tie))
+            for name in (*self.names, *beside, *(n for tie in self._ties for n in tie))
         }
         self._modules = list(module.modules())
         places = [self._places[name] for name in self.names]
@@ -251,7 +254,7 @@ class ModuleState:
 
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
-        return self._values.changed()
+        return self._values.changed() or self._answers.changed(self.tensor)
 
     def is_otherwise(self) -> bool:
         """Whether what forward reads, tensors too, is not of the kind that it was captured with."""

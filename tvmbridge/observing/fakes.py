@@ -25,6 +25,7 @@ class Fakes:
     module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
     stand for, where these have no name in the module but are held by lists or dicts. ``entwined``
     are those of ``given`` that share elements with another argument or a tensor of the module.
+    ``buffers`` are those that stand for buffers, by name.
     """
 
     mode: FakeTensorMode
@@ -33,6 +34,7 @@ class Fakes:
     held: dict[int, torch.Tensor]
     beside: dict[int, torch.Tensor]
     entwined: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
@@ -45,7 +47,8 @@ class Fakes:
         named = {id(t) for t in tensors_of(module).values()}
         beside = {id(held[id(t)]): t for t in own if id(t) not in named}
         numbers = _entwined(leaves, own)
-        return cls(mode, given, structure, held, beside, [given[n] for n in numbers])
+        buffers = {name: held[id(b)] for name, b in module.named_buffers()}
+        return cls(mode, given, structure, held, beside, [given[n] for n in numbers], buffers)
 
 
 def laid_out(tensor: torch.Tensor) -> Any:

@@ -42,6 +42,7 @@ from tvmbridge.observing.settings import settings_kept
 from tvmbridge.reads import OutsideValue, Question
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
+from tvmbridge.tracing.answers import Answering, small_buffers
 from tvmbridge.tracing.functions import run_on_fakes
 from tvmbridge.tracing.old_norms import normed_weights, shared_with
 from tvmbridge.tracing.standins import (
@@ -123,7 +124,13 @@ class _Run:
     It is made, and runs, in the modes that forward is run in.
     """
 
-    def __init__(self, module: nn.Module, fakes: Fakes, foreign_modules: ForeignModules) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        fakes: Fakes,
+        foreign_modules: ForeignModules,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
         self.outside = OutsideReads(module)
         self.foreign = ForeignTensors(fakes.beside)
         self.views = ViewWatch()
@@ -133,6 +140,7 @@ class _Run:
         self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
+        self._buffers = buffers
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
@@ -143,7 +151,9 @@ class _Run:
         tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
-        forward = TailWatch(ArgumentWatch(self._module.forward), differentiated=self._records)
+        watched = ArgumentWatch(self._module.forward)
+        told = Answering(watched, self._buffers, lambda: self._fakes.buffers)
+        forward = TailWatch(told, differentiated=self._records)
         with (
             made,
             self.foreign,
@@ -205,7 +215,7 @@ def _observe(
     made: Made,
     within: Iterable[AbstractContextManager[Any]],
 ) -> Observation:
-    others = ForeignModules()
+    others, buffers = ForeignModules(), small_buffers(module)
     with ExitStack() as stack:
         impure = stack.enter_context(impurities())
         reads = stack.enter_context(recorded_reads(module, others))
@@ -218,7 +228,7 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others)
+        run = _Run(module, fakes, others, buffers)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)

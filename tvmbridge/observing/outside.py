@@ -125,7 +125,7 @@ class OutsideReads:
         for each in found:
             self._keep(each)
             if any(place.value in _EXCHANGED for place in passed[:-1]):
-                self.complaints.append(f"reads {each.label}, which is exchanged in a trace,")
+                self.complaints.append(f"reads {each.label} (which a trace exchanges)")
         if not found:
             self._snapshots.take(passed)
             if ending is Ending.WRITTEN:

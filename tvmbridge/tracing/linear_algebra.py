@@ -3,6 +3,10 @@
 ``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a
 check of that, which a trace takes for an effect. While a module is traced the check is an operator
 that the result passes through; it raises what PyTorch raises.
+
+Determinants are those of a dense matrix. PyTorch's kernel factors a matrix that lies by columns as
+it is and a dense one transposed, and its gradient, which asks the trace how the matrix lies, uses
+the factors accordingly. Compiled code has all matrices dense.
 """
 
 from __future__ import annotations
@@ -68,6 +72,10 @@ def _power(A: torch.Tensor, n: int) -> torch.Tensor:
     return torch.linalg.matrix_power(_inverse(A), -n)
 
 
+def _of_dense(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda A: function(A.contiguous())
+
+
 def _passed(result: torch.Tensor, failed: torch.Tensor, name: str, A: torch.Tensor) -> torch.Tensor:
     passed: torch.Tensor = torch.ops.tvmbridge.linalg_checked(result, failed, name, A.dim() == 2)
     return passed
@@ -84,6 +92,12 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.linalg.matrix_power: _power,
     torch.matrix_power: _power,
     torch.Tensor.matrix_power: _power,
+    **{
+        function: _of_dense(function)
+        for owner in (torch, torch.Tensor, torch.linalg)
+        for name in ("det", "slogdet", "logdet")
+        if (function := getattr(owner, name, None)) is not None
+    },
 }
 
 

@@ -2,7 +2,8 @@
 
 ``tensor.data`` is ``tensor.detach()``: both are the same memory without a history. A trace would
 lose what is assigned to it. ``random_(a, b)`` has an overload called ``from``, which is no name in
-the Python that a trace is written in; it draws as ``random_(b - a)`` does, and adds ``a``.
+the Python that a trace is written in; it draws as ``random_(b - a)`` does, and adds ``a``. What
+``copy_`` copies is converted first: torch.export forgets to, for a buffer that is written whole.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class FunctionsRephrased(TorchFunctionMode):
                 "assigns to .data of a tensor, which a trace does not see: write "
                 "`with torch.no_grad(): tensor.copy_(value)`"
             )
+        if func is torch.Tensor.copy_:
+            return _copied(*args, **(kwargs or {}))
         if func is torch.Tensor.random_:
             return _random(func, *args, **(kwargs or {}))
         try:
@@ -55,6 +58,11 @@ class FunctionsRephrased(TorchFunctionMode):
             if func in _ASKING:
                 raise DependenceError(_ASKING[func]) from error
             raise
+
+
+def _copied(tensor: torch.Tensor, other: Any, non_blocking: bool = False) -> torch.Tensor:
+    """``tensor.copy_(other)``, where a trace would give ``tensor`` the dtype of ``other``."""
+    return tensor.copy_(other.to(tensor.dtype) if other.dtype is not tensor.dtype else other)
 
 
 def _random(func: Any, tensor: torch.Tensor, *bounds: Any, **named: Any) -> torch.Tensor:

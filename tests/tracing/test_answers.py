@@ -1,0 +1,148 @@
+"""Small buffers that decide which way forward takes: as in eager PyTorch, at each call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dispatch_helpers import sample
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
+
+
+class Asks(nn.Module):
+    """Asks its buffers by ``way``, which is given what it computes."""
+
+    def __init__(self, way: Callable[[Asks, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.way = way
+        self.inner = nn.Linear(24, 24, dtype=torch.float64)
+        self.register_buffer("ready", torch.tensor([True]))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("times", torch.linspace(0.0, 1.0, 4, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.way(self, self.inner(x))
+
+
+def _initialises(m: Asks, y: torch.Tensor) -> torch.Tensor:
+    if m.ready:
+        return y * 2
+    m.times.copy_(y.detach().flatten()[:4])
+    m.ready.data.copy_(torch.tensor([True]))
+    return y - 1
+
+
+def _counts(m: Asks, y: torch.Tensor) -> torch.Tensor:
+    m.count += 1
+    return y
+
+
+def _every_third(m: Asks, y: torch.Tensor) -> torch.Tensor:
+    if m.count >= 2:
+        m.count.zero_()
+        return y * 3
+    return _counts(m, y)
+
+
+def _steps(m: Asks, y: torch.Tensor) -> torch.Tensor:
+    assert (m.times.data[1:] > m.times[:-1]).all() or not m.ready
+    for before, after in zip(m.times[:-1], m.times[1:], strict=True):
+        y = y + (after - before) * y.sin()
+        if before > 0.5:
+            y = y * int(m.count + 2)
+    return y
+
+
+@pytest.mark.parametrize("way", [_initialises, _every_third, _steps])
+@pytest.mark.parametrize("training", [True, False])
+def test_calls_are_as_in_eager_pytorch_also_when_the_answer_changes(
+    way: Callable[[Asks, torch.Tensor], torch.Tensor], training: bool
+) -> None:
+    plain = Asks(way).train(training)
+    module = copy.deepcopy(plain)
+    given = sample()
+    add_tvm_dispatch(module, given)
+    copied = copy.deepcopy(module)
+    for call in range(7):
+        if call == 4:
+            # As such flags are set: past autograd, so that no version tells.
+            for each in (plain, module):
+                each.ready.data.fill_(False)
+        found, expected = module(given), plain(given)
+        torch.testing.assert_close(found, expected)
+        for name, buffer in plain.named_buffers():
+            torch.testing.assert_close(module.get_buffer(name), buffer, rtol=1e-12, atol=0)
+        if training:
+            found.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(module.inner.weight.grad, plain.inner.weight.grad)
+    report = dispatch_report(module)
+    assert report.tvm_calls >= 4
+    # Steps ask more of a flag that is not set than they would use.
+    assert all("what forward asks of the buffer" in reason for reason in report.fallbacks)
+    copied(given)
+    assert dispatch_report(copied).fallbacks == {}
+
+
+def test_another_answer_is_a_fallback_until_code_is_compiled_for_it() -> None:
+    module = Asks(_initialises).eval()
+    given = sample()
+    add_tvm_dispatch(module, given)
+    with torch.no_grad():
+        module(given)
+        module.ready.fill_(False)
+        torch.testing.assert_close(module(given), module.inner(given) - 1)
+        assert bool(module.ready)
+        module(given)
+    reason = "what forward asks of the buffer ready changed"
+    assert dispatch_report(module).fallbacks == {reason: 1}
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_a_buffer_that_forward_has_written_is_not_known() -> None:
+    def writes_first(m: Asks, y: torch.Tensor) -> torch.Tensor:
+        m.count[...] = y.argmax()
+        return y * 2 if m.count > 2 else y
+
+    module = Asks(writes_first)
+    with pytest.raises(CaptureError, match="data-dependent value decides"):
+        add_tvm_dispatch(module, sample())
+    assert "forward" not in vars(module)
+
+
+def test_a_buffer_that_shares_memory_is_not_known() -> None:
+    def writes_another(m: Asks, y: torch.Tensor) -> torch.Tensor:
+        m.both.fill_(3)
+        return y * 2 if m.count > 2 else y
+
+    module = Asks(writes_another)
+    module.register_buffer("both", torch.zeros(2, dtype=torch.int64))
+    module.count = module.both[0]
+    with pytest.raises(CaptureError):
+        add_tvm_dispatch(module, sample())
+
+
+@torch.no_grad()
+def test_a_buffer_of_another_shape_is_asked_by_forward_itself() -> None:
+    module = Asks(_initialises).eval()
+    add_tvm_dispatch(module, sample())
+    module.ready = torch.tensor([True, True])
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        module(sample())
+    module.ready = torch.tensor([[True]])
+    torch.testing.assert_close(module(sample()), module.inner(sample()) * 2)
+    reasons = dispatch_report(module).fallbacks
+    assert sum(reasons.values()) == 2 or dispatch_report(module).tvm_calls == 1
+
+
+def test_numbers_that_are_returned_are_those_of_each_call() -> None:
+    module = Asks(lambda m, y: _counts(m, y) * 1 if m.ready else y).eval()
+    module.way = lambda m, y: (_counts(m, y), m.count.item())  # type: ignore[assignment, return-value]
+    given = sample()
+    add_tvm_dispatch(module, given)
+    assert [module(given)[1] for _ in range(3)] == [1, 2, 3]
+    assert dispatch_report(module).fallbacks == {}
