@@ -41,7 +41,12 @@ from tvmbridge.tracing.decompositions import decomposition_table, kept_whole_und
 from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
-from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
+from tvmbridge.tracing.standins import (
+    as_captured,
+    without_autocast,
+    without_hooks,
+    without_repetitions,
+)
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 
@@ -99,7 +104,7 @@ def capture_staged(
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, tail = _export(module, args, kwargs, needs_grad, bases)
+    program, watch, tail = _export(module, args, kwargs, needs_grad, bases, stage.told)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -130,6 +135,7 @@ def capture_staged(
         outside=seen.outside,
         asks=seen.asks,
         normed=seen.normed,
+        told=stage.told,
     )
 
 
@@ -145,9 +151,10 @@ def _export(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
+    told: bool,
 ) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     try:
-        return _exported(module, args, kwargs, needs_grad, bases)
+        return _exported(module, args, kwargs, needs_grad, bases, told)
     except CaptureError:
         raise
     except Exception as error:
@@ -167,6 +174,7 @@ def _exported(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
+    told: bool,
 ) -> tuple[ExportedProgram, ArgumentWatch, Tail | None]:
     """The program, what became of its arguments, and its tail; errors are torch.export's."""
     table = decomposition_table(differentiated=needs_grad or module.training)
@@ -181,7 +189,10 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
             # Only now is forward what is to be traced.
-            watch = ArgumentWatch(ExchangesWritten(NormsPutBack(module), module))
+            own = NormsPutBack(module)
+            watch = ArgumentWatch(
+                ExchangesWritten(own if told else as_captured(told=False)(own), module)
+            )
             tails = TailWatch(watch, differentiated=needs_grad)
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))

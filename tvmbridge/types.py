@@ -224,7 +224,8 @@ class CapturedGraph:
     further user outputs behind all others, from which views among the outputs are made again.
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
     that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
-    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call.
+    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call. ``told``:
+    whether forward was told that it is traced.
     """
 
     program: ExportedProgram
@@ -248,6 +249,7 @@ class CapturedGraph:
     outside: tuple[OutsideValue, ...] = ()
     asks: frozenset[Question] = frozenset()
     normed: tuple[str, ...] = ()
+    told: bool = True
 
     @property
     def device(self) -> torch.device:

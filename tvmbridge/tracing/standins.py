@@ -266,15 +266,18 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def as_captured() -> Iterator[None]:
+def as_captured(told: bool = True) -> Iterator[None]:
     """Within it modules are told that they are traced, as they were when they were captured.
 
     They must take the same way through their code; and what they keep for later calls (in caches
     of functions) must not be made of fake tensors.
+
+    Args:
+        told: False where they were captured without being told.
     """
     place = torch.compiler
     with (
-        mock.patch.object(place, "_is_compiling_flag", True),
-        mock.patch.object(place, "_is_exporting_flag", True),
+        mock.patch.object(place, "_is_compiling_flag", told),
+        mock.patch.object(place, "_is_exporting_flag", told),
     ):
         yield
