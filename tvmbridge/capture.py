@@ -43,6 +43,7 @@ from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
 from tvmbridge.tracing.standins import (
     as_captured,
+    attributes_put_back,
     without_autocast,
     without_hooks,
     without_repetitions,
@@ -179,6 +180,8 @@ def _exported(
     """The program, what became of its arguments, and its tail; errors are torch.export's."""
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
+        # torch.export puts copies of containers back, one for each module that shares one.
+        attributes_put_back(module),
         torch.set_grad_enabled(needs_grad),
         without_autocast(),
         without_hooks(module),
