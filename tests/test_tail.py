@@ -119,6 +119,35 @@ def test_every_function_gives_what_eager_pytorch_gives() -> None:
     assert report.specializations[0].native_operators["aten.exp.default"] == 1
 
 
+def _over_ranges(x: torch.Tensor, written: bool) -> torch.Tensor:
+    """A sum over dimensions that a range names, as losses of images reckon them."""
+    axes = torch.arange(1, x.dim(), device=x.device)
+    if written:
+        axes[0] = 2
+    return x.sum(torch.arange(x.dim()).tolist()[1:]) + x.sum(axes.tolist())
+
+
+def test_a_list_of_the_numbers_of_a_range_is_known() -> None:
+    plain = Called(lambda x: _over_ranges(x, False)).train()
+    module = copy.deepcopy(plain)
+    add_tvm_dispatch(module, torch.randn(2, 3, 4, requires_grad=True))
+    x = torch.randn(2, 3, 4)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    _close(module(ours), plain(theirs))
+    module(ours).square().sum().backward()
+    plain(theirs).square().sum().backward()
+    _close(ours.grad, theirs.grad)
+    report = dispatch_report(module)
+    assert report.fallbacks == {}
+    assert not report.specializations[0].eager_functions
+
+
+def test_a_range_that_was_written_into_is_not_known() -> None:
+    module = Called(lambda x: _over_ranges(x, True)).eval()
+    with pytest.raises(BridgeError):
+        add_tvm_dispatch(module, torch.randn(2, 3, 4))
+
+
 def test_a_view_whose_place_depends_on_data_is_a_view_of_the_argument() -> None:
     def forward(x: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x * 2

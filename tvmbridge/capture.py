@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,13 @@ from tvmbridge.tracing.exchanges import ExchangesWritten, exchanges_left_alone
 from tvmbridge.tracing.functions import functions_replaced
 from tvmbridge.tracing.old_norms import NormsPutBack
 from tvmbridge.tracing.reshapes import reshape_instead_of_view
-from tvmbridge.tracing.standins import without_autocast, without_hooks, without_repetitions
+from tvmbridge.tracing.standins import (
+    as_captured,
+    attributes_put_back,
+    without_autocast,
+    without_hooks,
+    without_repetitions,
+)
 from tvmbridge.types import CapturedGraph, HiddenBase
 
 # The program, what became of its arguments, its tail, and what it was told of buffers.
@@ -105,7 +111,7 @@ def capture_staged(
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, tail, answers = _export(module, args, kwargs, needs_grad, bases)
+    program, watch, tail, answers = _export(module, args, kwargs, needs_grad, bases, stage.told)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -137,6 +143,7 @@ def capture_staged(
         asks=seen.asks,
         normed=seen.normed,
         answers=answers,
+        told=stage.told,
     )
 
 
@@ -152,9 +159,10 @@ def _export(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
+    told: bool,
 ) -> _Exported:
     try:
-        return _exported(module, args, kwargs, needs_grad, bases)
+        return _exported(module, args, kwargs, needs_grad, bases, told)
     except CaptureError:
         raise
     except Exception as error:
@@ -174,10 +182,13 @@ def _exported(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
+    told: bool,
 ) -> _Exported:
     """The program and what became of forward in it; errors are torch.export's."""
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
+        # torch.export puts copies of containers back, one for each module that shares one.
+        attributes_put_back(module),
         torch.set_grad_enabled(needs_grad),
         without_autocast(),
         without_hooks(module),
@@ -188,23 +199,30 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
             # Only now is forward what is to be traced.
-            watch = ArgumentWatch(ExchangesWritten(NormsPutBack(module), module))
-            told = Answering(watch, small_buffers(module), lambda: dict(module.named_buffers()))
-            tails = TailWatch(told, differentiated=needs_grad)
+            own = NormsPutBack(module)
+            traced = own if told else as_captured(told=False)(own)
+            watch = ArgumentWatch(ExchangesWritten(traced, module))
+            asked = Answering(watch, small_buffers(module), lambda: dict(module.named_buffers()))
+            tails = TailWatch(asked, differentiated=needs_grad)
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
-        _name_buffers_once(program)
-        refuse_other_dtypes(program)
-        reshape_instead_of_view(program)
-        # Without it PyTorch drops draws that nothing reads.
-        without_drops = torch._inductor.config.patch(fallback_random=True)
-        with without_drops, composites_prepared_for(program):
-            program = program.run_decompositions(table)
-        tidy_draws(program)
-        # It would keep the arguments alive, and what autograd has recorded of them.
-        program.example_inputs = None
-        return program, watch, tails.tail, told.answers
+        return _taken_apart(program, table), watch, tails.tail, asked.answers
+
+
+def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
+    """``program`` in functional operators that ``table`` has no parts for."""
+    _name_buffers_once(program)
+    refuse_other_dtypes(program)
+    reshape_instead_of_view(program)
+    # Without it PyTorch drops draws that nothing reads.
+    without_drops = torch._inductor.config.patch(fallback_random=True)
+    with without_drops, composites_prepared_for(program):
+        program = program.run_decompositions(table)
+    tidy_draws(program)
+    # It would keep the arguments alive, and what autograd has recorded of them.
+    program.example_inputs = None
+    return program
 
 
 def _name_buffers_once(program: ExportedProgram) -> None:

@@ -41,6 +41,51 @@ def is_known(arguments: Any) -> bool:
     return all(getattr(t, "constant", None) is not None for t in tensors)
 
 
+class Ranges:
+    """Calls functions, and knows the numbers of the ranges (``torch.arange``) among their results.
+
+    A trace forgets them, though forward has made them of numbers alone.
+    """
+
+    def __init__(self) -> None:
+        # With each tensor, whose id must not become that of another.
+        self._made: dict[int, tuple[torch.Tensor, int, range]] = {}
+
+    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call."""
+        result = func(*args, **kwargs)
+        if func is torch.arange and _makes_integers(args, kwargs):
+            self._note(result, range(*args))
+        # The list of a tensor in a trace is made of the numbers of its elements.
+        elif func is torch.Tensor.unbind and self._numbers(args) is not None:
+            for each, number in zip(result, self._numbers(args) or (), strict=True):
+                self._note(each, range(number, number + 1))
+        return result
+
+    def number(self, func: Any, args: Sequence[Any]) -> int | None:
+        """What ``item`` of a range of one number gives."""
+        numbers = self._numbers(args) if func is torch.Tensor.item else None
+        return numbers[0] if numbers is not None and len(numbers) == 1 else None
+
+    def _note(self, tensor: torch.Tensor, numbers: range) -> None:
+        self._made[id(tensor)] = tensor, _version(tensor), numbers
+
+    def _numbers(self, args: Sequence[Any]) -> range | None:
+        """Those of the first argument, unless it was written into."""
+        tensor, version, numbers = self._made.get(id(args[0]), (None, 0, range(0)))
+        return None if tensor is None or _version(tensor) != version else numbers
+
+
+def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    numbers = 1 <= len(args) <= 3 and all(type(a) is int for a in args)
+    whole = kwargs.get("dtype") in (None, torch.int64)
+    return numbers and whole and kwargs.keys() <= {"dtype", "device"}
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the shape of the result, or a number that it is, depends on the tensors' values."""
     if func in _DEPENDENT:

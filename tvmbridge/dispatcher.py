@@ -170,7 +170,8 @@ class Dispatcher(StandsForForward):
                 return unusual
             if hooked_submodule(self.module) is not None:
                 return "a submodule has hooks"
-            known = specialization.known(mode, flags)
+            most = self.options.max_specializations
+            known = specialization.known(mode, flags) or specialization.full(mode, most)
             if known is not None:
                 return known
             try:

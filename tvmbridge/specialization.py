@@ -15,6 +15,10 @@ _DROPPED = (
     "code for this requires_grad of inputs and parameters was dropped, of more than "
     "max_specializations not used for longest"
 )
+_FULL = (
+    "there is code for max_specializations choices of requires_grad of inputs and parameters, and "
+    "not for this one"
+)
 
 
 class Specialization:
@@ -62,6 +66,11 @@ class Specialization:
         variants = self.variants.get(mode, ())
         found = next((v for v in variants if v.flags == flags), None)
         return found or self.failures.get((mode, flags))
+
+    def full(self, mode: Mode, most: int) -> str | None:
+        """Why calls may not compile further code in ``mode``; None: they may."""
+        tried = sum(failed == mode for failed, _ in list(self.failures))
+        return _FULL if len(self.variants.get(mode, ())) + tried >= most else None
 
     def add(self, mode: Mode, variant: Variant, most: int) -> int:
         """Keep ``variant``; of more than ``most`` in a mode the others go, and are counted."""

@@ -20,7 +20,7 @@ from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
-from tvmbridge.dependence import DependenceError, depends_on_data, is_known
+from tvmbridge.dependence import DependenceError, Ranges, depends_on_data, is_known
 from tvmbridge.errors import UnsupportedOperatorError
 
 # Stands, among the results of a traced forward, for one that the tail computes.
@@ -252,13 +252,17 @@ class _Deferring(TorchFunctionMode):
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._ranges = Ranges()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if next(_deferred_among((args, named)), None) is not None:
             return self._recorder.call(func, args, named)
+        number = self._ranges.number(func, args)
+        if number is not None:
+            return number
         if not depends_on_data(func, args, named) or is_known((args, named)):
-            return func(*args, **named)
+            return self._ranges.call(func, args, named)
         return self._recorder.call(func, args, named)
 
 

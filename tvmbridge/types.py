@@ -225,7 +225,8 @@ class CapturedGraph:
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
     that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
     that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``:
-    what forward was told where it asked what buffers hold.
+    what forward was told where it asked what buffers hold. ``told``: whether forward was told that
+    it is traced.
     """
 
     program: ExportedProgram
@@ -250,6 +251,7 @@ class CapturedGraph:
     asks: frozenset[Question] = frozenset()
     normed: tuple[str, ...] = ()
     answers: tuple[Answer, ...] = ()
+    told: bool = True
 
     @property
     def device(self) -> torch.device:

@@ -100,3 +100,25 @@ def test_what_is_put_in_their_place_is_noticed() -> None:
         assert sum(fallbacks.values()) == served, (name, fallbacks)
         torch.testing.assert_close(_step(module, x), _step(plain, x), msg=name)
         assert dispatch_report(module).tvm_calls == served, name
+
+
+class Missing:
+    """Stands for a package that is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no such package, asked for {name}")
+
+
+_PACKAGE = Missing()
+
+
+class ForTwoPackages(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x * 2 if isinstance(x, torch.Tensor) else _PACKAGE.multiply(x, 2)
+
+
+def test_what_raises_at_any_attribute_may_be_named() -> None:
+    x = torch.randn(3)
+    module = add_tvm_dispatch(ForTwoPackages().eval(), x)
+    torch.testing.assert_close(module(x), 2 * x)
+    assert not dispatch_report(module).fallbacks

@@ -142,17 +142,45 @@ class Asks(nn.Module):
             self.calls += 1
         if self.does == "looks" and not compiled:
             assert (x > 0).all()
-        return x * (2 if compiled or self.does != "computes" else 3)
+        if self.does == "draws" and not compiled:
+            x = x + torch.rand_like(x)
+        return x * (2 if compiled or self.does != "computes" else 3) * x.sigmoid()
 
 
-def test_another_way_where_forward_is_not_compiled_is_refused() -> None:
+def test_what_forward_does_where_it_is_not_compiled_is_refused() -> None:
     x = torch.rand(3) + 1
-    for does, why in (("counts", "something else"), ("computes", "else"), ("looks", "followed")):
-        with pytest.raises(CaptureError, match=f"asks whether it is compiled .*{why}"):
+    for does, why in (
+        ("counts", "writes calls"),
+        ("looks", "asks whether it is compiled .*follow"),
+    ):
+        with pytest.raises(CaptureError, match=why):
             tvmbridge.add_tvm_dispatch(Asks(does), x)
-    module = tvmbridge.add_tvm_dispatch(Asks("nothing"), x)
-    torch.testing.assert_close(module(x), 2 * x)
+
+
+@pytest.mark.parametrize("does", ["nothing", "computes", "draws"])
+@pytest.mark.parametrize("joint", ["auto", "aot"])
+def test_the_way_where_forward_is_not_compiled_is_compiled(does: str, joint: str) -> None:
+    own = Asks(does).double()
+    sample = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    module = copy.deepcopy(own)
+    tvmbridge.add_tvm_dispatch(module, sample, options={"joint": joint})
+    results = []
+    for each in (own, module):
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(3)
+        y = each(x)
+        y.sum().backward()
+        results.append((y, x.grad, torch.rand(2)))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        torch.testing.assert_close(module.eval()(sample), results_of(own.eval(), sample))
     assert not tvmbridge.dispatch_report(module).fallbacks
+
+
+def results_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return module(x)  # type: ignore[no-any-return]
 
 
 class Recorder:

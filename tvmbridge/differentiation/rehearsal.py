@@ -108,7 +108,7 @@ class Rehearsal:
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(run_on_fakes(self.module))
+            stack.enter_context(run_on_fakes(self.module, self.captured.told))
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             watched = ArgumentWatch(self.module.forward)

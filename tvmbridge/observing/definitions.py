@@ -7,6 +7,7 @@ Which function a name means is watched, and the code of each: reloading exchange
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
@@ -111,6 +112,9 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
         parts: list[Any] = [value.fget]
     elif isinstance(value, functools.partial):
         parts = [value.func]
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        parts = [value.__func__, getattr(value, "__wrapped__", None)]
     else:
-        parts = [getattr(value, "__wrapped__", None), getattr(value, "__func__", None), value]
+        # Not by getattr: it may run code of users, and what stands for a missing package raises.
+        parts = [inspect.getattr_static(value, "__wrapped__", None), value]
     yield from (part for part in parts if isinstance(part, types.FunctionType))

@@ -95,6 +95,7 @@ def observe(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     within: Iterable[AbstractContextManager[Any]] = (),
+    told: bool = True,
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does.
 
@@ -104,13 +105,16 @@ def observe(
         kwargs: keyword arguments.
         needs_grad: whether autograd records.
         within: further contexts, for forward alone.
+        told: whether forward is told that it is traced.
     """
     made, handled = Made(), sys.exc_info()[1]
     with collections_put_off():
         try:
             with saved_without_circles():
                 # The fakes have no name here: what is alive when it is done counts as kept.
-                seen = _observe(module, Fakes.of(module, args, kwargs), needs_grad, made, within)
+                seen = _observe(
+                    module, Fakes.of(module, args, kwargs), needs_grad, made, within, told
+                )
         except BaseException as error:
             release_frames(error, handled)
             made.forget()
@@ -214,6 +218,7 @@ def _observe(
     needs_grad: bool,
     made: Made,
     within: Iterable[AbstractContextManager[Any]],
+    told: bool,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
     with ExitStack() as stack:
@@ -222,7 +227,7 @@ def _observe(
         assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
-        stack.enter_context(run_on_fakes(module))
+        stack.enter_context(run_on_fakes(module, told))
         stack.enter_context(tensors_replaced(module, fakes.held))
         # No fakes stand for what objects of other classes hold.
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))

@@ -1,15 +1,13 @@
 """Other ways: what forward does where it is told that it is not compiled.
 
 A trace tells forward that it is (``torch.compiler.is_compiling``), as compilers do. A forward that
-asks may take another way in a call, which must be the same computation.
+asks may take another way in a call; where that is another computation, it is the one to be traced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -18,9 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.errors import CaptureError
 from tvmbridge.observing.observation import Observation
-
-_FLAGS = ("_is_compiling_flag", "_is_exporting_flag")
-Observe = Callable[[list[AbstractContextManager[Any]]], Observation]
 
 
 class _Operators(TorchDispatchMode):
@@ -37,32 +32,26 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def refuse_other_way(module: nn.Module, observe: Observe) -> None:
-    """Compare what forward does in a trace with what it does in a call.
+def goes_another_way(module: nn.Module, observe: Callable[..., Observation]) -> bool:
+    """Whether forward does something else in a call than where it is told that it is traced.
 
     Args:
         module: whose forward it is.
-        observe: observes forward once within the given contexts.
+        observe: observes forward once, ``within`` the given contexts and ``told`` or not.
 
     Raises:
-        CaptureError: it is not the same, or cannot be told.
+        CaptureError: what it does in a call cannot be told.
     """
     traced, called = _Operators(), _Operators()
-    place = torch.compiler
-    told = [mock.patch.object(place, flag, False) for flag in _FLAGS]
-    why = "does something else where it is not"
     try:
-        ours, theirs = observe([traced]), observe([called, *told])
+        ours, theirs = observe(within=[traced]), observe(within=[called], told=False)
     except Exception as error:
-        why = f"cannot be followed where it is not ({error})"
-    else:
-        same = traced.found == called.found and _effects(ours) == _effects(theirs)
-        if same:
-            return
-    raise CaptureError(
-        f"forward of {type(module).__name__} asks whether it is compiled "
-        f"(torch.compiler.is_compiling or the like), and {why}"
-    )
+        raise CaptureError(
+            f"forward of {type(module).__name__} asks whether it is compiled "
+            f"(torch.compiler.is_compiling or the like), and cannot be followed where it is not "
+            f"({error})"
+        ) from error
+    return traced.found != called.found or _effects(ours) != _effects(theirs)
 
 
 def _effects(seen: Observation) -> list[Any]:

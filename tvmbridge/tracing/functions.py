@@ -51,11 +51,16 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def run_on_fakes(module: nn.Module) -> Iterator[None]:
-    """Within it forward runs on fake tensors as it is exported, with autograd as in eager."""
+def run_on_fakes(module: nn.Module, told: bool = True) -> Iterator[None]:
+    """Within it forward runs on fake tensors as it is exported, with autograd as in eager.
+
+    Args:
+        module: what is run.
+        told: whether it is told that it is traced.
+    """
     with (
         plain_checkpoints(),
-        as_captured(),
+        as_captured(told),
         checks_of_numbers(),
         functions_replaced(module),
     ):

@@ -215,11 +215,12 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _exchange(module: nn.Module, held: Mapping[int, torch.Tensor]) -> None:
+    replaced = _Replaced(held)
     for owner in module.modules():
         for attributes in (owner.__dict__, owner._parameters, owner._buffers):
             for name, value in attributes.items():
                 if name not in ("_parameters", "_buffers"):
-                    attributes[name] = _with_replaced(value, held)
+                    attributes[name] = replaced(value)
 
 
 @contextmanager
@@ -229,13 +230,21 @@ def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Ite
     Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
     too, and attributes that forward sets are taken back.
     """
-    saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
-    try:
-        for attributes, before in saved:
-            for name, value in before.items():
-                attributes[name] = _with_replaced(value, held)
+    replaced = _Replaced(held)
+    with attributes_put_back(module):
+        for owner in module.modules():
+            attributes = owner.__dict__
+            attributes.update({name: replaced(value) for name, value in attributes.items()})
             for name in ("_parameters", "_buffers", "_modules"):
                 attributes[name] = dict(attributes[name])
+        yield
+
+
+@contextmanager
+def attributes_put_back(module: nn.Module) -> Iterator[None]:
+    """Within it attributes may be set; then the module has what it had, the same containers too."""
+    saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
+    try:
         yield
     finally:
         for attributes, before in saved:
@@ -243,15 +252,27 @@ def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Ite
             attributes.update(before)
 
 
-def _with_replaced(value: Any, held: Mapping[int, torch.Tensor]) -> Any:
-    """``value``, or a copy of it if it is a container that holds a replaced tensor."""
-    if isinstance(value, torch.Tensor):
-        return held.get(id(value), value)
-    if type(value) is dict and any(id(v) in held for v in value.values()):
-        return {k: held.get(id(v), v) for k, v in value.items()}
-    if type(value) in (list, tuple) and any(id(v) in held for v in value):
-        return type(value)(held.get(id(v), v) for v in value)
-    return value
+class _Replaced:
+    """Gives ``held`` for the tensors with its ids, and copies of the containers that hold these.
+
+    Modules that share a container share its copy: what one writes into it another may read.
+    """
+
+    def __init__(self, held: Mapping[int, torch.Tensor]) -> None:
+        self._held = held
+        self._copies: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        held = self._held
+        if isinstance(value, torch.Tensor):
+            return held.get(id(value), value)
+        if type(value) is dict and any(id(v) in held for v in value.values()):
+            copied: Any = {k: held.get(id(v), v) for k, v in value.items()}
+        elif type(value) in (list, tuple) and any(id(v) in held for v in value):
+            copied = type(value)(held.get(id(v), v) for v in value)
+        else:
+            return value
+        return self._copies.setdefault(id(value), copied)
 
 
 @contextmanager
@@ -266,15 +287,12 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def as_captured() -> Iterator[None]:
-    """Within it modules are told that they are traced, as they were when they were captured.
+def as_captured(told: bool = True) -> Iterator[None]:
+    """Within it modules are ``told`` that they are traced, as they were when they were captured.
 
     They must take the same way through their code; and what they keep for later calls (in caches
     of functions) must not be made of fake tensors.
     """
     place = torch.compiler
-    with (
-        mock.patch.object(place, "_is_compiling_flag", True),
-        mock.patch.object(place, "_is_exporting_flag", True),
-    ):
+    with mock.patch.multiple(place, _is_compiling_flag=told, _is_exporting_flag=told):
         yield
