@@ -97,12 +97,26 @@ def test_without_recording_it_does_not_matter(compilations: list[str]) -> None:
     assert dispatch_report(module).tvm_calls == 6
 
 
+def test_of_too_many_calls_compile_none(compilations: list[str]) -> None:
+    plain = Joined().train()
+    module = Joined().train()
+    add_tvm_dispatch(module, tuple(_inputs(False, False)), options={"max_specializations": 2})
+    for _ in range(3):
+        for choice in ((False, False), (True, False), (True, True), (False, True)):
+            _assert_same(module, plain, *choice)
+    report = dispatch_report(module)
+    assert (len(compilations), report.tvm_calls, report.dropped) == (2, 6, 0)
+    ((reason, count),) = report.fallbacks.items()
+    assert (reason.startswith("there is code for max_specializations"), count) == (True, 6)
+
+
 def test_of_too_many_the_one_used_longest_ago_is_dropped_for_good(compilations: list[str]) -> None:
     plain = Joined().train()
     module = Joined().train()
     add_tvm_dispatch(module, tuple(_inputs(False, False)), options={"max_specializations": 2})
-    for choice in ((False, False), (True, False), (False, False), (True, True)):
+    for choice in ((False, False), (True, False), (False, False)):
         _assert_same(module, plain, *choice)
+    add_tvm_dispatch(module, tuple(_inputs(True, True)))
     report = dispatch_report(module)
     assert (len(compilations), len(report.specializations), report.dropped) == (3, 2, 1)
     for _ in range(3):
@@ -111,7 +125,7 @@ def test_of_too_many_the_one_used_longest_ago_is_dropped_for_good(compilations: 
         _assert_same(module, plain, True, False)
     report = dispatch_report(module)
     # Calls that dropped code has served are not counted.
-    assert (len(compilations), report.tvm_calls) == (3, 9)
+    assert (len(compilations), report.tvm_calls) == (3, 8)
     ((reason, count),) = report.fallbacks.items()
     assert (reason.startswith(DROPPED), count) == (True, 3)
     add_tvm_dispatch(module, tuple(_inputs(True, False)))

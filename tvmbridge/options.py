@@ -32,8 +32,9 @@ class CompileOptions:
             Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
             (``"aten.avg_pool2d.default"``).
         max_specializations: how many input signatures one module keeps compiled, and of each, in
-            each mode, how many choices of the tensors that require a gradient; when there are
-            more, what was not used for longest is dropped. Calls do not compile it again.
+            each mode, how many choices of the tensors that require a gradient. Calls compile no
+            further choices; where ``add_tvm_dispatch`` adds one, or a signature, what was not used
+            for longest is dropped, and calls do not compile it again.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
         combine_matmuls: whether products with a common left operand, such as query, key and value,
