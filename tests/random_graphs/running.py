@@ -93,6 +93,8 @@ def run(module: nn.Module, program: Program, call: Call) -> Found:
     """
     leaves = leaves_of(module, program, call.seed)
     given = call.given(leaves)
+    # What forward appends to a list has a count of writes of its own.
+    passed = tensors_in(given)
     found: Found = {}
     torch.manual_seed(SEED)
     try:
@@ -101,10 +103,10 @@ def run(module: nn.Module, program: Program, call: Call) -> Found:
         # Autograd may forbid to look at them.
         found.update(_told(results, given, module))
     except Exception as error:
-        raise Raised(error, {**_afterwards(module, given), "stage": "forward"}) from error
-    found.update(_afterwards(module, given))
+        raise Raised(error, {**_afterwards(module, given, passed), "stage": "forward"}) from error
+    found.update(_afterwards(module, given, passed))
     if call.after:
-        found["after"] = _between(results, given, module, call)
+        found["after"] = _between(results, given, passed, module, call)
     # Inference tensors cannot take part in autograd.
     if call.gradients == "grad":
         wanted = _wanted(results, call)
@@ -128,24 +130,26 @@ def _told(results: Any, given: list[Any], module: nn.Module) -> Found:
     }
 
 
-def _afterwards(module: nn.Module, given: list[Any]) -> Found:
+def _afterwards(module: nn.Module, given: list[Any], passed: list[torch.Tensor]) -> Found:
     arguments = tensors_in(given)
     return {
         "arguments": detached(given),
         "lying": [order(t) for t in arguments],
-        "written": [not t.is_inference() and t._version > 0 for t in arguments],
+        "written": [not t.is_inference() and t._version > 0 for t in passed],
         "state": state_of(module),
         "attributes": {k: v for k, v in vars(module).items() if k[0] in "ak" and len(k) == 2},
         "generator": torch.get_rng_state(),
     }
 
 
-def _between(results: Any, given: list[Any], module: nn.Module, call: Call) -> Found:
+def _between(
+    results: Any, given: list[Any], passed: list[torch.Tensor], module: nn.Module, call: Call
+) -> Found:
     """What statements between forward and backward raise, and what the results are then."""
     names = {"made": tensors_in(results), "given": tensors_in(given)}
     errors = [executed(text, module, **names)[1] for text in call.after]
     raised = [None if error is None else type(error).__name__ for error in errors]
-    return {"raised": raised, "results": detached(results), **_afterwards(module, given)}
+    return {"raised": raised, "results": detached(results), **_afterwards(module, given, passed)}
 
 
 def _wanted(results: Any, call: Call) -> list[torch.Tensor]:
