@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from tvmbridge.custom_operator import refuse_numbers
 from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.differentiation.hoist import is_random
 from tvmbridge.gradients.operators import has_same_derivative
+from tvmbridge.tracing.attention import attention
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(
@@ -64,6 +66,7 @@ class AttentionWatch(TorchFunctionMode):
     """
 
     REASON = "attention has a floating mask, with which PyTorch's kernel has its own derivative"
+    _SIGNATURE = inspect.signature(attention)
 
     def __init__(self, reasons: dict[str, None]) -> None:
         super().__init__()
@@ -72,22 +75,11 @@ class AttentionWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            mask, dropout_p = _mask_and_dropout(*args, **kwargs)
-            if mask is not None and mask.is_floating_point() and not dropout_p:
+            given = self._SIGNATURE.bind(*args, **kwargs).arguments
+            mask = given.get("attn_mask")
+            if mask is not None and mask.is_floating_point() and not given.get("dropout_p"):
                 self._reasons[self.REASON] = None
         return func(*args, **kwargs)
-
-
-def _mask_and_dropout(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *_: Any,
-    **__: Any,
-) -> tuple[torch.Tensor | None, float]:
-    return attn_mask, dropout_p
 
 
 class FlowWatch(TorchDispatchMode):
