@@ -42,7 +42,7 @@ def is_known(arguments: Any) -> bool:
 
 
 class Ranges:
-    """Calls functions, and knows the numbers of the ranges (``torch.arange``) among their results.
+    """Knows the numbers of the ranges (``torch.arange``) among the results of functions.
 
     A trace forgets them, though forward has made them of numbers alone.
     """
@@ -51,16 +51,14 @@ class Ranges:
         # With each tensor, whose id must not become that of another.
         self._made: dict[int, tuple[torch.Tensor, int, range]] = {}
 
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of a call."""
-        result = func(*args, **kwargs)
+    def learn(self, result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the ranges in the ``result`` of a call."""
         if func is torch.arange and _makes_integers(args, kwargs):
             self._note(result, range(*args))
         # The list of a tensor in a trace is made of the numbers of its elements.
         elif func is torch.Tensor.unbind and self._numbers(args) is not None:
             for each, number in zip(result, self._numbers(args) or (), strict=True):
                 self._note(each, range(number, number + 1))
-        return result
 
     def number(self, func: Any, args: Sequence[Any]) -> int | None:
         """What ``item`` of a range of one number gives."""

@@ -262,7 +262,9 @@ class _Deferring(TorchFunctionMode):
         if number is not None:
             return number
         if not depends_on_data(func, args, named) or is_known((args, named)):
-            return self._ranges.call(func, args, named)
+            result = func(*args, **named)
+            self._ranges.learn(result, func, args, named)
+            return result
         return self._recorder.call(func, args, named)
 
 
