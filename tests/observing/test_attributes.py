@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.errors import CaptureError
 
 
 class Structure(nn.Module):
@@ -91,6 +89,10 @@ class Traced(nn.Module):
         return x * 2
 
 
-def test_what_a_trace_assigns_otherwise_is_refused() -> None:
-    with pytest.raises(CaptureError, match="asks whether it is compiled"):
-        add_tvm_dispatch(Traced(), torch.randn(2))
+def test_what_a_trace_assigns_otherwise_is_that_of_a_call() -> None:
+    x, module = torch.randn(2), add_tvm_dispatch(Traced(), torch.randn(2))
+    for _ in range(2):
+        module.traced = True
+        torch.testing.assert_close(module(x), x * 2)
+        assert module.traced is False
+    assert dispatch_report(module).fallbacks == {}
