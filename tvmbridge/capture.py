@@ -18,6 +18,7 @@ from tvmbridge.guarding.surroundings import tracing_here
 from tvmbridge.head import cut_head
 from tvmbridge.libraries import register_caches
 from tvmbridge.memory.bases import WithBases
+from tvmbridge.memory.kernel_strides import strides_of_kernels
 from tvmbridge.noise import find_noise, tidy_draws
 from tvmbridge.observing.arguments import ArgumentWatch, watched_forward
 from tvmbridge.observing.descriptors import (
@@ -217,7 +218,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     reshape_instead_of_view(program)
     # Without it PyTorch drops draws that nothing reads.
     without_drops = torch._inductor.config.patch(fallback_random=True)
-    with without_drops, composites_prepared_for(program):
+    with without_drops, composites_prepared_for(program), strides_of_kernels():
         program = program.run_decompositions(table)
     tidy_draws(program)
     # It would keep the arguments alive, and what autograd has recorded of them.

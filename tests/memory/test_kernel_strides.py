@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from tvmbridge.memory.kernel_strides import KernelStrides
+from tvmbridge.memory.kernel_strides import strides_of_kernels
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "batch norm in training": lambda x: functional.batch_norm(x, None, None, training=True),
@@ -19,6 +19,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "floor division": lambda x: x // 2.0,
     "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="trunc"),
     "product": lambda x: x * 2.0,
+    "channels shuffled": lambda x: functional.channel_shuffle(x, 2),
+    "reflected": lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replicated": lambda x: functional.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "logical": lambda x: torch.logical_xor(x[:1], x),
+    "logarithm of exponentials": lambda x: torch.logaddexp(x, x[:1]),
+    "unpooled": lambda x: functional.max_unpool2d(
+        *functional.max_pool2d(x, 2, return_indices=True), 2
+    ),
 }
 
 
@@ -27,6 +35,6 @@ def test_strides_are_those_of_the_kernels(name: str) -> None:
     base = torch.randn(4, 4, 4, 4).add(2)
     orders = [(0, 1, 2, 3), (0, 3, 1, 2), (3, 1, 2, 0), (1, 0, 2, 3)]
     for x in [base.permute(order) for order in orders] + [base[0].transpose(0, 2)]:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, KernelStrides():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
             fake = FUNCTIONS[name](mode.from_tensor(x))
         assert fake.stride() == FUNCTIONS[name](x).stride()

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.memory.aliasing import Sharing, aliases_of, refuse_exchanged, with_exchanged
-from tvmbridge.memory.kernel_strides import KernelStrides
 from tvmbridge.memory.layouts import dense_strides
 from tvmbridge.memory.views import ViewWatch
 from tvmbridge.observing.arguments import ArgumentWatch
@@ -165,7 +164,6 @@ class _Run:
             self.questions,
             self._foreign_modules.noticing_new_ones(),
             self.outside.collecting(),
-            KernelStrides(),
             settings_kept() as settings,
             ExitStack() as further,
         ):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from tvmbridge.memory.kernel_strides import strides_of_kernels
 from tvmbridge.tracing.checkpoints import plain_checkpoints
 from tvmbridge.tracing.conversions import checks_of_numbers, conversions_without_effect
 from tvmbridge.tracing.cumulative import cumulative_averages_on_tensors
@@ -34,6 +35,7 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
     with (
         # First, so that it is asked last: what it calls the others do not see.
         RecurrentLayersKeptWhole(),
+        strides_of_kernels(),
         cumulative_averages_on_tensors(module),
         conversions_without_effect(),
         KernelPromotion(),

@@ -4,6 +4,9 @@ A program is recorded with the strides that PyTorch's kernels give their results
 ``contiguous()`` where these make it needless. The parts that an operator is taken apart into may
 lie otherwise: those of attention are dense, where the fused kernel's result lies as its query. A
 ``view`` that was possible when it was recorded is then an error; a ``reshape`` copies.
+
+Of memory that is written it matters whether a ``reshape`` is a view or a copy: it stays what it was
+when it was recorded.
 """
 
 from __future__ import annotations
@@ -19,10 +22,21 @@ from torch.utils import _pytree as pytree
 aten = torch.ops.aten
 
 
+# They give a view where their operand's strides allow one, and a copy otherwise.
+_VIEW_OR_COPY = (
+    aten.reshape.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.ravel.default,
+    aten.contiguous.default,
+)
+
+
 def reshape_instead_of_view(program: ExportedProgram) -> None:
     """Change the views of ``program`` into reshapes, but for those of memory that is written.
 
-    A write through a view that became a copy would be lost.
+    A write through a view that became a copy would be lost. Of that memory no reshape is left whose
+    parts decide whether it is a view.
     """
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     written = {s for graph in graphs for node in graph.nodes for s in _written_by(node)}
@@ -30,6 +44,27 @@ def reshape_instead_of_view(program: ExportedProgram) -> None:
         for node in graph.find_nodes(op="call_function", target=aten.view.default):
             if written.isdisjoint(_storages(node)):
                 node.target = aten.reshape.default
+        for target in _VIEW_OR_COPY if written else ():
+            for node in graph.find_nodes(op="call_function", target=target):
+                if not written.isdisjoint((*_storages(node), *_storages(node.args[0]))):
+                    _decide(graph, node)
+
+
+def _decide(graph: fx.Graph, node: fx.Node) -> None:
+    """Make ``node`` the view, or the copy, that it was when it was recorded."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    shape = list(node.meta["val"].shape)
+    with graph.inserting_before(node):
+        if set(_storages(node)).isdisjoint(_storages(operand)):
+            operand = graph.call_function(
+                aten.clone.default, (operand,), {"memory_format": torch.contiguous_format}
+            )
+            operand.meta = dict(node.meta)
+        view = graph.call_function(aten.view.default, (operand, shape))
+    view.meta = dict(node.meta)
+    node.replace_all_uses_with(view)
+    graph.erase_node(node)
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:
