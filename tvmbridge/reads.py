@@ -1,4 +1,4 @@
-"""Reads: what forward learns beside the values of its tensors."""
+"""Reads: what forward learns beside the values of its tensors, and what it demands of these."""
 
 from __future__ import annotations
 
@@ -55,3 +55,11 @@ class Answer:
     names: frozenset[str]
     ask: Callable[[Mapping[str, torch.Tensor]], Any]
     value: bool | int | float
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is raised where a check does not pass."""
+
+    error: type[Exception]
+    message: str

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_leaves
 
-from tvmbridge.reads import Answer, OutsideValue, Question
+from tvmbridge.reads import Answer, Check, OutsideValue, Question
 from tvmbridge.tail import Tail
 
 
@@ -217,7 +217,7 @@ class CapturedGraph:
     attribute's name), and ``assigned`` those that each call gives a value, with it.
     ``changed_arguments`` are the places of the container arguments that forward
     changes: their content is among the outputs. ``head`` makes the draws where one of
-    them reads values; None where none does. The last ``checks`` user outputs are checks that must
+    them reads values; None where none does. The last user outputs tell whether the ``checks``
     have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
     and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
     forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
@@ -243,7 +243,7 @@ class CapturedGraph:
     assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
     head: EagerHead | None = None
-    checks: int = 0
+    checks: tuple[Check, ...] = ()
     tail: Tail | None = None
     foreign: tuple[torch.Tensor, ...] = ()
     bases: tuple[HiddenBase, ...] = ()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from tvmbridge import add_tvm_dispatch
 from tvmbridge.memory.kernel_strides import strides_of_kernels
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "batch norm in training": lambda x: functional.batch_norm(x, None, None, training=True),
-    "batch norm": lambda x: functional.batch_norm(x, torch.zeros(4), torch.ones(4)),
+    "batch norm": lambda x: functional.batch_norm(
+        x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+    ),
     "copysign": lambda x: torch.copysign(x, -2.0),
     "floor division": lambda x: x // 2.0,
     "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="trunc"),
@@ -27,6 +32,14 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "unpooled": lambda x: functional.max_unpool2d(
         *functional.max_pool2d(x, 2, return_indices=True), 2
     ),
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "hardswish": functional.hardswish,
+    "number less": lambda x: 1.0 - x,
+    "square": lambda x: x**2,
+    "sum of two": lambda x: x + x.clone(),
+    "bounded by a tensor": lambda x: x.clamp(None, x.clone()),
+    "copy": lambda x: x.clone(),
 }
 
 
@@ -38,3 +51,29 @@ def test_strides_are_those_of_the_kernels(name: str) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
             fake = FUNCTIONS[name](mode.from_tensor(x))
         assert fake.stride() == FUNCTIONS[name](x).stride()
+
+
+# They refuse images of one pixel, or of one channel.
+LARGER = {"channels shuffled", "reflected", "unpooled"}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - LARGER))
+@pytest.mark.parametrize("shape", [(2, 8, 1, 1), (2, 1, 4, 4), (1, 8, 1, 1)])
+def test_strides_that_fit_both_formats(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).add(2).to(memory_format=torch.channels_last)
+    x = torch.cat([x, x])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
+        fake = FUNCTIONS[name](mode.from_tensor(x))
+    assert fake.stride() == FUNCTIONS[name](x).stride()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.ReLU()])
+def test_a_pooled_pixel_is_spread_as_in_eager(norm: nn.Module) -> None:
+    spread = nn.Upsample(scale_factor=4, mode="bilinear")
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), norm, spread, nn.ReLU())
+    reference = copy.deepcopy(model)
+    x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    add_tvm_dispatch(model, x)
+    result, expected = model(x), reference(x)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()

@@ -58,3 +58,47 @@ def test_samples_equal_eager(training: bool) -> None:
             reference(sample(4, 6) - 9)
         with pytest.raises(ValueError, match="does not satisfy its constraint"):
             module(sample(4, 6) - 9)
+
+
+class Asserts(nn.Module):
+    """Demands something of its input and of what it computes, before it writes the latter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 9).all(), "the input is too large")
+        y = self.linear(x).cumsum(-1)
+        largest = y.detach().abs().max()
+        torch._assert_async(largest)
+        largest.zero_()
+        torch._assert_async(y.isfinite().all()[None], assert_msg="not finite")
+        return y + largest
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_assertions_are_made_at_each_call(training: bool) -> None:
+    torch.manual_seed(0)
+    module = Asserts().double().train(training).requires_grad_(training)
+    add_tvm_dispatch(module, sample(4, 6).requires_grad_(training))
+    reference = eager(module)
+    for _ in range(2):
+        if training:
+            assert_same_step(module, reference, sample(4, 6))
+        else:
+            x = sample(4, 6)
+            torch.testing.assert_close(module(x), reference(x), rtol=1e-11, atol=1e-12)
+    for x in (sample(4, 6) + 99, sample(4, 6) * torch.inf, sample(4, 6) - torch.inf):
+        with pytest.raises(RuntimeError) as expected:
+            reference(x)
+        with pytest.raises(RuntimeError) as raised:
+            module(x)
+        assert str(raised.value) == str(expected.value)
+    with torch.no_grad():
+        for each in (module, reference):
+            each.linear.weight.zero_()
+            each.linear.bias.zero_()
+            with pytest.raises(RuntimeError, match="single nonzero value, but got zero"):
+                each(sample(4, 6))
+    assert not dispatch_report(module).fallbacks

@@ -140,8 +140,12 @@ def test_values_that_kernels_refuse_are_refused() -> None:
     assert not dispatch_report(module).fallbacks
 
 
-def test_an_assertion_about_values_is_refused_by_name() -> None:
-    module = Called(lambda x: (torch._assert_async(x.sum() > 0), x * 2)[1]).eval()
+_BY_ANOTHER_NAME = torch._assert_async
+
+
+@pytest.mark.parametrize("function", [_BY_ANOTHER_NAME, torch.ops.aten._assert_async.default])
+def test_an_assertion_that_is_not_noted_is_refused_by_name(function: Any) -> None:
+    module = Called(lambda x: (function(x.sum() > 0), x * 2)[1]).eval()
     with pytest.raises(BridgeError, match="asserts something of values"):
         add_tvm_dispatch(module, torch.ones(2))
 

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.reads import Check
 from tvmbridge.structure import opened, unflatten
-from tvmbridge.tracing.validation import noted_checks, raise_unless_passed
+from tvmbridge.tracing.validation import Noted, noted_checks, raise_unless_passed
 
 # Stands, among the results, for an argument that is returned as the object that it is.
 _MARK = "tvmbridge.argument."
@@ -31,27 +32,27 @@ class ArgumentWatch:
 
     Where it changes some, it returns ``(results, changed)``: ``changed`` maps the place of each (a
     position or a keyword) to its final content, and where a result is such an argument itself, a
-    mark stands for it. ``changed`` holds these places after a call. Where distributions check
-    values it returns ``(results, changed, checks)``, and ``checks`` is their number.
+    mark stands for it. ``changed`` holds these places after a call. Where forward checks values it
+    returns ``(results, changed, passed)``, and ``checks`` says what is raised where one did not.
 
     Args:
         forward: the function that is watched.
-        checks: whether the checks of distributions are noted.
+        checks: whether the checks of values are noted.
     """
 
     def __init__(self, forward: Callable[..., Any], *, checks: bool = True) -> None:
         self.changed: tuple[Any, ...] = ()
-        self.checks = 0
+        self.checks: tuple[Check, ...] = ()
         self._forward = forward
         self._noting = noted_checks if checks else _no_checks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         held = dict(_containers(args, kwargs))
         before = {place: pytree.tree_flatten(value) for place, value in held.items()}
-        with self._noting() as checks:
+        with self._noting() as noted:
             results = self._forward(*args, **kwargs)
         results = opened(results, {id(value) for value in held.values()})
-        self.checks = len(checks)
+        self.checks = tuple(check for _, check in noted)
         changed = {p: v for p, v in held.items() if _differ(before[p], pytree.tree_flatten(v))}
         self.changed = tuple(changed)
         for place, value in changed.items():
@@ -60,10 +61,10 @@ class ArgumentWatch:
                     f"forward changes its argument {place!r}, a {type(value).__name__} whose "
                     "content cannot be replaced"
                 )
-        if not changed and not checks:
+        if not changed and not noted:
             return results
         marks = {id(value): f"{_MARK}{place}" for place, value in changed.items()}
-        return (_marked(results, marks), changed, *([tuple(checks)] if checks else []))
+        return (_marked(results, marks), changed, *([tuple(p for p, _ in noted)] if noted else []))
 
 
 def _marked(results: Any, marks: Mapping[int, str]) -> Any:
@@ -75,7 +76,7 @@ def _marked(results: Any, marks: Mapping[int, str]) -> Any:
 
 
 @contextmanager
-def _no_checks() -> Iterator[list[torch.Tensor]]:
+def _no_checks() -> Iterator[Noted]:
     yield []
 
 
@@ -115,15 +116,15 @@ def rebuild(
     out_spec: pytree.TreeSpec,
     changed: Sequence[Any],
     arguments: Arguments,
-    checks: int = 0,
+    checks: Sequence[Check] = (),
 ) -> Any:
     """The results of a call from their leaves; the ``changed`` arguments get their new content.
 
     Raises:
-        ValueError: one of the ``checks`` of distributions, the last leaves, did not pass.
+        Exception: that of one of the ``checks``, the last leaves, which did not pass.
     """
     if checks:
-        raise_unless_passed(flat[-checks:])
+        raise_unless_passed(flat[-len(checks) :], checks)
     if not changed and not checks:
         return unflatten(flat, out_spec)
     args, kwargs = arguments

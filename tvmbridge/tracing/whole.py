@@ -200,7 +200,11 @@ _OPERATORS: dict[Any, Any] = {
 
 
 _QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
-_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+_ASSERTIONS = (
+    torch._assert_async,  # of a form that is not noted, or by another name
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+)
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
@@ -209,7 +213,7 @@ class FunctionsKeptWhole(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if func is torch._assert_async or func in _ASSERTIONS:
+        if func in _ASSERTIONS:
             raise UnsupportedOperatorError(
                 f"forward asserts something of values ({func}), which compiled code would not"
             )
