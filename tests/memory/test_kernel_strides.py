@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from tests.tracing.test_whole import Called
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.memory.kernel_strides import strides_of_kernels
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -38,3 +40,15 @@ def test_strides_are_those_of_the_kernels(name: str) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
             fake = FUNCTIONS[name](mode.from_tensor(x))
         assert fake.stride() == FUNCTIONS[name](x).stride()
+
+
+def test_forward_is_told_the_strides_of_the_kernels() -> None:
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        shuffled = FUNCTIONS["channels shuffled"](x.contiguous(memory_format=torch.channels_last))
+        normed = FUNCTIONS["batch norm in training"](x[0].mT * 1)
+        return [x * shuffled.is_contiguous() + 1, x * normed.stride(1)]
+
+    x = torch.randn(2, 4, 4, 4)
+    ours = add_tvm_dispatch(Called(forward), x)
+    torch.testing.assert_close(ours(x), forward(x))
+    assert not dispatch_report(ours).fallbacks
