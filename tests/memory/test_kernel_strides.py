@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from tvmbridge import add_tvm_dispatch
+from tests.tracing.test_whole import Called
+from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.memory.kernel_strides import strides_of_kernels
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -77,3 +78,15 @@ def test_a_pooled_pixel_is_spread_as_in_eager(norm: nn.Module) -> None:
     result, expected = model(x), reference(x)
     torch.testing.assert_close(result, expected)
     assert result.stride() == expected.stride()
+
+
+def test_forward_is_told_the_strides_of_the_kernels() -> None:
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        shuffled = FUNCTIONS["channels shuffled"](x.contiguous(memory_format=torch.channels_last))
+        normed = FUNCTIONS["batch norm in training"](x[0].mT * 1)
+        return [x * shuffled.is_contiguous() + 1, x * normed.stride(1)]
+
+    x = torch.randn(2, 4, 4, 4)
+    ours = add_tvm_dispatch(Called(forward), x)
+    torch.testing.assert_close(ours(x), forward(x))
+    assert not dispatch_report(ours).fallbacks
