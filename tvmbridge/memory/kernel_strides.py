@@ -132,6 +132,8 @@ def _is_pointwise(func: Any) -> bool:
     and of one shape, the result is contiguous, though their strides may fit another format too."""
     if func in _POINTWISE:
         return True
+    if not isinstance(func, torch._ops.OpOverload):
+        return False
     if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or func in _AS_ARGUMENT:
         return False
     # A number is an operand there, a tensor of another shape.
