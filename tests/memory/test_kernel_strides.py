@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 from tests.tracing.test_whole import Called
@@ -90,3 +91,10 @@ def test_forward_is_told_the_strides_of_the_kernels() -> None:
     ours = add_tvm_dispatch(Called(forward), x)
     torch.testing.assert_close(ours(x), forward(x))
     assert not dispatch_report(ours).fallbacks
+
+
+def test_shapes_that_depend_on_values_are_left_as_they_are() -> None:
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, strides_of_kernels():
+        rows = torch.nonzero(mode.from_tensor(torch.ones(4)))
+        assert isinstance((rows + rows).shape[0], torch.SymInt)

@@ -148,6 +148,8 @@ def _all_contiguous(func: Any, args: Sequence[Any], named: Mapping[str, Any]) ->
     operands = [v for argument, v in given if "Tensor" in str(argument.type) and v is not None]
     if not all(isinstance(operand, torch.Tensor) for operand in operands):
         return False  # a number is a tensor of another shape
+    if any(isinstance(size, torch.SymInt) for operand in operands for size in operand.shape):
+        return False  # it depends on values: nothing is known of it
     shapes = {operand.shape for operand in operands}
     return len(shapes) == 1 and all(operand.is_contiguous() for operand in operands)
 
