@@ -146,12 +146,18 @@ class QuestionWatch(TorchFunctionMode):
 
 
 def _switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one."""
+    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one.
+
+    A view of what requires none may: its own gradient, which nobody sees, is all that it gets.
+    """
     if func is torch.Tensor.requires_grad_:
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     elif func.__name__ == "__set__" and func.__self__ is torch.Tensor.requires_grad:
         wanted = args[1]
     else:
+        return False
+    base = args[0]._base
+    if wanted and base is not None and not base.requires_grad:
         return False
     return bool(wanted) is not args[0].requires_grad
 
