@@ -91,7 +91,8 @@ def _kind(buffer: torch.Tensor | None) -> str:
 class QuestionWatch(TorchFunctionMode):
     """Notes what forward asks of tensors that may decide what it computes.
 
-    ``complaints`` are questions to autograd, whose answers compiled code cannot know.
+    ``complaints`` are questions to autograd, whose answers compiled code cannot know. ``started``
+    are the ids of views that come to require a gradient, which must not be results.
     """
 
     _LAYOUT = frozenset(
@@ -120,6 +121,7 @@ class QuestionWatch(TorchFunctionMode):
         super().__init__()
         self.asks: set[Question] = set()
         self.complaints: dict[str, None] = {}
+        self.started: set[int] = set()
         self._records = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +132,10 @@ class QuestionWatch(TorchFunctionMode):
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):
             self.asks.add(Question.OFFSET)
         if self._records and _switches_gradients(func, args, kwargs or {}):
-            self.complaints["changes requires_grad of a tensor"] = None
+            if _is_view_of_constant(args[0]):
+                self.started.add(id(args[0]))
+            else:
+                self.complaints["changes requires_grad of a tensor"] = None
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in self._OF_AUTOGRAD and not is_called_by_library(1):
             self.complaints[f"reads {name} of a tensor"] = None
@@ -146,20 +151,20 @@ class QuestionWatch(TorchFunctionMode):
 
 
 def _switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one.
-
-    A view of what requires none may: its own gradient, which nobody sees, is all that it gets.
-    """
+    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one."""
     if func is torch.Tensor.requires_grad_:
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     elif func.__name__ == "__set__" and func.__self__ is torch.Tensor.requires_grad:
         wanted = args[1]
     else:
         return False
-    base = args[0]._base
-    if wanted and base is not None and not base.requires_grad:
-        return False
     return bool(wanted) is not args[0].requires_grad
+
+
+def _is_view_of_constant(tensor: torch.Tensor) -> bool:
+    """Whether it is a view of what requires no gradient: nobody sees one that it comes to have."""
+    base = tensor._base
+    return base is not None and not base.requires_grad
 
 
 _NOTED = (

@@ -177,10 +177,11 @@ class _Run:
             t.requires_grad != before and (before or t.is_leaf)
             for t, before in zip(tensors, records, strict=True)
         )
-        known = {id(tensor) for tensor in tensors}
-        for each in self.results:
-            if isinstance(each, torch.Tensor) and each.requires_grad and each.is_leaf:
-                self._switched |= id(each) not in known
+        self._switched |= any(
+            isinstance(r, torch.Tensor) and r.is_leaf and r.requires_grad
+            for r in self.results
+            if id(r) in self.questions.started
+        )
         self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))
         self._tagged = any(map(is_tagged, (*tensors, *self.results)))
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
