@@ -34,6 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "turns",
             "types",
             "versions",
+            "writes",
         }
     ),
     frozenset({"gradients", "kernels", "legalize", "schedules"}),

@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from tvmbridge.errors import CaptureError
+from tvmbridge.writes import version_of
 
 _NAMES = (
     *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
@@ -66,22 +67,18 @@ class Ranges:
         return numbers[0] if numbers is not None and len(numbers) == 1 else None
 
     def _note(self, tensor: torch.Tensor, numbers: range) -> None:
-        self._made[id(tensor)] = tensor, _version(tensor), numbers
+        self._made[id(tensor)] = tensor, version_of(tensor), numbers
 
     def _numbers(self, args: Sequence[Any]) -> range | None:
         """Those of the first argument, unless it was written into."""
         tensor, version, numbers = self._made.get(id(args[0]), (None, 0, range(0)))
-        return None if tensor is None or _version(tensor) != version else numbers
+        return None if tensor is None or version_of(tensor) != version else numbers
 
 
 def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     numbers = 1 <= len(args) <= 3 and all(type(a) is int for a in args)
     whole = kwargs.get("dtype") in (None, torch.int64)
     return numbers and whole and kwargs.keys() <= {"dtype", "device"}
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

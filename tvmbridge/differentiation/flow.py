@@ -17,6 +17,7 @@ from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.differentiation.hoist import is_random
 from tvmbridge.gradients.operators import has_same_derivative
 from tvmbridge.tracing.attention import attention
+from tvmbridge.writes import written_by
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(
@@ -105,7 +106,7 @@ class FlowWatch(TorchDispatchMode):
         # A view whose base was written is made anew when its flags are read: with autograd.
         with enable_reentrant_dispatch():
             self.look_at(operands, str(func))
-            self._look_at_writes(func, args)
+            self._look_at_writes(func, args, kwargs)
             active = any(_is_cut_off(t) or t.requires_grad for t in operands)
         result = self._drawing(func, args, kwargs)
         results = _floating(result)
@@ -124,13 +125,12 @@ class FlowWatch(TorchDispatchMode):
             self.draws.append(eager_draw(func, args, kwargs, result))
         return result
 
-    def _look_at_writes(self, func: Any, args: Sequence[Any]) -> None:
+    def _look_at_writes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note what is written out of autograd's sight: gradients flow as if it were not."""
         if torch.is_grad_enabled():
             return
-        arguments = zip(func._schema.arguments, args, strict=False)
-        written = [v for a, v in arguments if a.alias_info is not None and a.alias_info.is_write]
-        if any(_is_cut_off(t) or t.requires_grad for t in _floating(written)):
+        written = _floating(written_by(func, args, kwargs))
+        if any(_is_cut_off(t) or t.requires_grad for t in written):
             reason = f"forward writes by {func}, under no_grad, what a gradient flows to"
             self.reasons[reason] = None
 

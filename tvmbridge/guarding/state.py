@@ -25,6 +25,7 @@ from tvmbridge.libraries import acts
 from tvmbridge.observing.contents import MISSING
 from tvmbridge.tracing.old_norms import OldNorms
 from tvmbridge.types import CapturedGraph, InputKind
+from tvmbridge.writes import version_of
 
 _HELD = ("_parameters", "_buffers", "_modules")
 
@@ -264,7 +265,7 @@ class ModuleState:
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
     """Signs that ``tensor`` is as it was: its version and where its memory is."""
-    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()
+    return version_of(tensor), tensor.data_ptr()
 
 
 def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:

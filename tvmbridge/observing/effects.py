@@ -20,6 +20,7 @@ from tvmbridge.observing.generators import Generators
 from tvmbridge.reads import Question
 from tvmbridge.tracing.patches import patched_here
 from tvmbridge.tracing.standins import tensors_of
+from tvmbridge.writes import version_of
 
 
 class StateBefore:
@@ -62,11 +63,6 @@ class StateBefore:
         made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
         others = (t for t in held if id(t) not in self._writable | made)
         return any(version_of(t) != self._versions.get(id(t), 0) for t in others)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` was written, as far as that is known."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _attributes(module: nn.Module) -> dict[str, list[Any]]:

@@ -27,7 +27,7 @@ from tvmbridge.observing.attributes import (
     values_read,
 )
 from tvmbridge.observing.contents import all_held
-from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities, version_of
+from tvmbridge.observing.effects import QuestionWatch, StateBefore, impurities
 from tvmbridge.observing.fakes import Fakes, all_tensors, is_tagged, laid_out
 from tvmbridge.observing.foreign import ForeignConstant, ForeignModules, ForeignTensors
 from tvmbridge.observing.leaks import (
@@ -49,6 +49,7 @@ from tvmbridge.tracing.standins import (
     tensors_replaced,
     without_autocast,
 )
+from tvmbridge.writes import version_of
 
 
 @dataclass(frozen=True)

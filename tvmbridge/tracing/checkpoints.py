@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tvmbridge.differentiation.hoist import is_random
 from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.tracing.patches import patched_here
+from tvmbridge.writes import written_by
 
 _aten = torch.ops.aten
 # They write running statistics, which their schemas do not declare.
@@ -146,6 +147,4 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments of a call that it writes."""
     if func in _BATCH_NORMS and args[5]:
         return list(args[3:5])
-    described = enumerate(func._schema.arguments)
-    written = [(i, a.name) for i, a in described if a.alias_info and a.alias_info.is_write]
-    return [args[i] if i < len(args) else kwargs.get(name) for i, name in written]
+    return written_by(func, args, kwargs)

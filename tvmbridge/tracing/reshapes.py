@@ -19,6 +19,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from tvmbridge.writes import written_by
+
 aten = torch.ops.aten
 
 
@@ -68,12 +70,8 @@ def _decide(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return
-    for number, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[number] if number < len(node.args) else node.kwargs[argument.name]
-            yield from _storages(given)
+    if isinstance(node.target, torch._ops.OpOverload):
+        yield from _storages(written_by(node.target, node.args, node.kwargs))
 
 
 def _storages(value: Any) -> Iterator[int]:
