@@ -112,7 +112,7 @@ def capture_staged(
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, tail, answers = _export(module, args, kwargs, needs_grad, bases, stage.told)
+    program, watch, tail, answers = _export(stage, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -155,18 +155,18 @@ def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
 
 
 def _export(
-    module: nn.Module,
+    stage: Stage,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
-    told: bool,
 ) -> _Exported:
     try:
-        return _exported(module, args, kwargs, needs_grad, bases, told)
+        return _exported(stage, args, kwargs, needs_grad, bases)
     except CaptureError:
         raise
     except Exception as error:
+        module = stage.module
         raise_if_forward_refuses(module, args, kwargs)
         if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
             raise UnsupportedOperatorError(OWN_GENERATOR) from error
@@ -178,14 +178,14 @@ def _export(
 
 
 def _exported(
-    module: nn.Module,
+    stage: Stage,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[HiddenBase],
-    told: bool,
 ) -> _Exported:
     """The program and what became of forward in it; errors are torch.export's."""
+    module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
         # torch.export puts copies of containers back, one for each module that shares one.
@@ -200,8 +200,7 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
             # Only now is forward what is to be traced.
-            own = NormsPutBack(module)
-            traced = own if told else as_captured(told=False)(own)
+            traced = as_captured(stage.told)(NormsPutBack(module))
             watch = ArgumentWatch(ExchangesWritten(traced, module))
             asked = Answering(watch, small_buffers(module), lambda: dict(module.named_buffers()))
             tails = TailWatch(asked, differentiated=needs_grad)

@@ -98,10 +98,11 @@ def _find_or_add(
         variant = specialization.chosen(mode, leaves)
         if variant is None:
             return specialization, mode
-        if variant.mismatch(leaves, variant.state.tensors()) is None:
+        tensors = variant.state.tensors()
+        if variant.mismatch(leaves, tensors) is None:
             return specialization, None
         # Code for the same arguments that the module has changed under serves other calls.
-        if variant.differs_in_flags_alone(leaves):
+        if variant.differs_in_flags_alone(leaves, tensors):
             return specialization, mode
     specialization = Specialization(Signature(args, kwargs, dispatcher.original))
     leaves = specialization.signature.flatten(args, kwargs) or []

@@ -203,7 +203,7 @@ class Dispatcher(StandsForForward):
                     renewed.fills_first = False
                     return renewed
             return None
-        if not unfit.differs_in_flags_alone(leaves):
+        if not unfit.differs_in_flags_alone(leaves, unfit.state.tensors()):
             return None
         return self._compiled(specialization, mode, leaves, arguments)
 

@@ -108,10 +108,8 @@ class Variant:
         if self._records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         reason = self.state.changed(tensors, check_grad=self._flags_matter)
-        if reason is None and self._flags_matter:
-            for position, requires_grad in self._input_grads:
-                if leaves[position].requires_grad is not requires_grad:
-                    return "requires_grad of an input differs"
+        if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
+            return "requires_grad of an input differs"
         if reason is None:
             reason = self._outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
@@ -122,14 +120,18 @@ class Variant:
         """Whether ``requires_grad``, where it matters, is what the code was compiled for."""
         if not self._flags_matter:
             return True
+        return self._inputs_fit_flags(leaves) and self.state.fits_flags(tensors)
+
+    def _inputs_fit_flags(self, leaves: Sequence[Any]) -> bool:
         for position, requires_grad in self._input_grads:
             if leaves[position].requires_grad is not requires_grad:
                 return False
-        return self.state.fits_flags(tensors)
+        return True
 
-    def differs_in_flags_alone(self, leaves: Sequence[Any]) -> bool:
+    def differs_in_flags_alone(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> bool:
         """Whether ``requires_grad`` is all that keeps the module of now from fitting the code."""
-        tensors = self.state.tensors()
         fits = self.fits_flags(leaves, tensors)
         return not fits and self.state.changed_beside_flags(tensors) is None
 
