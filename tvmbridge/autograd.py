@@ -15,13 +15,10 @@ from tvmbridge.errors import BridgeError
 from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
 from tvmbridge.output_hooks import let_hooks_wait
+from tvmbridge.second_order import SecondOrderCall, refuse
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 
-_NO_DOUBLE_BACKWARD = (
-    "tvmbridge does not support double backward: its compiled backward has no derivative. "
-    "Call remove_tvm_dispatch(module), or run the module's own forward, for create_graph=True"
-)
 _NO_BATCHES = (
     "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
     "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
@@ -35,6 +32,9 @@ _NO_LAYOUT = (
     "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
     "call remove_tvm_dispatch(module)"
 )
+
+# Arguments of the autograd function that are none of the compiled code.
+_BEFORE_PRIMALS = 3
 
 
 class TrainingCall:
@@ -77,17 +77,21 @@ class TrainingCall:
         }
 
     def __call__(
-        self, primals: Sequence[torch.Tensor], strides: Strides = None
+        self,
+        primals: Sequence[torch.Tensor],
+        strides: Strides = None,
+        again: SecondOrderCall | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
 
         ``strides`` are those that the outputs get at this call; None: those of the sample's.
+        ``again`` gives gradients that can be differentiated; None: nobody will ask for these.
         """
         if self.unreached:
             primals = list(primals)
             for i in self.unreached:
                 primals[i] = primals[i].detach()
-        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, *primals)  # type: ignore[no-untyped-call]
+        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, again, *primals)  # type: ignore[no-untyped-call]
         if len(self.parts.cotangent_of) > 1:
             let_hooks_wait(results[i] for i in self.parts.cotangent_of)
         node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
@@ -131,13 +135,18 @@ def _overwritten(compiled: CompiledModule) -> frozenset[int]:
 class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, call: TrainingCall, strides: Strides, *primals: torch.Tensor
+        ctx: Any,
+        call: TrainingCall,
+        strides: Strides,
+        again: SecondOrderCall | None,
+        *primals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         parts = call.parts
         results = call.compiled.forward(primals, strides)
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
         ctx.call = call
+        ctx.again = again
         ctx.watched = None
         # Not saved for backward: it reads none of them, and they may be written into meanwhile.
         ctx.sources = [p for p in primals if p.requires_grad]
@@ -153,23 +162,51 @@ class _CompiledFunction(torch.autograd.Function):
         _refuse_batched(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
-        with torch.no_grad():
-            saved = ctx.saved_tensors
-            saved = saved[: len(saved) - len(call.guarded)]
-            with call.packing:
-                gradients = _run_backward(call, saved, cotangents)
+        saved = ctx.saved_tensors
+        reason = _not_again(ctx)
+        if reason is None:
+            gradients = _recorded_gradients(ctx, cotangents)
+        else:
+            with torch.no_grad(), call.packing:
+                guards = len(call.guarded)
+                gradients = _run_backward(call, saved[: len(saved) - guards], cotangents)
         if any(gradient is None for gradient in gradients):
             _refuse_hooks_without_gradient(ctx, gradients)
         if torch.is_grad_enabled():
-            arrived = [c for c in cotangents if c is not None]
-            gradients = _refuse_second_derivative(gradients, [*ctx.sources, *arrived])
+            if reason is not None:
+                arrived = [c for c in cotangents if c is not None]
+                gradients = refuse(gradients, [*ctx.sources, *arrived], reason)
         elif not _C._autograd._get_current_graph_task_keep_graph():
-            ctx.sources = ()
+            ctx.sources, ctx.again = (), None
         placed: list[torch.Tensor | None] = [None] * call.num_primals
         for position, gradient in zip(call.gradient_of, gradients, strict=True):
-            if ctx.needs_input_grad[position + 2]:
+            if ctx.needs_input_grad[position + _BEFORE_PRIMALS]:
                 placed[position] = gradient
-        return (None, None, *placed)
+        return (*(None,) * _BEFORE_PRIMALS, *placed)
+
+
+def _not_again(ctx: Any) -> str | None:
+    """Why backward runs compiled code and not the own forward again; None: it does the latter."""
+    if not torch.is_grad_enabled():
+        return "its gradients need no derivative"
+    if ctx.again is None:
+        return "the code was called alone"
+    return ctx.again.refused(_wanted(ctx))
+
+
+def _recorded_gradients(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """Gradients that can be differentiated, in the order of those of compiled code."""
+    wanted = _wanted(ctx)
+    arrived = {i: c for i, c in enumerate(cotangents) if c is not None}
+    found = dict(zip(wanted, ctx.again.gradients(wanted, arrived), strict=True))
+    return [found.get(position) for position in ctx.call.gradient_of]
+
+
+def _wanted(ctx: Any) -> list[int]:
+    """The primals that the compiled code has gradients of and this backward wants them of."""
+    return [p for p in ctx.call.gradient_of if ctx.needs_input_grad[p + _BEFORE_PRIMALS]]
 
 
 def _run_backward(
@@ -209,7 +246,7 @@ def _run_backward(
 def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuse what autograd would do with primals that no gradient reaches: call their hooks."""
     call: TrainingCall = ctx.call
-    wanted = [i for i in range(call.num_primals) if ctx.needs_input_grad[i + 2]]
+    wanted = [i for i in range(call.num_primals) if ctx.needs_input_grad[i + _BEFORE_PRIMALS]]
     sources = dict(zip(wanted, ctx.sources, strict=False))
     for position, gradient in zip(call.gradient_of, gradients, strict=True):
         source = sources.get(position)
@@ -224,29 +261,6 @@ def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:
     assert spec is not None
     return spec.empty().zero_()
-
-
-def _refuse_second_derivative(
-    gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor]
-) -> Sequence[torch.Tensor | None]:
-    """Gradients that raise, with a reason, when somebody differentiates them by ``sources``."""
-    if not any(s.requires_grad for s in sources):
-        return gradients
-    present = [g for g in gradients if g is not None]
-    refused = iter(_Refused.apply(len(present), *present, *sources))  # type: ignore[no-untyped-call]
-    return [None if g is None else next(refused) for g in gradients]
-
-
-class _Refused(torch.autograd.Function):
-    """The identity of the first ``count`` tensors, which cannot be differentiated by any."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(t.view_as(t) for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        raise BridgeError(_NO_DOUBLE_BACKWARD)
 
 
 def _refuse_batched(cotangents: Sequence[torch.Tensor | None]) -> None:

@@ -166,6 +166,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             partial_backwards=0
             if (p := variant.compiled.partial_backwards) is None
             else p.compiled,
+            second_order_backwards=variant.second_order.backwards,
             gradients=variant.gradients,
         )
         for specialization in dispatcher.specializations

@@ -26,7 +26,9 @@ class SpecializationReport:
     calls that agreed with the module's own forward (``CompileOptions.check``),
     ``checked_gradients`` the backwards. ``eager_functions`` counts what runs in eager PyTorch
     after the compiled code, ``partial_backwards`` the backwards compiled for calls in which outputs
-    were not used. ``gradients`` names the inputs and parameters whose gradients it computes.
+    were not used, ``second_order_backwards`` those that differentiated the module's own forward,
+    because they are to be differentiated themselves. ``gradients`` names the inputs and parameters
+    whose gradients it computes.
     """
 
     mode: str
@@ -46,6 +48,7 @@ class SpecializationReport:
     checked: int = 0
     checked_gradients: int = 0
     partial_backwards: int = 0
+    second_order_backwards: int = 0
     gradients: tuple[str, ...] = ()
 
 
@@ -115,6 +118,9 @@ class DispatchReport:
         partial = sum(s.partial_backwards for s in self.specializations)
         if partial:
             console.print(f"backward compiled again without outputs that nothing used: {partial}")
+        second = sum(s.second_order_backwards for s in self.specializations)
+        if second:
+            console.print(f"backward by PyTorch, for create_graph=True: {second}")
         for s in self.specializations:
             if s.residuals:
                 console.print(residuals_text(s.residuals), highlight=False)

@@ -25,6 +25,7 @@ from tvmbridge.observing.arguments import Arguments
 from tvmbridge.observing.generators import no_draws_by
 from tvmbridge.outputs import Outputs
 from tvmbridge.reads import Question
+from tvmbridge.second_order import SecondOrder
 from tvmbridge.tail import try_tail
 from tvmbridge.tracing.standins import without_inference_tensors
 from tvmbridge.types import InputKind
@@ -77,6 +78,7 @@ class Variant:
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self.second_order = SecondOrder(state, captured, self.mismatch)
         self._records_writes = self._training is not None and self._outputs.writes
 
     @property
@@ -197,7 +199,8 @@ class Variant:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
         strides = self._layouts.strides(leaves, tensors)
         if self._training is not None:
-            results: Sequence[torch.Tensor] = self._training(primals, strides)
+            again = self.second_order.call(leaves, tensors)
+            results: Sequence[torch.Tensor] = self._training(primals, strides, again)
         else:
             results = self.compiled.forward(primals, strides)
         with self._counting:

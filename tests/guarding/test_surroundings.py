@@ -175,16 +175,6 @@ def test_nan_is_the_same_argument() -> None:
     assert dispatch_report(module).tvm_calls == 1
 
 
-def test_double_backward_never_answers_zeros(trained: nn.Module) -> None:
-    x = sample().requires_grad_()
-    (gradient,) = torch.autograd.grad(trained(x).square().sum(), x, create_graph=True)
-    for wanted in (x, trained.inner.weight):  # type: ignore[union-attr]
-        with pytest.raises(BridgeError, match="double backward"):
-            torch.autograd.grad(gradient.sum(), wanted, allow_unused=True, retain_graph=True)  # type: ignore[arg-type]
-    with pytest.raises(BridgeError, match="double backward"):
-        torch.autograd.functional.hessian(lambda v: trained(v).square().sum(), sample())
-
-
 def test_a_batch_of_cotangents_is_refused_by_name(trained: nn.Module) -> None:
     x = sample().requires_grad_()
     with pytest.raises(BridgeError, match="batch of cotangents"):

@@ -38,6 +38,12 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{type(module).__name__} has no forward")
 
 
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward that ``module`` would have without a dispatch."""
+    own = stands_for(module.__dict__.get("forward", MISSING))
+    return forward_of_class(module) if own is MISSING else own
+
+
 def rebound(
     original: Callable[..., Any], module: nn.Module, other: nn.Module, memo: dict[int, Any]
 ) -> Callable[..., Any]:
