@@ -8,6 +8,7 @@ called with, and PyTorch differentiates that, as often as anybody asks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from tvmbridge.memory.bases import WithBases
 from tvmbridge.structure import opened, unflatten
 from tvmbridge.tracing.standins import without_autocast
 from tvmbridge.types import CapturedGraph, InputKind, OutputKind
-from tvmbridge.writes import signs_of
 
 Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
@@ -47,6 +47,7 @@ class SecondOrder:
         # The places, among the leaves of what forward returns, of the computed outputs.
         self._places = [i for i, o in enumerate(returned) if o.is_computed]
         self.refused = _refused(captured)
+        self.draws = bool(captured.noise) and self.refused is None
         self.backwards = 0
 
     def call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> SecondOrderCall:
@@ -68,12 +69,22 @@ class SecondOrder:
         """The inputs of compiled code that gradients may be asked for by, in its order."""
         return [*(leaves[p] for p in self._positions), *tensors]
 
-    def outputs(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """The computed outputs for these leaves of the arguments, by the module's own forward."""
+    def outputs(self, leaves: Sequence[Any], generator: torch.Tensor | None) -> list[torch.Tensor]:
+        """The computed outputs, by the module's own forward.
+
+        Args:
+            leaves: of its arguments.
+            generator: the state of PyTorch's generator from which it draws; None: it does not.
+        """
         own = own_forward(self._state.module)
         forward = WithBases(lambda *a, **k: opened(own(*a, **k)), self._captured.bases)
         args, kwargs = unflatten(leaves, self._captured.in_spec)
-        with without_autocast(), torch.enable_grad():
+        with ExitStack() as stack:
+            stack.enter_context(without_autocast())
+            stack.enter_context(torch.enable_grad())
+            if generator is not None:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.set_rng_state(generator)
             results = pytree.tree_leaves(forward(*args, **kwargs))
         self.backwards += 1
         return [results[place] for place in self._places]
@@ -87,17 +98,23 @@ class SecondOrderCall:
         self._leaves = leaves
         self._tensors = tensors
         self._mode = own.mode()
-        self._signs = self._signs_now() if own.refused is None else []
+        self._signs = self._signs_now() if own.refused is None else None
+        self._generator = torch.get_rng_state() if own.draws else None
 
-    def _signs_now(self) -> list[tuple[int, int]]:
-        values = (*self._leaves, *self._tensors)
-        return [signs_of(v) for v in values if isinstance(v, torch.Tensor)]
+    def _signs_now(self) -> list[int] | None:
+        """The versions of all tensors and where their memory is; None where that is not known."""
+        given = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
+        tensors = (*given, *self._tensors)
+        try:
+            return [*(t._version for t in tensors), *(t.data_ptr() for t in tensors)]
+        except RuntimeError:  # tensors of inference mode have no version
+            return None
 
     def refused(self, wanted: Sequence[int]) -> str | None:
         """Why gradients by the primals ``wanted`` cannot be had in this way; None: they can."""
         if self._own.refused is not None:
             return self._own.refused
-        if self._signs != self._signs_now():
+        if self._signs is None or self._signs != self._signs_now():
             return "an input or a tensor of the module was written since"
         if self._mode != self._own.mode():
             return "the module was put into another mode since, or PyTorch"
@@ -123,7 +140,7 @@ class SecondOrderCall:
             # The inner derivative ends at views, so that hooks of arguments are called once.
             views = {id(t): t.view_as(t) for t in primals if id(t) not in kept and t.requires_grad}
         leaves = [views.get(id(leaf), leaf) for leaf in self._leaves]
-        outputs = own.outputs(leaves)
+        outputs = own.outputs(leaves, self._generator)
         sources = {id(primals[i]): views.get(id(primals[i]), primals[i]) for i in wanted}
         arriving = {n: c for n, c in cotangents.items() if outputs[n].requires_grad}
         found = torch.autograd.grad(
@@ -140,8 +157,8 @@ class SecondOrderCall:
 
 def _refused(captured: CapturedGraph) -> str | None:
     """Why running the own forward again would not do what the call has done; None: it would."""
-    if captured.noise:
-        return "forward draws random numbers"
+    if captured.noise and captured.device.type != "cpu":
+        return "forward draws random numbers on another device than the CPU"
     if captured.changed_arguments or any(o.kind is not OutputKind.USER for o in captured.outputs):
         return "forward writes into buffers or arguments"
     if captured.tail is not None:
