@@ -62,6 +62,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "outputs",
             "report",
             "runtime",
+            "second_order",
             "siblings",
             "split",
         }
