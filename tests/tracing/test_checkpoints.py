@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -49,3 +51,37 @@ def test_what_is_made_within_may_be_written() -> None:
         found.append([out, *torch.autograd.grad(out.sum(), called.linear.parameters())])
     torch.testing.assert_close(*found)
     assert dispatch_report(module).tvm_calls == 1
+
+
+class WithCache(nn.Module):
+    """Its first call fills a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cache: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(4.0).cos()
+        return functional.relu(self.linear(x) * self.cache) * self.cache
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_call_is_repeated_by_what_served_it(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    module, x = WithCache(), torch.randn(3, 4, requires_grad=True)
+    plain = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    for _ in range(3):
+        found = []
+        for called in (module, plain):
+            called.zero_grad()
+            checkpoint(called, x, use_reentrant=reentrant).sum().backward()
+            found.append([p.grad for p in called.parameters()])
+        torch.testing.assert_close(*found)
+    report = dispatch_report(module)
+    # A call that is repeated stops before it is counted where autograd is not reentered.
+    assert report.tvm_calls == (5 if reentrant else 2)
+    repeated = [reason for reason in report.fallbacks if "checkpoint repeats" in reason]
+    assert len(repeated) == (not reentrant)
