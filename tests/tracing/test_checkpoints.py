@@ -8,9 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
+from tvmbridge import (
+    UnsupportedOperatorError,
+    add_tvm_dispatch,
+    dispatch_report,
+    remove_tvm_dispatch,
+)
 
 
 class Checkpointed(nn.Module):
@@ -85,3 +90,36 @@ def test_a_call_is_repeated_by_what_served_it(reentrant: bool) -> None:
     assert report.tvm_calls == (5 if reentrant else 2)
     repeated = [reason for reason in report.fallbacks if "checkpoint repeats" in reason]
     assert len(repeated) == (not reentrant)
+
+
+class Square(nn.Module):
+    """What it saves has the shapes of what compiled code saves, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["dispatched", "removed", "hooked", "unhooked"])
+def test_what_another_way_saved_is_never_taken(way: str) -> None:
+    """Between forward and backward the module changes, so that a call is repeated otherwise."""
+    torch.manual_seed(0)
+    module, x = Square(), torch.randn(4, 4, requires_grad=True)
+    if way != "dispatched":
+        add_tvm_dispatch(module, x)
+    if way == "unhooked":
+        handle = module.first.register_forward_hook(lambda *called: None)
+    loss = checkpoint(module, x, use_reentrant=False).square().sum()
+    if way == "dispatched":
+        add_tvm_dispatch(module, x)
+    elif way == "removed":
+        remove_tvm_dispatch(module)
+    elif way == "hooked":
+        module.first.register_forward_hook(lambda *called: None)
+    else:
+        handle.remove()
+    with pytest.raises(CheckpointError, match=r"different metadata"):
+        loss.backward()
