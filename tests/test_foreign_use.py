@@ -182,6 +182,13 @@ def _sparse_weight(m: Any) -> Any:
         return m(sample())
 
 
+def _left_a_transform(*shape: int) -> torch.Tensor:
+    """What wraps a tensor of ``torch.func.grad``, outside of it."""
+    kept: list[torch.Tensor] = []
+    torch.func.grad(lambda x: (kept.append(x), x.sum())[1])(sample(*shape))
+    return kept[0]
+
+
 def _anomaly(m: nn.Module) -> Any:
     with torch.autograd.detect_anomaly(check_nan=False):
         return _step(m)
@@ -216,6 +223,11 @@ USES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "functionalize": (lambda m: torch.func.functionalize(m)(sample()), TRANSFORM),
     "func.grad": (lambda m: torch.func.grad(lambda x: m(x).sum())(sample()), TRANSFORM),
     "jacrev": (lambda m: torch.func.jacrev(m)(sample(2, 24)), TRANSFORM),
+    "left func.grad": (lambda m: m(_left_a_transform()), "an argument has left a function"),
+    "buffer that left func.grad": (
+        lambda m: (setattr(m, "mask", _left_a_transform(24)), _step(m))[1],
+        "a parameter or buffer has left a function transform",
+    ),
     "functional_call": (_functional, SERVED),
     "ensemble": (_ensemble, TRANSFORM),
     "compile": (lambda m: _step(cast(nn.Module, torch.compile(m, backend="aot_eager"))), SERVED),

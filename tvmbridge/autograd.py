@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ import torch._C as _C
 from tvmbridge.compiled import CompiledModule
 from tvmbridge.cotangents import all_finite
 from tvmbridge.errors import BridgeError
+from tvmbridge.guarding.surroundings import in_checkpoint
 from tvmbridge.memory.layouts import Strides
 from tvmbridge.memory.packing import Packing
 from tvmbridge.output_hooks import let_hooks_wait
@@ -35,6 +37,7 @@ _NO_LAYOUT = (
 
 # Arguments of the autograd function that are none of the compiled code.
 _BEFORE_PRIMALS = 3
+_numbers = itertools.count(1)
 
 
 class TrainingCall:
@@ -52,6 +55,7 @@ class TrainingCall:
         self.compiled = compiled
         self.packing = nullcontext() if packing is None else packing
         self.parts = parts
+        self.number = next(_numbers)
         self.reads = [position[name] for name in parts.reads]
         # Autograd notices writes by the version of a parameter, which its packed values lack.
         self.guarded = [
@@ -98,6 +102,16 @@ class TrainingCall:
         if node is not None:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
         return results
+
+    def marks(self) -> tuple[torch.Tensor, ...]:
+        """What is saved first in a checkpoint, so that nothing else is taken for this code's.
+
+        A checkpoint puts what its repetition saves in place of what was saved, by position and
+        shape. Where forward itself or other code runs the repetition, this shape differs.
+        """
+        if not in_checkpoint():
+            return ()
+        return (torch.empty((0, self.number), dtype=torch.bool, device="cpu"),)
 
     def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The primals that backward reads; copies of those that are written into meanwhile."""
@@ -151,7 +165,8 @@ class _CompiledFunction(torch.autograd.Function):
         # Not saved for backward: it reads none of them, and they may be written into meanwhile.
         ctx.sources = [p for p in primals if p.requires_grad]
         guards = [primals[i] for i in call.guarded]
-        ctx.save_for_backward(*call.kept_primals(primals), *kept, *residuals, *guards)
+        ctx.marks = call.marks()
+        ctx.save_for_backward(*ctx.marks, *call.kept_primals(primals), *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -162,14 +177,15 @@ class _CompiledFunction(torch.autograd.Function):
         _refuse_batched(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
-        saved = ctx.saved_tensors
+        with torch.no_grad():
+            saved = ctx.saved_tensors
         reason = _not_again(ctx)
         if reason is None:
             gradients = _recorded_gradients(ctx, cotangents)
         else:
+            saved = saved[len(ctx.marks) : len(saved) - len(call.guarded)]
             with torch.no_grad(), call.packing:
-                guards = len(call.guarded)
-                gradients = _run_backward(call, saved[: len(saved) - guards], cotangents)
+                gradients = _run_backward(call, saved, cotangents)
         if any(gradient is None for gradient in gradients):
             _refuse_hooks_without_gradient(ctx, gradients)
         if torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from tvmbridge.compiled import CompiledModule
 from tvmbridge.guarding.mode import Flags
 from tvmbridge.guarding.plain import other_answer
 from tvmbridge.guarding.state import ModuleState
-from tvmbridge.guarding.surroundings import in_checkpoint
+from tvmbridge.guarding.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.kernels.dtypes import as_pairs
 from tvmbridge.layout_guard import LayoutGuard
@@ -92,15 +92,19 @@ class Variant:
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Variant:
         """The same code for a deep copy of the module, with counters at zero."""
         copied = Variant(self.state.rebound(memo), self.compiled, packing, self.flags)
-        copied.fills_first = self.fills_first and not self.calls
+        copied.fills_first = self._awaits_first()
         return copied
 
     def is_to_be_renewed(self) -> bool:
         """Whether the first call, which forward served itself, has not made the code fit."""
-        if not self.fills_first or self.calls:
+        if not self._awaits_first() or repeated_by_checkpoint():
             return False
         self._declined += 1
         return self._declined == 2 and self.state.is_otherwise()
+
+    def _awaits_first(self) -> bool:
+        """Whether no call has been served yet, of which forward itself serves the first."""
+        return self.fills_first and not self.calls
 
     def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
         """Why the code cannot serve this call; None when it can."""
@@ -109,6 +113,8 @@ class Variant:
             return "forward returns tensors that it makes in inference mode"
         if self._records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
+        if self._awaits_first() and repeated_by_checkpoint():
+            return "a checkpoint repeats a call that forward itself served"
         reason = self.state.changed(tensors, check_grad=self._flags_matter)
         if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
             return "requires_grad of an input differs"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from tvmbridge import UnsupportedOperatorError, add_tvm_dispatch, dispatch_report
+from tvmbridge import (
+    UnsupportedOperatorError,
+    add_tvm_dispatch,
+    dispatch_report,
+    remove_tvm_dispatch,
+)
 
 
 class Checkpointed(nn.Module):
@@ -49,3 +56,70 @@ def test_what_is_made_within_may_be_written() -> None:
         found.append([out, *torch.autograd.grad(out.sum(), called.linear.parameters())])
     torch.testing.assert_close(*found)
     assert dispatch_report(module).tvm_calls == 1
+
+
+class WithCache(nn.Module):
+    """Its first call fills a cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cache: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(4.0).cos()
+        return functional.relu(self.linear(x) * self.cache) * self.cache
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_call_is_repeated_by_what_served_it(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    module, x = WithCache(), torch.randn(3, 4, requires_grad=True)
+    plain = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    for _ in range(3):
+        found = []
+        for called in (module, plain):
+            called.zero_grad()
+            checkpoint(called, x, use_reentrant=reentrant).sum().backward()
+            found.append([p.grad for p in called.parameters()])
+        torch.testing.assert_close(*found)
+    report = dispatch_report(module)
+    # A call that is repeated stops before it is counted where autograd is not reentered.
+    assert report.tvm_calls == (5 if reentrant else 2)
+    repeated = [reason for reason in report.fallbacks if "checkpoint repeats" in reason]
+    assert len(repeated) == (not reentrant)
+
+
+class Square(nn.Module):
+    """What it saves has the shapes of what compiled code saves, in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["dispatched", "removed", "hooked", "unhooked"])
+def test_what_another_way_saved_is_never_taken(way: str) -> None:
+    """Between forward and backward the module changes, so that a call is repeated otherwise."""
+    torch.manual_seed(0)
+    module, x = Square(), torch.randn(4, 4, requires_grad=True)
+    if way != "dispatched":
+        add_tvm_dispatch(module, x)
+    if way == "unhooked":
+        handle = module.first.register_forward_hook(lambda *called: None)
+    loss = checkpoint(module, x, use_reentrant=False).square().sum()
+    if way == "dispatched":
+        add_tvm_dispatch(module, x)
+    elif way == "removed":
+        remove_tvm_dispatch(module)
+    elif way == "hooked":
+        module.first.register_forward_hook(lambda *called: None)
+    else:
+        handle.remove()
+    with pytest.raises(CheckpointError, match=r"different metadata"):
+        loss.backward()

@@ -13,6 +13,9 @@ from torch.utils import _pytree as pytree
 from tvmbridge.guarding.plain import PLAIN
 from tvmbridge.observing.contents import same_value
 
+# What a function transform wraps has no memory of its own, also where it has outlived it.
+_has_storage = torch._C._has_storage
+
 
 class Signature:
     """Structure, shapes, dtypes, devices and constants of the arguments of a call.
@@ -77,6 +80,8 @@ class Signature:
                 return "an argument is not a plain tensor"
             if leaf.layout is not torch.strided or leaf.is_nested or leaf._is_zerotensor():
                 return "the layout of an input differs"
+            if not _has_storage(leaf):
+                return "an argument has left a function transform"
             if leaf.shape != shape:
                 return "the shape of an input differs"
             if leaf.dtype is not dtype:

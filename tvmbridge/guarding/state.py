@@ -245,6 +245,8 @@ class ModuleState:
                 return "the dtype of a parameter or buffer changed"
             if tensor.layout is not torch.strided:
                 return "the layout of a parameter or buffer changed"
+            if not torch._C._has_storage(tensor):
+                return "a parameter or buffer has left a function transform"
             if tensor.device != device:
                 return "the device of a parameter or buffer changed"
             if tensor.shape != shape:

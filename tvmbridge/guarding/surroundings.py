@@ -16,6 +16,8 @@ from tvmbridge.turns import compiling
 
 _C = torch._C
 _CHECKPOINTS = "torch.utils.checkpoint"
+# The class whose hook sees what a repeated call saves.
+_REPEATS = "_recomputation_hook"
 # The thread in which the bridge traces a module at this moment.
 _tracer: int | None = None
 
@@ -55,8 +57,20 @@ def in_checkpoint() -> bool:
 
     It repeats the call for backward, and stops it as soon as everything is saved again.
     """
+    return _checkpoint_hook() is not None
+
+
+def repeated_by_checkpoint() -> bool:
+    """Whether this call repeats another one, for the backward of such a checkpoint."""
+    hook = _checkpoint_hook()
+    return hook is not None and getattr(hook, "__qualname__", "").startswith(_REPEATS)
+
+
+def _checkpoint_hook() -> object | None:
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS
+    if hooks is None or getattr(hooks[0], "__module__", None) != _CHECKPOINTS:
+        return None
+    return hooks[0]
 
 
 def _traced_elsewhere() -> bool:
