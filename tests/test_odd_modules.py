@@ -50,6 +50,14 @@ def _sparse(m: Any) -> Any:
     return m
 
 
+def _scripted() -> nn.Module:
+    return nn.Sequential(_linear(), torch.jit.script(nn.ReLU()))
+
+
+def _traced() -> nn.Module:
+    return nn.Sequential(_linear(), torch.jit.trace(nn.ReLU(), sample()))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "nested": (_linear, lambda: torch.nested.nested_tensor([sample()]), "argument 0 is a nested"),
     "sparse": (_linear, lambda: sample().to_sparse_csr(), "argument 0 has the layout"),
@@ -59,6 +67,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], str]] = {
     "sparse weight": (lambda: _sparse(_linear()), sample, "weight has the layout"),
     "lazy": (lambda: nn.LazyLinear(3), sample, "weight is a UninitializedParameter"),
     "script": (lambda: torch.jit.script(_linear()), sample, "it is a ScriptModule"),
+    "script within": (_scripted, sample, "its submodule 1 is a ScriptModule"),
+    "traced within": (_traced, sample, "its submodule 1 is a ScriptModule"),
     "own call": (lambda: Locked(24, 24).double(), sample, "a __call__ of its own"),
     "property": (Property, sample, "its forward is a property"),
 }

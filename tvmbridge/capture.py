@@ -119,7 +119,7 @@ def capture_staged(
             f"{first_paragraph(stage.failure)}"
         ) from stage.failure
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
-    inputs, constant_tensors = describe_inputs(module, program, leaves)
+    inputs, constant_tensors = describe_inputs(module, program, leaves, needs_grad)
     noise = find_noise(program.graph)
     return CapturedGraph(
         program=program,

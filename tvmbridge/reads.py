@@ -20,6 +20,7 @@ class Question(enum.Enum):
     CLASS = "of what class a tensor is"
     GRADIENTS = "for gradients where they are off, or whether a tensor requires one"
     COMPILED = "whether it is compiled"
+    STARTED = "for the gradient of what it makes, where nothing given requires one"
     INFERENCE = "whether a result is made in inference mode"
 
 

@@ -111,6 +111,8 @@ class Variant:
         # The calls that add a dispatch may be in another mode than those that come.
         if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
             return "forward returns tensors that it makes in inference mode"
+        if Question.STARTED in self._asks and torch.is_grad_enabled():
+            return "forward makes a tensor require a gradient, and nothing given requires one"
         if self._records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         if self._awaits_first() and repeated_by_checkpoint():

@@ -94,3 +94,22 @@ REASONS = {
 def test_complex_numbers_at_the_border_are_refused(case: str) -> None:
     with pytest.raises(BridgeError, match=REASONS[case]):
         add_tvm_dispatch(_Refused(case), torch.ones(3))
+
+
+def test_complex_weights_that_learn_are_served_in_inference() -> None:
+    module = _Refused("learned").eval()
+    x = torch.randn(3)
+    ours = add_tvm_dispatch(copy.deepcopy(module), x)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), module(x))
+    assert (dispatch_report(ours).tvm_calls, dispatch_report(ours).fallbacks) == (1, {})
+    ours(x).sum().backward()
+    module(x).sum().backward()
+    torch.testing.assert_close(ours.learned.grad, module.learned.grad)
+    (reason,) = dispatch_report(ours).fallbacks
+    assert "learned is of torch.complex64 and requires a gradient" in reason
+    with torch.no_grad():
+        ours.learned.mul_(1 + 2j)
+        module.learned.mul_(1 + 2j)
+        torch.testing.assert_close(ours(x), module(x))
+    assert dispatch_report(ours).tvm_calls == 2

@@ -245,3 +245,31 @@ def test_changes_beside_a_lock_are_noticed() -> None:
     assert not dispatch_report(module).fallbacks
     module.held.factor = 3.0  # type: ignore[union-attr]
     assert torch.equal(module(x), x * 3)
+
+
+class Unmeasured(tuple):  # type: ignore[type-arg]
+    """A pair without a length, as the representations of groups are in e3nn."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class WithPair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = Unmeasured((2.0, 1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.pair[0] + self.pair[1]
+
+
+def test_tuples_without_a_length_are_read_and_watched() -> None:
+    x = torch.ones(3)
+    module = add_tvm_dispatch(WithPair().eval(), x)
+    assert torch.equal(module(x), x * 3)
+    assert not dispatch_report(module).fallbacks
+    module.pair = Unmeasured((4.0, 1.0))
+    assert torch.equal(module(x), x * 5)
+    assert list(dispatch_report(module).fallbacks) == ["the attribute pair changed"]

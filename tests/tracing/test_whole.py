@@ -208,3 +208,44 @@ def test_products_stay_plain_operators_where_no_gradient_flows() -> None:
         add_tvm_dispatch(module, x)
         torch.testing.assert_close(module(x), plain(x))
     assert not [n for n in dispatch_report(module).aten_calls if n.startswith("tvmbridge.")]
+
+
+class _Denoised(nn.Module):
+    """Frames of a signal, weighted, and the signal that they are of; it asks its window."""
+
+    def __init__(self, *, learns: bool, **settings: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 1, dtype=torch.float64))
+        window = torch.hann_window(16, dtype=torch.float64) + 0.1
+        self.window = nn.Parameter(window, requires_grad=learns)
+        self.settings = settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames = torch.stft(x, 16, 4, window=self.window, return_complex=True)
+        return torch.istft(frames * self.weight.tanh(), 16, 4, window=self.window, **self.settings)
+
+
+@pytest.mark.parametrize("settings", [{}, {"length": 50}, {"length": 90}, {"center": False}])
+@pytest.mark.parametrize("learns", [False, True])
+def test_inverse_transforms_of_frames_are_those_of_eager(
+    settings: dict[str, Any], learns: bool
+) -> None:
+    plain = _Denoised(learns=learns, **settings).train()
+    module = copy.deepcopy(plain)
+    add_tvm_dispatch(module, torch.randn(2, 64, dtype=torch.float64).requires_grad_())
+    found = []
+    x = torch.randn(2, 64, dtype=torch.float64)
+    for called in (module, plain):
+        leaves = [x.clone().requires_grad_(), *(p for p in called.parameters() if p.requires_grad)]
+        out = called(leaves[0])
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert dispatch_report(module).fallbacks == {}
+
+
+def test_a_window_that_closes_frames_raises_what_it_raises_in_eager() -> None:
+    module = add_tvm_dispatch(_Denoised(learns=False).eval(), torch.randn(2, 64).double())
+    with torch.no_grad():
+        module.window.zero_()
+        with pytest.raises(RuntimeError, match="window overlap add min"):
+            module(torch.randn(2, 64).double())

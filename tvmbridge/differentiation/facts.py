@@ -58,7 +58,8 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
     """
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
-        watch, uses = FlowWatch(), AutogradWatch()
+        watch = FlowWatch()
+        uses = AutogradWatch(watch.reasons)
         functions = FunctionWatch(watch.reasons)
         with functions.noticing(), watch, uses, AttentionWatch(watch.reasons):
             outputs = rehearsal(leaves)

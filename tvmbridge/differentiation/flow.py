@@ -16,6 +16,7 @@ from tvmbridge.custom_operator import refuse_numbers
 from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.differentiation.hoist import is_random
 from tvmbridge.gradients.operators import has_same_derivative
+from tvmbridge.observing.effects import switches_gradients
 from tvmbridge.tracing.attention import attention
 from tvmbridge.writes import written_by
 
@@ -39,7 +40,11 @@ _CREATES = frozenset(
 
 
 class AutogradWatch(TorchFunctionMode):
-    """Notes what forward installs that acts, in eager PyTorch, at each backward."""
+    """Notes what forward installs that acts, in eager PyTorch, at each backward.
+
+    Where it makes a tensor require a gradient, one may have been stopped that flows on in the
+    captured graph: that is among the ``reasons``.
+    """
 
     _USES: Mapping[Any, str] = {
         torch.Tensor.register_hook: "Tensor.register_hook",
@@ -48,13 +53,16 @@ class AutogradWatch(TorchFunctionMode):
         torch.Tensor.backward: "Tensor.backward",
     }
 
-    def __init__(self) -> None:
+    def __init__(self, reasons: dict[str, None]) -> None:
         super().__init__()
         self.found: dict[str, None] = {}
+        self._reasons = reasons
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._USES:
             self.found[self._USES[func]] = None
+        if switches_gradients(func, args, kwargs or {}):
+            self._reasons["forward makes a tensor require a gradient"] = None
         return func(*args, **(kwargs or {}))
 
 

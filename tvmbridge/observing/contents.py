@@ -33,6 +33,8 @@ _THEMSELVES = (
     enum.Enum,
 )
 CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+# What they hold is read past their class: some have no length, though they hold much.
+_SEQUENCES: tuple[Any, ...] = (list, tuple, deque)
 _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(None), type(...)})
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
@@ -77,8 +79,9 @@ def contents(value: Any) -> list[Any]:
     held = [*attributes_of(value).values()]
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values(), *held]
-    if isinstance(value, list | tuple | deque):
-        return [*value, *held]
+    for kind in _SEQUENCES:
+        if isinstance(value, kind):
+            return [*kind.__iter__(value), *held]
     if isinstance(value, set | frozenset):
         return [*sorted(value, key=repr), *held]
     return [*attributes_of(value), *held]

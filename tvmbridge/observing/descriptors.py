@@ -35,9 +35,14 @@ _INPUT_KINDS = {
 
 
 def describe_inputs(
-    module: nn.Module, program: ExportedProgram, leaves: list[Any]
+    module: nn.Module, program: ExportedProgram, leaves: list[Any], needs_grad: bool
 ) -> tuple[tuple[InputDescriptor, ...], dict[str, torch.Tensor]]:
-    """Descriptors ordered user inputs, parameters, buffers, constants; and the constants."""
+    """Descriptors ordered user inputs, parameters, buffers, constants; and the constants.
+
+    Raises:
+        UnsupportedOperatorError: the bridge does not handle one of them, or it is complex and
+            ``needs_grad``.
+    """
     values = _fake_values(program)
     described: list[InputDescriptor] = []
     constants: dict[str, torch.Tensor] = {}
@@ -74,6 +79,8 @@ def describe_inputs(
                 kind = InputKind.ATTRIBUTE
         described.append(_describe_input(module, spec, kind, target, values, leaves, position))
     order = list(InputKind)
+    if needs_grad:
+        _refuse_complex_gradients(described)
     described.sort(key=lambda d: order.index(d.kind))
     _check_one_device(described)
     return tuple(described), constants
@@ -93,10 +100,6 @@ def _describe_input(
         requires_grad = module.get_parameter(target or "").requires_grad
     elif kind is InputKind.USER:
         requires_grad = leaves[position].requires_grad
-    if requires_grad and values[spec.arg.name].is_complex():
-        raise UnsupportedOperatorError(
-            f"{target or spec.arg.name} is of {values[spec.arg.name].dtype} and requires a gradient"
-        )
     return InputDescriptor(
         name=spec.arg.name,
         kind=kind,
@@ -105,6 +108,14 @@ def _describe_input(
         position=position if kind is InputKind.USER else None,
         requires_grad=requires_grad,
     )
+
+
+def _refuse_complex_gradients(inputs: list[InputDescriptor]) -> None:
+    for each in inputs:
+        if each.requires_grad and each.spec.dtype.is_complex:
+            raise UnsupportedOperatorError(
+                f"{each.target or each.name} is of {each.spec.dtype} and requires a gradient"
+            )
 
 
 def _check_one_device(inputs: list[InputDescriptor]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
@@ -127,11 +128,10 @@ class QuestionWatch(TorchFunctionMode):
             self.asks.add(Question.LAYOUT)
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):
             self.asks.add(Question.OFFSET)
-        if self._records and _switches_gradients(func, args, kwargs or {}):
-            if _is_view_of_constant(args[0]):
-                self.started.add(id(args[0]))
-            else:
-                self.complaints["changes requires_grad of a tensor"] = None
+        if switches_gradients(func, args, kwargs or {}):
+            self._note_switch(args[0])
+        if not self._records and (kwargs or {}).get("requires_grad") is True:
+            self.asks.add(Question.STARTED)
         name = getattr(getattr(func, "__self__", None), "__name__", "")
         if name in self._OF_AUTOGRAD and not is_called_by_library(1):
             self.complaints[f"reads {name} of a tensor"] = None
@@ -145,8 +145,20 @@ class QuestionWatch(TorchFunctionMode):
             self.complaints["makes text of the values of a tensor (print, an f-string)"] = None
         return func(*args, **(kwargs or {}))
 
+    def _note_switch(self, tensor: torch.Tensor) -> None:
+        """One that comes to require a gradient gets nothing but its own, which nobody sees.
 
-def _switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        Unless it was there before, or remains; that is seen when forward has run.
+        """
+        if isinstance(tensor, FakeTensor) and not tensor.requires_grad:
+            self.started.add(id(tensor))
+            if not self._records:
+                self.asks.add(Question.STARTED)
+        elif self._records:
+            self.complaints["changes requires_grad of a tensor"] = None
+
+
+def switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one."""
     if func is torch.Tensor.requires_grad_:
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
@@ -155,12 +167,6 @@ def _switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     else:
         return False
     return bool(wanted) is not args[0].requires_grad
-
-
-def _is_view_of_constant(tensor: torch.Tensor) -> bool:
-    """Whether it is a view of what requires no gradient: nobody sees one that it comes to have."""
-    base = tensor._base
-    return base is not None and not base.requires_grad
 
 
 _NOTED = (

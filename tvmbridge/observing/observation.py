@@ -180,7 +180,7 @@ class _Run:
         )
         self._switched |= any(
             isinstance(r, torch.Tensor) and r.is_leaf and r.requires_grad
-            for r in self.results
+            for r in (*self.results, *tensors_of(self._module).values())
             if id(r) in self.questions.started
         )
         self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))

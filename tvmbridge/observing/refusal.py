@@ -99,6 +99,9 @@ def _unusual_class(module: nn.Module) -> str | None:
     class_ = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule; dispatch the module that it was made of"
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            return f"its submodule {name} is a ScriptModule; use the module that it was made of"
     if isinstance(inspect.getattr_static(class_, "forward", None), property):
         return "its forward is a property, which an instance cannot replace"
     return None

@@ -89,8 +89,26 @@ def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return input.new_empty([*input.shape, num_classes])
 
 
+def _istft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    center: bool = True,
+    length: int | None = None,
+    return_complex: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    if length is None:
+        hop = n_fft // 4 if hop_length is None else hop_length
+        length = n_fft + hop * (input.shape[-1] - 1) - (n_fft // 2 * 2 if center else 0)
+    dtype = input.dtype if return_complex else input.dtype.to_real()
+    return input.new_empty([*input.shape[:-2], length], dtype=dtype)
+
+
 _QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
 _CTC = "int blank=0, str reduction='mean', bool zero_infinity=False"
+_FRAMES = "int? hop_length=None, int? win_length=None, Tensor? window=None, bool center=True"
+_ISTFT = "bool normalized=False, bool? onesided=None, int? length=None, bool return_complex=False"
 _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
 
 
@@ -171,6 +189,13 @@ _FUNCTIONS = (
         torch.cumprod,
         torch.cumprod,
         (torch.cumprod, torch.Tensor.cumprod),
+    ),
+    CustomOperator(
+        "istft",
+        f"Tensor input, int n_fft, {_FRAMES}, {_ISTFT}",
+        torch.istft,
+        _istft,
+        (torch.istft, torch.Tensor.istft),
     ),
     CustomOperator(
         "one_hot",
