@@ -36,7 +36,7 @@ from tvmbridge.observing.refusal import (
 from tvmbridge.observing.staging import Stage, staged
 from tvmbridge.reads import Answer
 from tvmbridge.tail import Tail, TailWatch
-from tvmbridge.tracing.answers import Answering, small_buffers
+from tvmbridge.tracing.answers import Answering, buffers_of, small_buffers
 from tvmbridge.tracing.autocast import refuse_other_dtypes
 from tvmbridge.tracing.composites import composites_prepared_for
 from tvmbridge.tracing.conversions import DropoutWithoutEffect
@@ -202,7 +202,7 @@ def _exported(
             # Only now is forward what is to be traced.
             traced = as_captured(stage.told)(NormsPutBack(module))
             watch = ArgumentWatch(ExchangesWritten(traced, module))
-            asked = Answering(watch, small_buffers(module), lambda: dict(module.named_buffers()))
+            asked = Answering(watch, small_buffers(module), lambda: buffers_of(module))
             tails = TailWatch(asked, differentiated=needs_grad)
             with watched_forward(module, WithBases(tails, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))

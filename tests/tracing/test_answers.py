@@ -146,3 +146,64 @@ def test_numbers_that_are_returned_are_those_of_each_call() -> None:
     add_tvm_dispatch(module, given)
     assert [module(given)[1] for _ in range(3)] == [1, 2, 3]
     assert dispatch_report(module).fallbacks == {}
+
+
+class Columns(nn.Module):
+    """Asks tensors that are plain attributes, as tables' models do for their columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 24, dtype=torch.float64)
+        self.is_number = torch.tensor([True, False, True])
+        self.rounds = torch.tensor(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        for number, is_number in enumerate(self.is_number):
+            y = y + x[:, number, None] if is_number else y * x[:, number, None].sin()
+        for _ in range(int(self.rounds)):
+            y = y.tanh()
+        return y
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_attributes_answer_as_buffers_do(training: bool) -> None:
+    plain, x = Columns().train(training), sample()
+    module = add_tvm_dispatch(copy.deepcopy(plain), x)
+
+    def both() -> None:
+        torch.testing.assert_close(module(x), plain(x), rtol=1e-12, atol=1e-14)
+
+    both()
+    assert dispatch_report(module).fallbacks == {}
+    for each in (module, plain):
+        each.is_number[1] = True
+    both()
+    for each in (module, plain):
+        each.is_number, each.rounds = torch.tensor([True, False, True]), torch.tensor(3)
+    both()
+    assert set(dispatch_report(module).fallbacks) == {
+        "what forward asks of the buffer is_number changed",
+        "what forward asks of the buffer rounds changed",
+    }
+    for each in (module, plain):
+        each.rounds.fill_(2)
+    both()
+    assert dispatch_report(module).tvm_calls == 2
+
+
+class Counting(nn.Module):
+    """Writes an attribute and asks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = torch.tensor(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2 if self.calls > 2 else x
+
+
+def test_attributes_that_forward_writes_answer_nothing() -> None:
+    with pytest.raises(CaptureError):
+        add_tvm_dispatch(Counting().eval(), sample())

@@ -24,7 +24,7 @@ from tvmbridge.observing.arguments import ArgumentWatch
 from tvmbridge.observing.refusal import first_paragraph
 from tvmbridge.structure import unflatten
 from tvmbridge.tail import TailWatch
-from tvmbridge.tracing.answers import Answering, small_buffers
+from tvmbridge.tracing.answers import Answering, buffers_of, small_buffers
 from tvmbridge.tracing.functions import run_on_fakes
 from tvmbridge.tracing.standins import (
     tensors_replaced,
@@ -112,7 +112,7 @@ class Rehearsal:
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             watched = ArgumentWatch(self.module.forward)
-            told = Answering(watched, buffers, lambda: dict(self.module.named_buffers()))
+            told = Answering(watched, buffers, lambda: buffers_of(self.module))
             forward = TailWatch(told, differentiated=differentiated)
             with_bases = WithBases(forward, self.captured.bases)
             results = pytree.tree_leaves(_called(with_bases, args, kwargs))

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.memory.bases import overlap
 from tvmbridge.observing.contents import contents
+from tvmbridge.tracing.answers import buffers_of
 from tvmbridge.tracing.standins import tensors_of
 
 
@@ -47,7 +48,7 @@ class Fakes:
         named = {id(t) for t in tensors_of(module).values()}
         beside = {id(held[id(t)]): t for t in own if id(t) not in named}
         numbers = _entwined(leaves, own)
-        buffers = {name: held[id(b)] for name, b in module.named_buffers()}
+        buffers = {name: held[id(b)] for name, b in buffers_of(module).items()}
         return cls(mode, given, structure, held, beside, [given[n] for n in numbers], buffers)
 
 

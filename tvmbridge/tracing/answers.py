@@ -3,6 +3,7 @@
 A trace does not know what a buffer holds. Where forward asks for the truth or the number of a small
 one, or of what it has just made of such, the answer is that of now. What was asked is noted, so
 that it can be asked again at each call: the captured graph is right where the answer is the same.
+Tensors that are plain attributes are buffers here.
 """
 
 from __future__ import annotations
@@ -56,12 +57,17 @@ class _Known:
     make: Callable[[_Tensors], Any]
 
 
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``module`` and the tensors that are plain attributes, by dotted name."""
+    return {n: t for n, t in tensors_of(module).items() if not isinstance(t, nn.Parameter)}
+
+
 def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of ``module`` that forward may ask, by dotted name: copies that nothing writes.
+    """Those of them that forward may ask: copies that nothing writes.
 
     Those that share memory with another tensor are left out: a write into that would not be seen.
     """
-    buffers = {n: b for n, b in module.named_buffers() if _is_small(b)}
+    buffers = {n: b for n, b in buffers_of(module).items() if _is_small(b)}
     if not buffers:
         return {}
     own = {id(t): t for t in tensors_of(module).values() if t.layout is torch.strided}
@@ -76,6 +82,7 @@ def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _is_small(buffer: torch.Tensor) -> bool:
     plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+    plain = plain and not buffer.requires_grad
     return plain and buffer.device.type == "cpu" and 0 < buffer.numel() <= _LARGEST
 
 
