@@ -19,6 +19,7 @@ from tvmbridge.memory.packing import Packing
 from tvmbridge.output_hooks import let_hooks_wait
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.writes import written
 
 _NO_DOUBLE_BACKWARD = (
     "tvmbridge does not support double backward: its compiled backward has no derivative. "
@@ -32,6 +33,11 @@ _NO_GRADIENT_FOR_HOOK = (
     "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
     "output that this backward starts from depends on {name}. Remove the hook, use the output that "
     "does, or call remove_tvm_dispatch(module)"
+)
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: compiled code reads parameters and inputs in backward, and hooks on saved tensors "
+    "kept them without a copy"
 )
 _NO_LAYOUT = (
     "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
@@ -158,7 +164,11 @@ class _CompiledFunction(torch.autograd.Function):
         ctx.sources = [p for p in primals if p.requires_grad]
         guards = [primals[i] for i in call.guarded]
         ctx.marks = call.marks()
-        ctx.save_for_backward(*ctx.marks, *call.kept_primals(primals), *kept, *residuals, *guards)
+        read = call.kept_primals(primals)
+        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
+        kept_by_hooks = _C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.signs = [written(t) for t in read] if kept_by_hooks else ()
+        ctx.save_for_backward(*ctx.marks, *read, *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -172,6 +182,7 @@ class _CompiledFunction(torch.autograd.Function):
         with torch.no_grad():
             saved = ctx.saved_tensors
             saved = saved[len(ctx.marks) : len(saved) - len(call.guarded)]
+            _refuse_written(saved, ctx.signs)
             with call.packing:
                 gradients = _run_backward(call, saved, cotangents)
         if any(gradient is None for gradient in gradients):
@@ -186,6 +197,14 @@ class _CompiledFunction(torch.autograd.Function):
             if ctx.needs_input_grad[position + 2]:
                 placed[position] = gradient
         return (None, None, *placed)
+
+
+def _refuse_written(saved: Sequence[torch.Tensor], signs: Sequence[tuple[int, int]]) -> None:
+    """Refuse what lies where it lay at forward, and was written since."""
+    for tensor, (version, address) in zip(saved, signs, strict=False):
+        now, place = written(tensor)
+        if place == address and now != version:
+            raise RuntimeError(_WRITTEN)
 
 
 def _run_backward(
