@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -172,6 +173,31 @@ def test_a_changed_parameter_is_noticed_by_backward(trained: nn.Module) -> None:
         trained.inner.weight.add_(0)  # type: ignore[union-attr, operator]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
+
+
+def test_a_changed_parameter_is_noticed_where_hooks_keep_it(trained: nn.Module) -> None:
+    """Autograd compares no versions then; hooks that copied it have the value of forward."""
+
+    def gradient(module: nn.Module, pack: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        torch.manual_seed(1)
+        x = sample().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
+            output = module(x)
+        with torch.no_grad():
+            module.inner.weight.mul_(2)  # type: ignore[union-attr, operator]
+        (found,) = torch.autograd.grad(output.square().sum(), x)
+        return found
+
+    module = copy.deepcopy(trained)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient(module, lambda tensor: tensor)
+    ours, theirs = copy.deepcopy(module), eager(module)
+    torch.testing.assert_close(
+        gradient(ours, lambda tensor: tensor.clone()),
+        gradient(theirs, lambda tensor: tensor.clone()),
+        rtol=1e-11,
+        atol=1e-12,
+    )
 
 
 def test_backward_twice_needs_retain_graph(trained: nn.Module) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch._C as _C
 
 from tvmbridge.compiled import CompiledModule
-from tvmbridge.cotangents import all_finite
+from tvmbridge.cotangents import all_finite, refuse_unusual
 from tvmbridge.errors import BridgeError
 from tvmbridge.guarding.surroundings import in_checkpoint
 from tvmbridge.memory.layouts import Strides
@@ -20,19 +20,17 @@ from tvmbridge.output_hooks import let_hooks_wait
 from tvmbridge.second_order import SecondOrderCall, refuse
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.writes import written
 
-_NO_BATCHES = (
-    "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
-    "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
-)
 _NO_GRADIENT_FOR_HOOK = (
     "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
     "output that this backward starts from depends on {name}. Remove the hook, use the output that "
     "does, or call remove_tvm_dispatch(module)"
 )
-_NO_LAYOUT = (
-    "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
-    "call remove_tvm_dispatch(module)"
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: compiled code reads parameters and inputs in backward, and hooks on saved tensors "
+    "kept them without a copy"
 )
 
 # Arguments of the autograd function that are none of the compiled code.
@@ -166,7 +164,11 @@ class _CompiledFunction(torch.autograd.Function):
         ctx.sources = [p for p in primals if p.requires_grad]
         guards = [primals[i] for i in call.guarded]
         ctx.marks = call.marks()
-        ctx.save_for_backward(*ctx.marks, *call.kept_primals(primals), *kept, *residuals, *guards)
+        read = call.kept_primals(primals)
+        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
+        kept_by_hooks = _C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.signs = [written(t) for t in read] if kept_by_hooks else ()
+        ctx.save_for_backward(*ctx.marks, *read, *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -174,7 +176,7 @@ class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         call: TrainingCall = ctx.call
-        _refuse_batched(cotangents)
+        refuse_unusual(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
         with torch.no_grad():
@@ -184,6 +186,7 @@ class _CompiledFunction(torch.autograd.Function):
             gradients = _recorded_gradients(ctx, cotangents)
         else:
             saved = saved[len(ctx.marks) : len(saved) - len(call.guarded)]
+            _refuse_written(saved, ctx.signs)
             with torch.no_grad(), call.packing:
                 gradients = _run_backward(call, saved, cotangents)
         if any(gradient is None for gradient in gradients):
@@ -223,6 +226,14 @@ def _recorded_gradients(
 def _wanted(ctx: Any) -> list[int]:
     """The primals that the compiled code has gradients of and this backward wants them of."""
     return [p for p in ctx.call.gradient_of if ctx.needs_input_grad[p + _BEFORE_PRIMALS]]
+
+
+def _refuse_written(saved: Sequence[torch.Tensor], signs: Sequence[tuple[int, int]]) -> None:
+    """Refuse what lies where it lay at forward, and was written since."""
+    for tensor, (version, address) in zip(saved, signs, strict=False):
+        now, place = written(tensor)
+        if place == address and now != version:
+            raise RuntimeError(_WRITTEN)
 
 
 def _run_backward(
@@ -277,12 +288,3 @@ def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:
     assert spec is not None
     return spec.empty().zero_()
-
-
-def _refuse_batched(cotangents: Sequence[torch.Tensor | None]) -> None:
-    for cotangent in cotangents:
-        if cotangent is None or _C._has_storage(cotangent) or cotangent._is_zerotensor():
-            continue
-        if cotangent.layout is not torch.strided:
-            raise BridgeError(_NO_LAYOUT.format(layout=cotangent.layout))
-        raise BridgeError(_NO_BATCHES)

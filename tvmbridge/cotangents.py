@@ -31,6 +31,15 @@ from tvmbridge.turns import compiling
 
 logger = logging.getLogger(__name__)
 
+_NO_BATCHES = (
+    "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
+    "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
+)
+_NO_LAYOUT = (
+    "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
+    "call remove_tvm_dispatch(module)"
+)
+
 # Of more patterns of absent cotangents the one that was compiled first is forgotten.
 _MAX_PATTERNS = 16
 
@@ -134,3 +143,17 @@ class PartialBackwards:
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
     """Whether no element is infinite or NaN; False too where a sum is too large for the dtype."""
     return all(cmath.isfinite(g.sum().item()) for g in gradients)
+
+
+def refuse_unusual(cotangents: Sequence[torch.Tensor | None]) -> None:
+    """Refuse cotangents that compiled code cannot read.
+
+    Raises:
+        BridgeError: one stands for a batch of them, or has another layout than ``strided``.
+    """
+    for cotangent in cotangents:
+        if cotangent is None or torch._C._has_storage(cotangent) or cotangent._is_zerotensor():
+            continue
+        if cotangent.layout is not torch.strided:
+            raise BridgeError(_NO_LAYOUT.format(layout=cotangent.layout))
+        raise BridgeError(_NO_BATCHES)

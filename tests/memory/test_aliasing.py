@@ -248,3 +248,19 @@ def test_gradients_of_expanded_outputs_are_rounded_once(
     add_tvm_dispatch(module, x.clone().requires_grad_())
     torch.testing.assert_close(gradient(module, x.clone()), gradient(expanded, x.clone()))
     assert dispatch_report(module).fallbacks == {}
+
+
+@pytest.mark.parametrize("way", [lambda x: x.detach(), lambda x: x.data, lambda x: x[1:]])
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_is_detached_says_so_where_nothing_is_recorded(
+    way: Callable[[torch.Tensor], torch.Tensor], sampled: bool, mode: Callable[[], Any]
+) -> None:
+    module = Applied(lambda m, x: (x * m.weight, way(x))).eval()
+    x = torch.randn(3, 6)
+    with mode():
+        add_tvm_dispatch(module, x.clone().requires_grad_(sampled))
+        for given in (x, x.clone().requires_grad_(), x.clone().requires_grad_() * 1):
+            found = [[t.requires_grad for t in m(given)] for m in (module, eager(module))]
+            assert found[0] == found[1]
+    assert dispatch_report(module).tvm_calls == 3

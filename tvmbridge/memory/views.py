@@ -65,6 +65,16 @@ class ViewWatch(TorchDispatchMode):
             steps.append(step)
         return tuple(reversed(steps))
 
+    def detaches(self, output: torch.Tensor) -> bool:
+        """Whether ``output`` is a view by way of ``detach``."""
+        found = self._made_by.get(id(output))
+        while found is not None:
+            _, base, step = found
+            if step.operator is aten.detach.default:
+                return True
+            found = self._made_by.get(id(base))
+        return False
+
 
 def shares_elements(tensor: torch.Tensor) -> bool:
     """Whether elements of ``tensor`` may share memory with one another."""

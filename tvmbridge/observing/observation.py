@@ -191,8 +191,15 @@ class _Run:
 
     def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
         """What its results share memory with; ``after`` are the module's tensors of now."""
-        views = self.views if self._records else None
-        return aliases_of(self.results, self.given(), after, views)
+        if self._records:
+            return aliases_of(self.results, self.given(), after, self.views)
+        sharing = aliases_of(self.results, self.given(), after, None)
+        # Code that records nothing serves tensors that require a gradient, and others.
+        aliases = [
+            alias and replace(alias, detached=alias.detached or self.views.detaches(result))
+            for alias, result in zip(sharing.aliases, self.results, strict=True)
+        ]
+        return replace(sharing, aliases=tuple(aliases))
 
     def given(self) -> dict[int, torch.Tensor]:
         """The tensors among its arguments, by position."""

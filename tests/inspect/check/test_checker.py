@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.inspect.compare.models import bert_layer
 from tvmbridge import NumericsError, add_tvm_dispatch, dispatch_report
@@ -204,3 +205,15 @@ def test_what_eager_refuses() -> None:
     )
     with pytest.raises((NumericsError, IndexError), match="out of range"):
         module(torch.tensor([0, 3]), table)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_is_told_of_no_check(reentrant: bool) -> None:
+    module, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+    plain = copy.deepcopy(module)
+    add_tvm_dispatch(module, x, options={"check": "growing"})
+    for called in (module, plain):
+        for _ in range(3):
+            checkpoint(called, x, use_reentrant=reentrant).square().sum().backward()
+    torch.testing.assert_close(module.weight.grad, plain.weight.grad)
+    assert bool(dispatch_report(module).unchecked) is not reentrant
