@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from tests.tracing.test_whole import Called
 from tvmbridge import add_tvm_dispatch, dispatch_report, explain
@@ -270,6 +271,48 @@ def test_constants_stay_python_numbers() -> None:
     with torch._subclasses.fake_tensor.FakeTensorMode():
         watch(torch.randn(2))
     assert watch.tail is None
+
+
+class Cache:
+    """A container that takes tensors alone for its content, as older caches of transformers do."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self.keys, self.values = keys, values
+
+
+def _flatten_cache(cache: Cache) -> tuple[list[Any], Any]:
+    held = {n: isinstance(v, torch.Tensor) or v for n, v in vars(cache).items()}
+    return [v for v in vars(cache).values() if isinstance(v, torch.Tensor)], held
+
+
+def _unflatten_cache(tensors: Any, held: Any) -> Cache:
+    given = iter(tensors)
+    return Cache(*(next(given) if value is True else value for value in held.values()))
+
+
+pytree.register_pytree_node(Cache, _flatten_cache, _unflatten_cache)
+
+
+class Caches(nn.Module):
+    def __init__(self, part: bool) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, Any]:
+        rows = x[x[:, 0] > 0]
+        return rows * 2, Cache(x + 1, rows if self.part else x * 3)
+
+
+def test_containers_of_tensors_beside_what_the_tail_makes() -> None:
+    ours, x = add_tvm_dispatch(Caches(part=False), torch.randn(5, 3)), torch.randn(5, 3)
+    rows, cache = ours(x)
+    _close([rows, cache.keys, cache.values], [x[x[:, 0] > 0] * 2, x + 1, x * 3])
+    assert dispatch_report(ours).tvm_calls == 1
+
+
+def test_containers_of_tensors_with_a_part_that_the_tail_makes_are_refused() -> None:
+    with pytest.raises(BridgeError, match="the type of a data-dependent value"):
+        add_tvm_dispatch(Caches(part=True), torch.randn(5, 3))
 
 
 def test_a_tail_marks_its_results_among_the_others() -> None:

@@ -35,6 +35,7 @@ from tvmbridge.observing.refusal import (
 )
 from tvmbridge.observing.staging import Stage, staged
 from tvmbridge.reads import Answer
+from tvmbridge.structure import children
 from tvmbridge.tail import Tail, TailWatch
 from tvmbridge.tracing.answers import Answering, buffers_of, small_buffers
 from tvmbridge.tracing.autocast import refuse_other_dtypes
@@ -125,7 +126,7 @@ def capture_staged(
         program=program,
         training=module.training,
         in_spec=in_spec,
-        out_spec=seen.structure if tail is None else _first_of(seen.structure),
+        out_spec=seen.structure if tail is None else children(seen.structure)[0],
         inputs=inputs,
         outputs=with_aliases(describe_outputs(program), seen),
         noise=noise,
@@ -146,12 +147,6 @@ def capture_staged(
         answers=answers,
         told=stage.told,
     )
-
-
-def _first_of(structure: pytree.TreeSpec) -> pytree.TreeSpec:
-    """The structure of the first of a pair."""
-    pair = pytree.tree_unflatten([0] * structure.num_leaves, structure)
-    return pytree.tree_structure(pair[0])
 
 
 def _export(

@@ -100,7 +100,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
     return unflatten(mapped, spec)
 
 
-def _children(spec: Any) -> list[Any]:
+def children(spec: Any) -> list[Any]:
     """The specs below; PyTorch 2.11 has them under another name."""
     return list(spec.children() if hasattr(spec, "children") else spec.children_specs)
 
@@ -108,13 +108,13 @@ def _children(spec: Any) -> list[Any]:
 def _has_own(spec: Any) -> bool:
     if spec.is_leaf():
         return False
-    return spec.type in (torch.Size, Fields) or any(_has_own(child) for child in _children(spec))
+    return spec.type in (torch.Size, Fields) or any(_has_own(child) for child in children(spec))
 
 
 def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
     if spec.is_leaf():
         return next(leaves)
-    parts = [_rebuilt(leaves, child) for child in _children(spec)]
+    parts = [_rebuilt(leaves, child) for child in children(spec)]
     if spec.type is torch.Size:
         return torch.Size(parts)
     if spec.type is Fields:
