@@ -10,8 +10,9 @@ from dataclasses import dataclass
 class Outcome:
     """What came of a program.
 
-    ``result`` is *right*, *refused*, *wrong* or *error*; *invalid* where eager PyTorch raises. In
-    the parent *crash* and *timeout* come to that.
+    ``result`` is *right*, *refused*, *wrong* or *error*; *invalid* where eager PyTorch raises;
+    *overflown* where it is not right, but finite numbers overflow on the way. In the parent *crash*
+    and *timeout* come to that.
     """
 
     result: str

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.random_graphs.__main__ import BAD, main
-from tests.random_graphs.check import check, is_valid
+from tests.random_graphs.check import _overflows, check, is_valid
 from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Leaf, Program
 from tests.random_graphs.reduce import reduced
@@ -65,6 +65,14 @@ def test_a_reproduction_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_eager_refuses_is_invalid() -> None:
     assert not is_valid(program("v0 = torch.exp(x0)", "v1 = v0.mul_(2) * 3 + x0[5]"))
     assert check(program("v0 = x0.view(7)")).result == "invalid"
+
+
+def test_numbers_whose_squares_overflow_are_not_judged_and_others_are() -> None:
+    largest = "v0 = torch.nan_to_num(torch.where(x0 > 0, x0, torch.inf))"
+    assert _overflows(program(largest, "v1 = v0 * 1e-300"), training=False)
+    assert not _overflows(program("v0 = torch.where(x0 > 0, x0, torch.inf)"), training=False)
+    assert not _overflows(program("v0 = torch.exp(x0) * 1e6"), training=True)
+    assert check(program(largest, "v1 = torch.sin(x0)")).result == "right"
 
 
 def test_what_is_not_needed_is_left_out() -> None:
