@@ -200,6 +200,30 @@ def test_a_changed_parameter_is_noticed_where_hooks_keep_it(trained: nn.Module) 
     )
 
 
+def test_hooks_may_put_values_back_where_they_were(trained: nn.Module) -> None:
+    """As hooks do that move what is saved elsewhere: the memory is the same, and so are values."""
+
+    def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor.detach().clone(), tensor.detach()
+
+    def unpack(kept: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        values, place = kept
+        empty = torch.empty(0, dtype=place.dtype).set_(place.untyped_storage())
+        return empty.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(values)
+
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = sample().requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            output = module(x * 2)
+        wanted = (x, *module.parameters())
+        return list(torch.autograd.grad(output.square().sum(), wanted))
+
+    ours = copy.deepcopy(trained)
+    torch.testing.assert_close(gradients(ours), gradients(eager(ours)), rtol=1e-11, atol=1e-12)
+    assert dispatch_report(ours).tvm_calls == 1
+
+
 def test_backward_twice_needs_retain_graph(trained: nn.Module) -> None:
     x = sample().requires_grad_()
     output = trained(x).sum()

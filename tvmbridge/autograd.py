@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from tvmbridge.output_hooks import let_hooks_wait
 from tvmbridge.second_order import SecondOrderCall, refuse
 from tvmbridge.siblings import Watched, readers_of
 from tvmbridge.types import InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.writes import written
+from tvmbridge.writes import version_of
 
 _NO_GRADIENT_FOR_HOOK = (
     "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
@@ -167,7 +168,7 @@ class _CompiledFunction(torch.autograd.Function):
         read = call.kept_primals(primals)
         # Autograd does not ask for the versions of what hooks keep, which may be what they got.
         kept_by_hooks = _C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ctx.signs = [written(t) for t in read] if kept_by_hooks else ()
+        ctx.signs = [(weakref.ref(t), version_of(t)) for t in read] if kept_by_hooks else ()
         ctx.save_for_backward(*ctx.marks, *read, *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
         ctx.set_materialize_grads(False)
@@ -228,11 +229,15 @@ def _wanted(ctx: Any) -> list[int]:
     return [p for p in ctx.call.gradient_of if ctx.needs_input_grad[p + _BEFORE_PRIMALS]]
 
 
-def _refuse_written(saved: Sequence[torch.Tensor], signs: Sequence[tuple[int, int]]) -> None:
-    """Refuse what lies where it lay at forward, and was written since."""
-    for tensor, (version, address) in zip(saved, signs, strict=False):
-        now, place = written(tensor)
-        if place == address and now != version:
+def _refuse_written(
+    saved: Sequence[torch.Tensor], signs: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+) -> None:
+    """Refuse what is the memory of a tensor that was written since forward."""
+    for tensor, (reference, version) in zip(saved, signs, strict=False):
+        original = reference()
+        if original is None or version_of(original) == version:
+            continue
+        if original.data_ptr() == tensor.data_ptr():
             raise RuntimeError(_WRITTEN)
 
 

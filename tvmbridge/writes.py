@@ -20,8 +20,3 @@ def written_by(
 def version_of(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was written, as far as that is known."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def written(tensor: torch.Tensor) -> tuple[int, int]:
-    """Signs that ``tensor`` is as it was: its version and where its memory is."""
-    return version_of(tensor), tensor.data_ptr()

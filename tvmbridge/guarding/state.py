@@ -25,7 +25,7 @@ from tvmbridge.libraries import acts
 from tvmbridge.observing.contents import MISSING
 from tvmbridge.tracing.old_norms import OldNorms
 from tvmbridge.types import CapturedGraph, InputKind
-from tvmbridge.writes import written
+from tvmbridge.writes import version_of
 
 _HELD = ("_parameters", "_buffers", "_modules")
 
@@ -78,7 +78,7 @@ class ModuleState:
         ]
         self.norms = OldNorms.of(module, captured.normed)
         constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
-        self._constants = [(t, written(t), t.requires_grad) for t in constants.values()]
+        self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
 
     def _bind(self, memo: Mapping[int, Any]) -> None:
@@ -127,10 +127,10 @@ class ModuleState:
         ]
         # A copy of what was written before is not what was captured either.
         fresh = [
-            (memo.get(id(t), t), written(t) == signs, requires_grad)
+            (memo.get(id(t), t), _written(t) == signs, requires_grad)
             for t, signs, requires_grad in self._constants
         ]
-        other._constants = [(t, written(t) if same else (-1, -1), g) for t, same, g in fresh]
+        other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
         other.norms = self.norms.rebound(memo)
         other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
         return other
@@ -216,7 +216,7 @@ class ModuleState:
             if self.tensor(alias) is not self.tensor(name):
                 return "tied parameters were untied"
         for constant, signs, requires_grad in self._constants:
-            if written(constant) != signs:
+            if _written(constant) != signs:
                 return "a tensor that forward has as a constant was written"
             if check_grad and constant.requires_grad is not requires_grad:
                 return "requires_grad of a tensor that forward has as a constant changed"
@@ -263,6 +263,11 @@ class ModuleState:
         """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
         exchanged = self._of_other_kind(self.tensors(), check_grad=False)
         return exchanged is not None or self.value_changed() is not None
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Signs that ``tensor`` is as it was: its version and where its memory is."""
+    return version_of(tensor), tensor.data_ptr()
 
 
 def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:
