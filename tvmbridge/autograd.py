@@ -36,6 +36,7 @@ _WRITTEN = (
 
 # Arguments of the autograd function that are none of the compiled code.
 _BEFORE_PRIMALS = 3
+_CALLED_ALONE = "the code was called alone"
 _numbers = itertools.count(1)
 
 
@@ -83,12 +84,12 @@ class TrainingCall:
         self,
         primals: Sequence[torch.Tensor],
         strides: Strides = None,
-        again: SecondOrderCall | None = None,
+        again: SecondOrderCall | str = _CALLED_ALONE,
     ) -> tuple[torch.Tensor, ...]:
         """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
 
         ``strides`` are those that the outputs get at this call; None: those of the sample's.
-        ``again`` gives gradients that can be differentiated; None: nobody will ask for these.
+        ``again`` gives gradients that can be differentiated, or says why there are none.
         """
         if self.unreached:
             primals = list(primals)
@@ -151,7 +152,7 @@ class _CompiledFunction(torch.autograd.Function):
         ctx: Any,
         call: TrainingCall,
         strides: Strides,
-        again: SecondOrderCall | None,
+        again: SecondOrderCall | str,
         *primals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         parts = call.parts
@@ -164,10 +165,10 @@ class _CompiledFunction(torch.autograd.Function):
         # Not saved for backward: it reads none of them, and they may be written into meanwhile.
         ctx.sources = [p for p in primals if p.requires_grad]
         guards = [primals[i] for i in call.guarded]
-        ctx.marks = call.marks()
         read = call.kept_primals(primals)
-        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
         kept_by_hooks = _C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.marks = call.marks() if kept_by_hooks else ()
+        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
         ctx.signs = [(weakref.ref(t), version_of(t)) for t in read] if kept_by_hooks else ()
         ctx.save_for_backward(*ctx.marks, *read, *kept, *residuals, *guards)
         ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
@@ -197,7 +198,7 @@ class _CompiledFunction(torch.autograd.Function):
                 arrived = [c for c in cotangents if c is not None]
                 gradients = refuse(gradients, [*ctx.sources, *arrived], reason)
         elif not _C._autograd._get_current_graph_task_keep_graph():
-            ctx.sources, ctx.again = (), None
+            ctx.sources, ctx.again = (), "backward has run"
         placed: list[torch.Tensor | None] = [None] * call.num_primals
         for position, gradient in zip(call.gradient_of, gradients, strict=True):
             if ctx.needs_input_grad[position + _BEFORE_PRIMALS]:
@@ -209,9 +210,8 @@ def _not_again(ctx: Any) -> str | None:
     """Why backward runs compiled code and not the own forward again; None: it does the latter."""
     if not torch.is_grad_enabled():
         return "its gradients need no derivative"
-    if ctx.again is None:
-        return "the code was called alone"
-    return ctx.again.refused(_wanted(ctx))
+    again: SecondOrderCall | str = ctx.again
+    return again if isinstance(again, str) else again.refused(_wanted(ctx))
 
 
 def _recorded_gradients(

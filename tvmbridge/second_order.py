@@ -46,13 +46,16 @@ class SecondOrder:
         self._positions = users
         # The places, among the leaves of what forward returns, of the computed outputs.
         self._places = [i for i, o in enumerate(returned) if o.is_computed]
-        self.refused = _refused(captured)
-        self.draws = bool(captured.noise) and self.refused is None
+        self._refused = _refused(captured)
+        self.draws = bool(captured.noise)
         self.backwards = 0
 
-    def call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> SecondOrderCall:
-        """What a call with these arguments' leaves and tensors of the module has to be kept of."""
-        return SecondOrderCall(self, leaves, tensors)
+    def call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> SecondOrderCall | str:
+        """What is kept of a call with these arguments' leaves and tensors of the module.
+
+        A string says why nothing is: forward must not run again.
+        """
+        return self._refused or SecondOrderCall(self, leaves, tensors)
 
     def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Why forward would do another thing now than at the call; None: it would not."""
@@ -97,14 +100,14 @@ class SecondOrderCall:
         self._own = own
         self._leaves = leaves
         self._tensors = tensors
+        self._primals = own.primals(leaves, tensors)
         self._mode = own.mode()
-        self._signs = self._signs_now() if own.refused is None else None
+        self._signs = self._signs_now()
         self._generator = torch.get_rng_state() if own.draws else None
 
     def _signs_now(self) -> list[int] | None:
         """The versions of all tensors and where their memory is; None where that is not known."""
-        given = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
-        tensors = (*given, *self._tensors)
+        tensors = self._primals
         try:
             return [*(t._version for t in tensors), *(t.data_ptr() for t in tensors)]
         except RuntimeError:  # tensors of inference mode have no version
@@ -112,14 +115,12 @@ class SecondOrderCall:
 
     def refused(self, wanted: Sequence[int]) -> str | None:
         """Why gradients by the primals ``wanted`` cannot be had in this way; None: they can."""
-        if self._own.refused is not None:
-            return self._own.refused
         if self._signs is None or self._signs != self._signs_now():
             return "an input or a tensor of the module was written since"
         if self._mode != self._own.mode():
             return "the module was put into another mode since, or PyTorch"
-        first = len(self._own.primals(self._leaves, ()))
-        held = [self._tensors[i - first] for i in wanted if i >= first]
+        first = len(self._primals) - len(self._tensors)
+        held = [self._primals[i] for i in wanted if i >= first]
         if any(t._backward_hooks or t.retains_grad for t in held):
             return "a tensor of the module has a hook, which would be called twice"
         return self._own.changed(self._leaves, self._tensors)
@@ -133,14 +134,13 @@ class SecondOrderCall:
             wanted: numbers of primals that require a gradient.
             cotangents: what arrived, by the number of the computed output.
         """
-        own = self._own
-        primals = own.primals(self._leaves, self._tensors)
+        primals = self._primals
         kept = {id(t) for t in self._tensors}
         with torch.enable_grad():
             # The inner derivative ends at views, so that hooks of arguments are called once.
             views = {id(t): t.view_as(t) for t in primals if id(t) not in kept and t.requires_grad}
         leaves = [views.get(id(leaf), leaf) for leaf in self._leaves]
-        outputs = own.outputs(leaves, self._generator)
+        outputs = self._own.outputs(leaves, self._generator)
         sources = {id(primals[i]): views.get(id(primals[i]), primals[i]) for i in wanted}
         arriving = {n: c for n, c in cotangents.items() if outputs[n].requires_grad}
         found = torch.autograd.grad(

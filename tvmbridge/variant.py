@@ -202,7 +202,7 @@ class Variant:
 
     def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Draw the noise and run the code: the computed outputs, in order."""
-        again = None if self._training is None else self.second_order.call(leaves, tensors)
+        again = self.second_order.call(leaves, tensors) if self._training is not None else ""
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))

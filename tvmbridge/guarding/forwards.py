@@ -40,8 +40,9 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that ``module`` would have without a dispatch."""
-    own = stands_for(module.__dict__.get("forward", MISSING))
-    return forward_of_class(module) if own is MISSING else own
+    installed = module.__dict__.get("forward")
+    own = installed.own if isinstance(installed, StandsForForward) else installed
+    return original_forward(module, own)
 
 
 def rebound(

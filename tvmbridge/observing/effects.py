@@ -89,7 +89,7 @@ class QuestionWatch(TorchFunctionMode):
     """Notes what forward asks of tensors that may decide what it computes.
 
     ``complaints`` are questions to autograd, whose answers compiled code cannot know. ``started``
-    are the ids of views that come to require a gradient, which must not be results.
+    are the ids of tensors that come to require a gradient: they must neither be results nor stay.
     """
 
     _LAYOUT = frozenset(
