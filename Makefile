@@ -52,7 +52,7 @@ clean: ## Remove what was built; the virtual environment stays
 $(READY_DEMO): EXTRAS := demo
 $(READY_DEV): EXTRAS := demo,tune,notebooks,dev
 
-$(READY_DEMO) $(READY_DEV): setup.py pyproject.toml tvmbridge/versions.py
+$(READY_DEMO) $(READY_DEV): setup.py pyproject.toml tvmbridge/core/versions.py
 	@test -x $(BIN)/python || { echo "creating $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
 		{ echo "installing $(TORCH)"; $(PIP) install -qq $(TORCH); }

@@ -37,8 +37,8 @@ EXTRAS = {
 
 
 def bound_requirements() -> list[str]:
-    """The requirements that tvmbridge/versions.py keeps, read without importing the package."""
-    tree = ast.parse((HERE / "tvmbridge" / "versions.py").read_text(encoding="utf-8"))
+    """The requirements that core/versions.py keeps, read without importing the package."""
+    tree = ast.parse((HERE / "tvmbridge" / "core" / "versions.py").read_text(encoding="utf-8"))
     tables: dict[str, dict[str, str]] = {}
     for node in tree.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):

@@ -17,7 +17,7 @@ from torch import nn
 from benchmarks.common import Row, alternate, parser, report
 from tests.end_to_end.steps import base_layer
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.runtime import LoadedModule
+from tvmbridge.compiler.executable import LoadedModule
 
 BOUND = 30.0
 

@@ -21,7 +21,7 @@ from torch import nn
 
 import tvmbridge
 from benchmarks.common import alternate
-from tvmbridge.admission import observed
+from tvmbridge.core.admission import observed
 from tvmbridge.frontend import compiled, nests
 from tvmbridge.frontend.registry import CONVERTERS
 

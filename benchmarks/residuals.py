@@ -20,11 +20,11 @@ from torch._inductor.decomposition import select_decomp_table
 
 from benchmarks.common import Row, parser, report
 from benchmarks.modules import MODULES
-from tvmbridge.capture import capture
 from tvmbridge.coloring import POLICIES, color
+from tvmbridge.compiler.split import SplitModule, split
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.differentiation.joint import derive
-from tvmbridge.options import CompileOptions
-from tvmbridge.split import SplitModule, split
+from tvmbridge.graph_capture.capture import capture
 
 MEGABYTE = 1e6
 _VIEW_NAMES = (

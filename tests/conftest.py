@@ -22,9 +22,10 @@ from tvm import relax
 import tvmbridge.passes.relax
 from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
-from tvmbridge import add_tvm_dispatch, compiler
-from tvmbridge.compiled import CompiledModule
+from tvmbridge import add_tvm_dispatch
+from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.runtime import entry_compiler as compiler
 
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
 

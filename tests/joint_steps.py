@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from tests.joint_cases import Case
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.compiled import CompiledModule
+from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.dispatch import _dispatcher_of
 
 

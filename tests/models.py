@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tvmbridge.capture import capture
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.frontend import import_graph
-from tvmbridge.types import PassRecord
+from tvmbridge.graph_capture.capture import capture
 
 
 class TransformerLayer(nn.Module):

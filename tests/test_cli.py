@@ -14,8 +14,9 @@ import torch
 from tvm import relax
 
 import tvmbridge
-from tvmbridge import cli, doctor
-from tvmbridge.errors import BridgeError, CaptureError
+from tvmbridge import cli
+from tvmbridge.core.errors import BridgeError, CaptureError
+from tvmbridge.doctor import command as doctor
 from tvmbridge.frontend.registry import CONVERTERS
 
 MODULE = "a_module_of_the_cli_test"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.test_noise import Applied
+from tests.graph_capture.test_noise import Applied
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.dispatch import _dispatcher_of
 

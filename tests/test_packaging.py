@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tvmbridge import versions
+from tvmbridge.core import versions
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")

@@ -13,7 +13,8 @@ from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
-from tvmbridge.errors import PassError
+from tvmbridge.core.errors import PassError
+from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.append_cotangents import AppendCotangents
 from tvmbridge.passes.relax.one_zapp import OneZapp
@@ -27,7 +28,6 @@ from tvmbridge.pipeline import (
     tidy_passes,
     zapp_passes,
 )
-from tvmbridge.types import PassRecord
 
 
 @I.ir_module

@@ -19,9 +19,9 @@ from tvm import relax
 
 from tests.relax_helpers import apply_pass, assert_leaves_its_input, build_main, compile_and_run
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.core.errors import PassError
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.dispatch import _dispatcher_of
-from tvmbridge.errors import PassError
-from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import PassReport, RelaxPass
 
 GUIDE = Path(__file__).parents[1] / "docs" / "writing_a_pass.md"

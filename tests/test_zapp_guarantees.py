@@ -15,10 +15,10 @@ from tvm.relax import op
 
 from tests.relax_helpers import build_main
 from tests.superfluous import superfluous
-from tvmbridge.capture import capture
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.joint import derive
-from tvmbridge.options import CompileOptions
-from tvmbridge.types import PassRecord
+from tvmbridge.graph_capture.capture import capture
 
 
 def bert_layer(attention: str, p: float) -> nn.Module:

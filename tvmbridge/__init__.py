@@ -1,6 +1,6 @@
 """tvmbridge: run and train PyTorch modules on code compiled by Apache TVM."""
 
-from tvmbridge import versions
+from tvmbridge.core import versions
 
 __version__ = "0.1.0"
 
@@ -33,9 +33,7 @@ __all__ = [
 # The doctor must be able to say what is wrong with versions that crash when they are loaded.
 if not versions.running_doctor():
     versions.check_versions()
-    from tvmbridge.capture import capture
-    from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
-    from tvmbridge.errors import (
+    from tvmbridge.core.errors import (
         BridgeError,
         BuildError,
         CaptureError,
@@ -44,7 +42,11 @@ if not versions.running_doctor():
         UnsupportedOperatorError,
         VersionError,
     )
+    from tvmbridge.core.options import CompileOptions
+    from tvmbridge.core.types import CapturedGraph
+    from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
     from tvmbridge.frontend import to_relax
+    from tvmbridge.graph_capture.capture import capture
     from tvmbridge.inspect import (
         ComparisonReport,
         Departure,
@@ -53,7 +55,5 @@ if not versions.running_doctor():
         explain,
         visualize,
     )
-    from tvmbridge.options import CompileOptions
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune
-    from tvmbridge.types import CapturedGraph

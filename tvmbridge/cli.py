@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 FORMATS: Final = ("svg", "pdf", "png", "dot")
 
@@ -154,7 +154,7 @@ def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _doctor(_known: argparse.Namespace, _rest: list[str]) -> int:
-    from tvmbridge import doctor
+    from tvmbridge.doctor import command as doctor
 
     return doctor.main()
 

@@ -7,20 +7,20 @@ from typing import Any
 
 from torch import nn
 
-from tvmbridge.build import resolve_target
-from tvmbridge.capture import normalize_sample
-from tvmbridge.checks import CheckPolicy
-from tvmbridge.dispatcher import Dispatcher
-from tvmbridge.errors import CaptureError
-from tvmbridge.guarding.mode import Mode
-from tvmbridge.guarding.signature import Signature
-from tvmbridge.guarding.surroundings import refused_now
+from tvmbridge.compiler.build import resolve_target
+from tvmbridge.core.checks import CheckPolicy
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.libraries import register_caches
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.capture import normalize_sample
+from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
+from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.inspect.check import Checker
-from tvmbridge.libraries import register_caches
-from tvmbridge.observing.refusal import refuse_at_sight
-from tvmbridge.options import CompileOptions
 from tvmbridge.report import DispatchReport, SpecializationReport
-from tvmbridge.specialization import Specialization
+from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.guards.mode import Mode
+from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.specialization import Specialization
 
 
 def add_tvm_dispatch(

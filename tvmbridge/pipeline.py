@@ -17,7 +17,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from tvmbridge.errors import PassError
+from tvmbridge.core.errors import PassError
+from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.lay_out import LayOut, Permuted
@@ -31,7 +32,6 @@ from tvmbridge.passes.relax.one_zapp import OneZapp
 from tvmbridge.passes.relax.stop_gradients import RemoveNoGrad
 from tvmbridge.passes.relax.zapp_like import ZappLike
 from tvmbridge.passes.relax.zero_zapp import ZeroZapp
-from tvmbridge.types import PassRecord
 
 logger = logging.getLogger(__name__)
 

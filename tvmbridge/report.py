@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from tvmbridge.compiler.packing import PackReport
+from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
-from tvmbridge.types import PassRecord, ValueDescriptor
 
 
 @dataclass(frozen=True)
@@ -50,25 +51,6 @@ class SpecializationReport:
     partial_backwards: int = 0
     second_order_backwards: int = 0
     gradients: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class PackReport:
-    """Parameters that compiled code reads as one tensor.
-
-    ``packed`` says how often they were moved to lie side by side, ``concatenated`` how many calls
-    had to concatenate their values instead, by reason.
-    """
-
-    names: tuple[str, ...]
-    packed: int
-    concatenated: Mapping[str, int]
-
-    def __str__(self) -> str:
-        line = f"packed {self.packed} times: {', '.join(self.names)}"
-        for reason, calls in self.concatenated.items():
-            line += f"; concatenated in {calls} calls, because {reason}"
-        return line
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tvmbridge
 from tests.architectures.compare import TOLERANCES, difference, leaves
 from tests.architectures.table import Architecture, architectures, ids
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 MODES = ("eval", "train", "cache")
 

@@ -10,8 +10,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tvmbridge.coloring import POLICIES, Coloring, JointGraph, color
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.differentiation.differentiate import JointModule
-from tvmbridge.errors import UnsupportedOperatorError
 
 
 @I.ir_module

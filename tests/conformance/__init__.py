@@ -7,5 +7,5 @@
 The samples are those that PyTorch tests its own operators with (OpInfo), and variants of them with
 special values, strides, other shapes and dtypes. They run in worker processes, which may crash.
 With ``--admit`` unproven converters and gradient rules are tried too, and those that are right are
-entered into ``tvmbridge/admitted.json``.
+entered into ``tvmbridge/core/admitted.json``.
 """

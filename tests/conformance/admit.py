@@ -1,4 +1,4 @@
-"""Writes ``tvmbridge/admitted.json`` from the rows of a conformance run."""
+"""Writes ``tvmbridge/core/admitted.json`` from the rows of a conformance run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tvmbridge.admission import ADMITTED_FILE, SECTIONS, Section, admitted_table
+from tvmbridge.core.admission import ADMITTED_FILE, SECTIONS, Section, admitted_table
 
 Pairs = dict[Section, dict[str, set[str]]]
 

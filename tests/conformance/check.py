@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from tests.conformance.case import Case
 from tests.conformance.compare import compare, is_as_near
 from tests.conformance.evaluate import Operator, Run, Values, eager, run_group
-from tvmbridge.errors import BridgeError, BuildError, PassError
+from tvmbridge.core.errors import BridgeError, BuildError, PassError
 
 Uses = dict[str, dict[str, list[str]]]
 

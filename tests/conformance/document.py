@@ -17,7 +17,7 @@ from typing import Any
 from tests.conformance.coverage import left_out
 from tests.conformance.table import CLASSES, share_right
 from tests.conformance.usage import COUNT, is_native, most_used, read_usage
-from tvmbridge.admission import admitted_table
+from tvmbridge.core.admission import admitted_table
 
 RESULTS = Path(__file__).with_name("results.json")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operators.md"

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import tvmbridge
 from tests.conformance.case import Case
-from tvmbridge.admission import Observation, observed
+from tvmbridge.core.admission import Observation, observed
 
 Operator = Callable[..., Any]
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from tests.conformance.usage_models import models
-from tvmbridge.admission import admitted_table
-from tvmbridge.capture import capture
+from tvmbridge.core.admission import admitted_table
+from tvmbridge.graph_capture.capture import capture
 from tvmbridge.kernels.aten_call import resolve_overload
 
 USAGE = Path(__file__).with_name("usage.json")

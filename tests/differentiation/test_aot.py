@@ -14,13 +14,13 @@ from tvm import relax
 from tests.joint_cases import CASES, Head
 from tests.joint_steps import assert_same, build, dispatched, step
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.capture import capture
 from tvmbridge.coloring import color
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.differentiation.aot import _traced, trace_joint
 from tvmbridge.differentiation.facts import gradient_facts
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend.registry import CONVERTERS
+from tvmbridge.graph_capture.capture import capture
 from tvmbridge.kernels.aten_call import aten_call_operator
 
 aten = torch.ops.aten

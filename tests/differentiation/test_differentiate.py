@@ -13,12 +13,12 @@ from tvm.script import relax as R
 
 from tests.models import transformer_joint
 from tests.relax_helpers import build_main, compile_and_run, operators
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.differentiate import differentiate, missing_rules
-from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.kernels.aten_call import call_overload
 from tvmbridge.passes.base import dtype_of, shape_of
 from tvmbridge.passes.relax.constants import uniform_value
-from tvmbridge.types import PassRecord
 
 op = relax.op
 

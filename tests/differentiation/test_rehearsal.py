@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tvmbridge
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.frontend.importer import constant
 
 

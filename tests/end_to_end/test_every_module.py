@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from tests.architectures.compare import TOLERANCES, difference
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 # Whose results PyTorch foretells wrongly: the code cannot be tried out.
 REFUSED = {("nn.MultiLabelMarginLoss", "1d_reduction_none")}

@@ -10,7 +10,7 @@ from torch import nn
 
 import tvmbridge
 from tests.conformance.compare import compare
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.report import DispatchReport
 
 # What is called, and the tensors that it is called with.

@@ -2,9 +2,10 @@
 
 Where the other cases of this kind are: ``test_traps.py`` (indexing, promotion, NaN, precision,
 sizes), ``test_aten_calls.py`` and ``test_compiled.py`` (bounds, windows), ``tests/test_norms.py``
-(batch and instance norm in both modes), ``tests/test_dropout.py`` and ``tests/test_noise.py``
-(dropout of every kind), ``tests/test_dispatch.py`` and ``tests/guarding/test_state.py`` (writes
-through views), ``tests/gradients/test_traps.py`` (gradients), ``tests/architectures`` (GPT-2).
+(batch and instance norm in both modes), ``tests/test_dropout.py`` and
+``tests/graph_capture/test_noise.py`` (dropout of every kind), ``tests/runtime/test_dispatch.py``
+and ``tests/runtime/guards/test_state.py`` (writes through views), ``tests/gradients/test_traps.py``
+(gradients), ``tests/architectures`` (GPT-2).
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from tests.gradients.cases_reductions import reduction_and_product_cases
 from tests.gradients.cases_shapes import shape_cases
 from tests.gradients.cases_windows import window_cases
 from tests.relax_helpers import CompiledFunctions, build_main
+from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.differentiation.differentiate import differentiate, missing_rules
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.gradients import CLAIMED, rule_name
 
 op = relax.op

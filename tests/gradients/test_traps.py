@@ -18,7 +18,7 @@ from tests.conformance.compare import compare
 from tests.conformance.evaluate import Run, Values, run_group
 from tests.frontend.helpers import Cases
 from tests.gradients import traps, traps_missing, traps_right
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 # Where a rule is easily wrong: by both sources, always.
 WRONG = {

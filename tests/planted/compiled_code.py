@@ -10,18 +10,23 @@ COMPILED_CODE = (
     Plant(
         "residuals swapped",
         "split",
-        "tvmbridge.split",
+        "tvmbridge.compiler.split",
         "inputs = [*coloring.reads, *kept, *residuals, *cotangents]",
         "inputs = [*coloring.reads, *kept, *reversed(residuals), *cotangents]",
-        ("tests/test_split.py", "tests/test_residual_policies.py", "-k", "joint_function or steps"),
+        (
+            "tests/compiler/test_split.py",
+            "tests/compiler/test_residual_policies.py",
+            "-k",
+            "joint_function or steps",
+        ),
     ),
     Plant(
         "a kept output mistaken for another",
         "split",
-        "tvmbridge.split",
+        "tvmbridge.compiler.split",
         "kept[residual] = owner[root]",
         "kept[residual] = min(owner.values())",
-        ("tests/test_split.py", "tests/test_residual_policies.py"),
+        ("tests/compiler/test_split.py", "tests/compiler/test_residual_policies.py"),
     ),
     Plant(
         "a fragile value computed again",
@@ -34,10 +39,10 @@ COMPILED_CODE = (
     Plant(
         "cotangents of a gradient forgotten",
         "split",
-        "tvmbridge.split",
+        "tvmbridge.compiler.split",
         "reads[binding.var] = none.union(*(reads.get(v, none) for v in operands))",
         "reads[binding.var] = none",
-        ("tests/test_split.py",),
+        ("tests/compiler/test_split.py",),
     ),
     Plant(
         "an axis left out of a reduction",

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from tests.planted.plant import Plant
 
-_SAFETY = "tests/test_safety.py"
-_DISPATCH = "tests/test_dispatch.py"
-_FALLBACKS = "tests/test_fallbacks.py"
-_LAYOUTS = "tests/test_layout_guard.py"
+_SAFETY = "tests/runtime/test_safety.py"
+_DISPATCH = "tests/runtime/test_dispatch.py"
+_FALLBACKS = "tests/runtime/test_fallbacks.py"
+_LAYOUTS = "tests/runtime/guards/test_layout_guard.py"
 
 SERVING = (
     Plant(
         "a mutation not written back",
         "runtime",
-        "tvmbridge.outputs",
+        "tvmbridge.runtime.outputs",
         "self._target(output, leaves, tensors).copy_(value)",
         "pass",
-        ("tests/test_modules.py", "-k", "writes or written or counter"),
+        ("tests/runtime/test_modules.py", "-k", "writes or written or counter"),
     ),
     Plant(
         "shared memory handed out",
         "runtime",
-        "tvmbridge.compiled",
+        "tvmbridge.compiler.compiled",
         'run("forward", primals, self.copied_outputs)',
         'run("forward", primals)',
-        (_SAFETY, "tests/test_modules.py"),
+        (_SAFETY, "tests/runtime/test_modules.py"),
     ),
     Plant(
         "an output in another order of memory that is a residual",
         "runtime",
-        "tvmbridge.memory.laying_out",
+        "tvmbridge.compiler.laying_out",
         "residuals = set(roots[num_outputs:])",
         "residuals: set[object] = set()",
         (_LAYOUTS,),
@@ -37,7 +37,7 @@ SERVING = (
     Plant(
         "strides of the sample's outputs for inputs of another layout",
         "guard",
-        "tvmbridge.layout_guard",
+        "tvmbridge.runtime.guards.layout",
         "if not self._known:",
         "if self._known is not None:",
         (_LAYOUTS,),
@@ -45,7 +45,7 @@ SERVING = (
     Plant(
         "gradients that share memory",
         "runtime",
-        "tvmbridge.compiled",
+        "tvmbridge.compiler.compiled",
         'run("backward", values, self.copied_gradients)',
         'run("backward", values)',
         (_SAFETY, "-k", "gradients"),
@@ -53,7 +53,7 @@ SERVING = (
     Plant(
         "gradients at the wrong parameters",
         "runtime",
-        "tvmbridge.autograd",
+        "tvmbridge.runtime.autograd",
         "self.gradient_of = [position[name] for name in parts.wanted]",
         "self.gradient_of = [position[name] for name in reversed(parts.wanted)]",
         (_DISPATCH, "-k", "training_step"),
@@ -61,50 +61,50 @@ SERVING = (
     Plant(
         "zeros where eager has no gradient",
         "runtime",
-        "tvmbridge.autograd",
+        "tvmbridge.runtime.autograd",
         "return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]",
         "return gradients",
-        ("tests/test_joint_sources.py", "-k", "no_gradient_where"),
+        ("tests/differentiation/test_joint_sources.py", "-k", "no_gradient_where"),
     ),
     Plant(
         "zeros for gradients that did not arrive",
         "runtime",
-        "tvmbridge.autograd",
+        "tvmbridge.runtime.autograd",
         "        if all_finite(",
         "        if True or all_finite(",
-        ("tests/test_cotangents.py", "-k", "one_backward"),
+        ("tests/compiler/test_partial_backwards.py", "-k", "one_backward"),
     ),
     Plant(
         "a saved buffer overwritten",
         "runtime",
-        "tvmbridge.autograd",
+        "tvmbridge.runtime.autograd",
         "return [primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads]",
         "return [primals[i].detach() if i in self.overwritten else primals[i] for i in self.reads]",
-        ("tests/test_modules.py", "-k", "replaced_buffer"),
+        ("tests/runtime/test_modules.py", "-k", "replaced_buffer"),
     ),
     Plant(
         "the generator advanced twice",
         "runtime",
-        "tvmbridge.noise",
+        "tvmbridge.graph_capture.noise",
         "return [_draw(descriptor).contiguous() for descriptor in noise]",
         "return [(_draw(d), _draw(d).contiguous())[1] for d in noise]",
-        ("tests/test_noise.py",),
+        ("tests/graph_capture/test_noise.py",),
     ),
     Plant(
         "draws in another order",
         "runtime",
-        "tvmbridge.noise",
+        "tvmbridge.graph_capture.noise",
         "return [_draw(descriptor).contiguous() for descriptor in noise]",
         "return [_draw(descriptor).contiguous() for descriptor in reversed(noise)][::-1]",
-        ("tests/test_dropout.py", "tests/test_noise.py"),
+        ("tests/test_dropout.py", "tests/graph_capture/test_noise.py"),
     ),
     Plant(
         "the draws of an eager head made twice",
         "runtime",
-        "tvmbridge.noise",
+        "tvmbridge.graph_capture.noise",
         "        drawn = head.module(*(tensor.detach() for tensor in inputs))",
         "        drawn = [head.module(*(t.detach() for t in inputs)) for _ in range(2)][1]",
-        ("tests/test_head.py",),
+        ("tests/graph_capture/test_prologue.py",),
     ),
     Plant(
         "draws that nothing reads dropped",
@@ -112,20 +112,20 @@ SERVING = (
         "tvmbridge.capture",
         "patch(fallback_random=True)",
         "patch(fallback_random=False)",
-        ("tests/test_noise.py", "-k", "nothing_reads"),
+        ("tests/graph_capture/test_noise.py", "-k", "nothing_reads"),
     ),
     Plant(
         "checks of values ignored",
         "runtime",
-        "tvmbridge.tracing.validation",
+        "tvmbridge.graph_capture.trace.validation",
         "        if not one:",
         "        if one is None:",
-        ("tests/tracing/test_validation.py",),
+        ("tests/graph_capture/trace/test_validation.py",),
     ),
     Plant(
         "strided memory read as dense",
         "runtime",
-        "tvmbridge.runtime",
+        "tvmbridge.compiler.executable",
         "    if tensor.is_contiguous() and not tensor.data_ptr() & _ALIGNMENT_MASK",
         "    if not tensor.data_ptr() & _ALIGNMENT_MASK",
         (_SAFETY, "-k", "awkward"),
@@ -133,7 +133,7 @@ SERVING = (
     Plant(
         "unaligned memory read",
         "runtime",
-        "tvmbridge.runtime",
+        "tvmbridge.compiler.executable",
         "_ALIGNMENT_MASK = 63",
         "_ALIGNMENT_MASK = 0",
         (_SAFETY, "-k", "awkward"),
@@ -141,7 +141,7 @@ SERVING = (
     Plant(
         "the shape not checked",
         "guard",
-        "tvmbridge.guarding.signature",
+        "tvmbridge.runtime.guards.signature",
         "if leaf.shape != shape:",
         "if False:",
         (_FALLBACKS, "-k", "own_forward"),
@@ -149,15 +149,19 @@ SERVING = (
     Plant(
         "a constant argument not checked",
         "guard",
-        "tvmbridge.guarding.signature",
+        "tvmbridge.runtime.guards.signature",
         "if leaf is not value and not same_value(leaf, value):",
         "if False:",
-        (_DISPATCH, "tests/test_modules.py", "tests/observing/test_arguments.py"),
+        (
+            _DISPATCH,
+            "tests/runtime/test_modules.py",
+            "tests/graph_capture/observe/test_arguments.py",
+        ),
     ),
     Plant(
         "a changed submodule not noticed",
         "guard",
-        "tvmbridge.guarding.state",
+        "tvmbridge.runtime.guards.state",
         "if place.get(key, MISSING) is not expected:",
         "if False:",
         (_FALLBACKS, "-k", "own_forward"),
@@ -165,15 +169,15 @@ SERVING = (
     Plant(
         "a changed attribute not noticed",
         "guard",
-        "tvmbridge.guarding.state",
+        "tvmbridge.runtime.guards.state",
         'return f"{value} changed" if value else None',
         "return None",
-        ("tests/guarding/test_state.py", "-k", "attribute"),
+        ("tests/runtime/guards/test_state.py", "-k", "attribute"),
     ),
     Plant(
         "untied parameters not noticed",
         "guard",
-        "tvmbridge.guarding.state",
+        "tvmbridge.runtime.guards.state",
         "if self.tensor(alias) is not self.tensor(name):",
         "if False:",
         (_DISPATCH, "-k", "tied"),
@@ -181,15 +185,15 @@ SERVING = (
     Plant(
         "frozen parameters not noticed",
         "guard",
-        "tvmbridge.guarding.state",
+        "tvmbridge.runtime.guards.state",
         "if check_grad and tensor.requires_grad is not requires_grad:",
         "if False:",
-        ("tests/test_flags.py", "-k", "every_choice"),
+        ("tests/runtime/test_flags.py", "-k", "every_choice"),
     ),
     Plant(
         "autocast not noticed",
         "guard",
-        "tvmbridge.dispatcher",
+        "tvmbridge.runtime.dispatcher",
         "if torch.is_autocast_enabled(device):",
         "if False:",
         (_FALLBACKS, "-k", "own_forward"),

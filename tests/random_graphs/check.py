@@ -16,7 +16,7 @@ from tests.random_graphs.outcome import Outcome, text_of
 from tests.random_graphs.program import Drawn, Program
 from tests.random_graphs.running import SEED
 from tests.random_graphs.session import check_calls, starts
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 # Rounding that a line may add, in units of the last place of the largest value around.
 UNITS = 2000.0

@@ -21,7 +21,7 @@ from tests.random_graphs.running import (
     run,
     state_of,
 )
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 # What rounding may do to values of a size, by the dtype that rounds the most.
 ROUNDING = {"float64": 1e-9, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.2}

@@ -12,7 +12,7 @@ from torch import nn
 from tvm.s_tir import Schedule
 from tvm.target import Target
 
-from tvmbridge.options import CompileOptions
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.records import Folder, Task
 from tvmbridge.records.folder import Record, Verdict
 from tvmbridge.records.meta import target_json

@@ -14,7 +14,7 @@ from tvm.s_tir import meta_schedule as ms
 
 from tests.records.planted import Softmax, plant, record_of, right, sample, softmax_task, wrong
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.records import Coverage, Folder, Library, Task
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Verdict
 from tvmbridge.records.meta import Meta, read_meta, target_name, write_meta

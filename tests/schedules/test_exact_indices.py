@@ -13,7 +13,7 @@ from torch import nn
 from tvm import te
 
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
-from tvmbridge.build import COMPILER_CONFIG, resolve_target
+from tvmbridge.compiler.build import COMPILER_CONFIG, resolve_target
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.exact_indices import with_exact_indices
 

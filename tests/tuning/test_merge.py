@@ -9,7 +9,7 @@ import pytest
 
 from tests.records.planted import plant, record_of, right, softmax_task, wrong
 from tvmbridge import cli
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.records import Task
 from tvmbridge.records.folder import RECORDS, Folder
 from tvmbridge.records.meta import Meta, read_meta, write_meta

@@ -14,7 +14,7 @@ import torch
 
 from tests.records.planted import SHAPE, Softmax, record_of, sample, softmax_task, wrong
 from tvmbridge import add_tvm_dispatch, dispatch_report, tune
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.records import Folder
 from tvmbridge.records.folder import RECORDS
 from tvmbridge.records.pending import read_pending

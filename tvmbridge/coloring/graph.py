@@ -9,8 +9,8 @@ import tvm
 from tvm import relax
 
 from tvmbridge.coloring import operators
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.differentiation.differentiate import JointModule
-from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
 

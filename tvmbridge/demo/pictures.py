@@ -10,10 +10,10 @@ from torch import nn
 
 from tvmbridge import capture, to_relax, visualize
 from tvmbridge.coloring import color
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.differentiate import differentiate
-from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import lowering_passes, run_passes
-from tvmbridge.types import PassRecord
 
 
 def draw_layer(layer: nn.Module, hidden_states: torch.Tensor, folder: Path) -> list[Path]:

@@ -17,19 +17,19 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError, first_line
+from tvmbridge.core.types import NoiseDescriptor, PassRecord, TensorSpec
 from tvmbridge.differentiation.custom_functions import AppliedFunction, FunctionWatch
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.differentiation.facts import GradientFacts
-from tvmbridge.differentiation.hoist import hoist_draws
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError, first_line
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
+from tvmbridge.graph_capture.hoist import hoist_draws
+from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
+from tvmbridge.graph_capture.trace.decompositions import joint_decomposition_table, sort_as_eager
 from tvmbridge.passes.base import free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX
 from tvmbridge.pipeline import recorded_passes, run_passes, zapp_passes
-from tvmbridge.tracing.conversions import checks_of_numbers
-from tvmbridge.tracing.decompositions import joint_decomposition_table, sort_as_eager
-from tvmbridge.types import NoiseDescriptor, PassRecord, TensorSpec
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ import torch
 import torch._functorch.utils
 from torch.autograd.function import BackwardCFunction
 
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.kernels.borders import enters, leaves
-from tvmbridge.tracing.patches import patched_here
 
 # Operators of ours, which have PyTorch's own formulas for a backward.
 _OURS = "GeneratedBackwardFor_tvmbridge_"

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import tvm
 from tvm import relax
 
-from tvmbridge.admission import note_use
+from tvmbridge.core.admission import note_use
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.custom_functions import AppliedFunction
-from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
 from tvmbridge.passes.base import dtype_of, flat_results, free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX, AppendCotangents
 from tvmbridge.passes.relax.stop_gradients import StopGradients, active_variables, is_floating
 from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
-from tvmbridge.types import PassRecord
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tvmbridge.noise import READS_VALUES, RRELU_NAME, base_name, memory_order
-from tvmbridge.types import ComputedTensor, NoiseDescriptor, TensorSpec
+from tvmbridge.core.types import ComputedTensor, NoiseDescriptor, TensorSpec
+from tvmbridge.graph_capture.noise import READS_VALUES, RRELU_NAME, base_name, memory_order
 
 
 def eager_draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import OutputKind
 from tvmbridge.differentiation.custom_functions import FunctionWatch
 from tvmbridge.differentiation.draws import captured_draw
 from tvmbridge.differentiation.flow import AttentionWatch, AutogradWatch, FlowWatch
 from tvmbridge.differentiation.reached import reached_by_gradients
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.memory.layouts import Layout
-from tvmbridge.noise import OTHER_DRAWS
-from tvmbridge.types import OutputKind
+from tvmbridge.graph_capture.memory.layouts import Layout
+from tvmbridge.graph_capture.noise import OTHER_DRAWS
 
 
 class NothingToDifferentiateError(UnsupportedOperatorError):

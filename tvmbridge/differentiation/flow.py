@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tvmbridge.custom_operator import refuse_numbers
+from tvmbridge.core.custom_operator import refuse_numbers
+from tvmbridge.core.writes import written_by
 from tvmbridge.differentiation.draws import eager_draw
-from tvmbridge.differentiation.hoist import is_random
 from tvmbridge.gradients.operators import has_same_derivative
-from tvmbridge.observing.effects import switches_gradients
-from tvmbridge.tracing.attention import attention
-from tvmbridge.writes import written_by
+from tvmbridge.graph_capture.hoist import is_random
+from tvmbridge.graph_capture.observe.effects import switches_gradients
+from tvmbridge.graph_capture.trace.attention import attention
 
 # They read no values of their operand, so that no gradient is expected of them.
 _CREATES = frozenset(

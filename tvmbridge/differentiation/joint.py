@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import CapturedGraph, InputKind, PassRecord
 from tvmbridge.differentiation.aot import trace_joint
 from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.differentiation.facts import GradientFacts, gradient_facts
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import UnsupportedOperatorError
 from tvmbridge.frontend import ImportedModule, import_graph
-from tvmbridge.memory.layouts import Layout
-from tvmbridge.options import CompileOptions
-from tvmbridge.types import CapturedGraph, InputKind, PassRecord
+from tvmbridge.graph_capture.memory.layouts import Layout
 
 
 @dataclass(frozen=True)

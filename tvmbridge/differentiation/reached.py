@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import InputDescriptor
 from tvmbridge.differentiation.rehearsal import Rehearsal
-from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.memory.layouts import Layout, layout_of
-from tvmbridge.observing.refusal import first_paragraph
-from tvmbridge.types import InputDescriptor
+from tvmbridge.graph_capture.memory.layouts import Layout, layout_of
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
 
 
 def reached_by_gradients(

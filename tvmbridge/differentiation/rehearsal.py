@@ -17,20 +17,20 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError
-from tvmbridge.memory.bases import WithBases
-from tvmbridge.memory.views import laid_out, shares_elements
-from tvmbridge.observing.arguments import ArgumentWatch
-from tvmbridge.observing.refusal import first_paragraph
-from tvmbridge.structure import unflatten
-from tvmbridge.tail import TailWatch
-from tvmbridge.tracing.answers import Answering, buffers_of, small_buffers
-from tvmbridge.tracing.functions import run_on_fakes
-from tvmbridge.tracing.standins import (
+from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.graph_capture.epilogue import TailWatch
+from tvmbridge.graph_capture.memory.bases import WithBases
+from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
+from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.trace.answers import Answering, buffers_of, small_buffers
+from tvmbridge.graph_capture.trace.functions import run_on_fakes
+from tvmbridge.graph_capture.trace.standins import (
     tensors_replaced,
     without_autocast,
 )
-from tvmbridge.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 
 
 class Rehearsal:

@@ -13,15 +13,15 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from tvm import relax
 
-from tvmbridge.admission import note_use
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.admission import note_use
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import CapturedGraph, InputKind, TensorSpec
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
+from tvmbridge.graph_capture.noise import dropout_arguments
 from tvmbridge.kernels.aten_call import emit_aten_call, zeros_call
 from tvmbridge.kernels.borders import BORDERS
 from tvmbridge.kernels.dtypes import as_pairs, has_type, tensor_type, to_relax_dtype
-from tvmbridge.noise import dropout_arguments
-from tvmbridge.types import CapturedGraph, InputKind, TensorSpec
 
 aten = torch.ops.aten
 

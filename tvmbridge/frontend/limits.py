@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.admission import is_proven
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.admission import is_proven
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import TensorSpec
 from tvmbridge.frontend.registry import Converter
+from tvmbridge.graph_capture.trace.promotion import kernel_dtypes
 from tvmbridge.kernels.aten_call import true_dtype
 from tvmbridge.kernels.dtypes import has_type, is_supported, to_relax_dtype
-from tvmbridge.tracing.promotion import kernel_dtypes
-from tvmbridge.types import TensorSpec
 
 # Elements of a result each of which is a call of the C library: for more PyTorch has vectors.
 FEW_CALLS = 4096

@@ -11,8 +11,8 @@ from tvm import relax
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import COMPUTED, FLOATS, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
+from tvmbridge.graph_capture.noise import dropout_arguments
 from tvmbridge.kernels.dtypes import to_relax_dtype
-from tvmbridge.noise import dropout_arguments
 
 aten = torch.ops.aten
 

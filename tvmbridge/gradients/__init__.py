@@ -1,7 +1,7 @@
 """Gradient rules: which operators TVM's Gradient may differentiate, by whose rule.
 
 An operator is differentiated only when it stands in :data:`CLAIMED`, whose condition on the call
-says for which arguments the rule holds, and is admitted (``tvmbridge/admission.py``).
+says for which arguments the rule holds, and is admitted (``tvmbridge/core/admission.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import tvm
 from tvm import relax
 
-from tvmbridge.admission import is_proven
+from tvmbridge.core.admission import is_proven
 from tvmbridge.gradients.aten import ATEN_RULES, aten_rule, is_pulled_back
 from tvmbridge.gradients.aten_moves import MOVE_RULES, can_move_back, move_rule
 from tvmbridge.gradients.convolution import CONVOLUTION_RULES, is_plain

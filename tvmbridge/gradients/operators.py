@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tvmbridge.admission import is_proven, note_use
+from tvmbridge.core.admission import is_proven, note_use
 
 _MOVES = (
     "_reshape_alias _unsafe_view alias cat channel_shuffle clone contiguous copy detach "
@@ -40,7 +40,7 @@ _WINDOWS = (
     "upsample_bilinear2d upsample_linear1d upsample_nearest2d upsample_trilinear3d"
 )
 
-# What is claimed; it counts where it is admitted (``tvmbridge/admission.py``).
+# What is claimed; it counts where it is admitted (``tvmbridge/core/admission.py``).
 SAME_DERIVATIVE: frozenset[str] = frozenset(
     f"aten::{name}"
     for group in (_MOVES, _ELEMENTWISE, _PRODUCTS, _REDUCTIONS, _WINDOWS)

@@ -7,7 +7,7 @@ import functools
 import torch
 import tvm_ffi
 
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
 

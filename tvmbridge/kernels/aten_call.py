@@ -25,8 +25,8 @@ from torch import fx
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
-from tvmbridge.custom_operator import is_foreign
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.custom_operator import is_foreign
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.dtypes import tensor_type
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.results import promises_of, taker_of

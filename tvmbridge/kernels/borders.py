@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from tvm import relax
 
-from tvmbridge.custom_operator import NAMESPACE
+from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.kernels.aten_call import aten_call_operator, spec_of
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")

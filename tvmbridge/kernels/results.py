@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.dtypes import as_pairs, from_relax_dtype
 
 Tensors = tuple[torch.Tensor, ...]

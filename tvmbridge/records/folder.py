@@ -19,7 +19,7 @@ from typing import Any
 
 from tvm.target import Target
 
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.records.jsonlines import append_lines, locked, read_lines
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.meta import Meta, read_meta, target_json, target_name, write_meta

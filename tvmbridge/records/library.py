@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.s_tir import Schedule, Trace
 from tvm.target import Target
 
-from tvmbridge.errors import first_line
+from tvmbridge.core.errors import first_line
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Entry, Folder
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.tasks import Task

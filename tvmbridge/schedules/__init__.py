@@ -9,6 +9,7 @@ from tvm.ir import IRModule
 from tvm.s_tir import SBlock, SBlockRealize
 from tvm.target import Target
 
+from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.columns_emit import emit_columns
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, parse
@@ -19,7 +20,6 @@ from tvmbridge.schedules.plan import plan, shared_buffers
 from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
 from tvmbridge.schedules.tiles import TileNest, emit_tiles
-from tvmbridge.schedules.truths import kept_as_bytes
 from tvmbridge.schedules.values import Memory, TooLargeError
 
 _SCHEDULED = "tirx.is_scheduled"

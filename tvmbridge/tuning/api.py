@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from tvmbridge.build import resolve_target
-from tvmbridge.capture import normalize_sample
-from tvmbridge.options import CompileOptions
+from tvmbridge.compiler.build import resolve_target
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.records import Folder, Task
 from tvmbridge.records.library import DEFAULT_LOG_DIR
 from tvmbridge.records.pending import read_pending, remove_pending

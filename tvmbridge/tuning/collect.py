@@ -9,19 +9,19 @@ from typing import Any
 from torch import nn
 from tvm.target import Target
 
-from tvmbridge.build import fuse
-from tvmbridge.dispatcher import Dispatcher
-from tvmbridge.durations import Stages
-from tvmbridge.guarding.forwards import with_own_forward
-from tvmbridge.guarding.surroundings import tracing_here
-from tvmbridge.lowering import lower_module
-from tvmbridge.memory.laying_out import lay_out_functions
-from tvmbridge.memory.packing import Packing
-from tvmbridge.options import CompileOptions
+from tvmbridge.compiler.build import fuse
+from tvmbridge.compiler.durations import Stages
+from tvmbridge.compiler.laying_out import lay_out_functions
+from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
+from tvmbridge.graph_capture.surroundings import tracing_here
+from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.records import Task, count_tasks
 from tvmbridge.records.tasks import count_calls
-from tvmbridge.tracing.standins import anything_requires_grad
-from tvmbridge.types import PassRecord
+from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.guards.forwards import with_own_forward
 
 
 def module_tasks(

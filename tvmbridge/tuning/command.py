@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tvmbridge.capture import normalize_sample
-from tvmbridge.options import CompileOptions
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.records import Folder, Task
 from tvmbridge.tuning.api import Limits, TuningReport, tune_pending, tune_tasks
 from tvmbridge.tuning.collect import module_tasks

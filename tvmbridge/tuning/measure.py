@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.target import Target
 
-from tvmbridge.build import COMPILER_CONFIG
+from tvmbridge.compiler.build import COMPILER_CONFIG
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.records.library import apply_trace
 from tvmbridge.schedules import schedule_function

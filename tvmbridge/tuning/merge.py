@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tvm.target import Target
 
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.records.folder import (
     FAILED_SECONDS,
     RECORDS,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
 
 # The worker begins as TVM's own program and does not import the caller's script, so that needs no
 # guard. It imports from where the caller does, and on Linux it ends with the caller.

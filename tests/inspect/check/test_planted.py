@@ -13,10 +13,11 @@ import tvm
 from torch import nn
 from tvm import relax
 
-from tvmbridge import NumericsError, add_tvm_dispatch, variant
+from tvmbridge import NumericsError, add_tvm_dispatch
+from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.frontend.registry import CONVERTERS
-from tvmbridge.runtime import LoadedModule
-from tvmbridge.variant import Variant
+from tvmbridge.runtime import entry as variant
+from tvmbridge.runtime.entry import Variant
 
 aten = torch.ops.aten
 

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.checks import CheckPolicy
-from tvmbridge.errors import NumericsError
-from tvmbridge.guarding.surroundings import in_checkpoint
+from tvmbridge.core.checks import CheckPolicy
+from tvmbridge.core.errors import NumericsError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import InputKind, OutputKind
+from tvmbridge.graph_capture.observe.arguments import Arguments
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
 from tvmbridge.inspect.compare.inputs import title
-from tvmbridge.observing.arguments import Arguments
-from tvmbridge.observing.refusal import first_paragraph
-from tvmbridge.options import CompileOptions
-from tvmbridge.types import InputKind, OutputKind
-from tvmbridge.variant import Variant
+from tvmbridge.runtime.entry import Variant
 
 logger = logging.getLogger(__name__)
 

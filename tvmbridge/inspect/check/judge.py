@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.inspect.check.twin import GeneratorStates, restarted
 from tvmbridge.inspect.compare.comparison import STAGES, Comparison
 from tvmbridge.inspect.compare.precision import Precision
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.verdict import FLOOR, Measure
-from tvmbridge.observing.refusal import first_paragraph
-from tvmbridge.options import CompileOptions
 
 _NOT_AN_OPERATOR = (
     "compiled anew from the module as it is now, every stage agrees with PyTorch: the departure is "

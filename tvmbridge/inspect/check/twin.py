@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.dispatcher import Dispatcher
+from tvmbridge.core.types import HiddenBase
+from tvmbridge.graph_capture.observe.arguments import Arguments, ArgumentWatch
+from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
 from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
 from tvmbridge.inspect.compare.sample import Sample
-from tvmbridge.observing.arguments import Arguments, ArgumentWatch
-from tvmbridge.tracing.standins import tensors_of, without_autocast
-from tvmbridge.types import HiddenBase
+from tvmbridge.runtime.dispatcher import Dispatcher
 
 GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]
 

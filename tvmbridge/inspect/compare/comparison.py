@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from tvmbridge.errors import BridgeError
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.inspect.compare.locate import source_of
 from tvmbridge.inspect.compare.machine import CompiledCode
 from tvmbridge.inspect.compare.precision import Precision, unit_of
@@ -17,8 +19,6 @@ from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Stage
 from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.inspect.compare.verdict import AGREES, MISTAKE, ROUNDING, verdict
-from tvmbridge.observing.refusal import first_paragraph
-from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import AnyPass
 
 STAGES = ("eager", "captured", "imported", "passes", "compiled")

@@ -7,15 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.compiler.lowering import LoweredModule
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import (
+    InputDescriptor,
+    InputKind,
+    OutputAlias,
+    OutputDescriptor,
+    OutputKind,
+)
+from tvmbridge.graph_capture.memory.aliasing import made_again
+from tvmbridge.graph_capture.memory.views import laid_out
 from tvmbridge.inspect.compare.eager import state_name
 from tvmbridge.inspect.compare.inputs import base_name, title
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import TraceBuilder
-from tvmbridge.lowering import LoweredModule
-from tvmbridge.memory.aliasing import made_again
-from tvmbridge.memory.views import laid_out
-from tvmbridge.types import InputDescriptor, InputKind, OutputAlias, OutputDescriptor, OutputKind
 
 
 def draws_of(sample: Sample, lowered: LoweredModule) -> dict[str, torch.Tensor]:

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tvmbridge.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import HiddenBase
+from tvmbridge.graph_capture.memory.aliasing import aliases_of
+from tvmbridge.graph_capture.memory.bases import bases_of
+from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
+from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace
-from tvmbridge.memory.aliasing import aliases_of
-from tvmbridge.memory.bases import bases_of
-from tvmbridge.observing.arguments import ArgumentWatch
-from tvmbridge.tracing.standins import tensors_of, without_autocast
-from tvmbridge.types import HiddenBase
 
 # Runs with moved roundings; the largest of the departures is the scale of rounding.
 _RUNS = 3

@@ -15,7 +15,7 @@ import tvm_ffi
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
-from tvmbridge.build import build
+from tvmbridge.compiler.build import build
 from tvmbridge.inspect.compare.operators import OPERATORS
 from tvmbridge.inspect.compare.trace import Step, TraceBuilder, tensors_in
 from tvmbridge.kernels import register_kernels

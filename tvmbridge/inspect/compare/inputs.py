@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tvmbridge.types import InputDescriptor, InputKind, OutputAlias
+from tvmbridge.core.types import InputDescriptor, InputKind, OutputAlias
 
 
 def title(descriptor: InputDescriptor) -> str:

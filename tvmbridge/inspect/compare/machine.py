@@ -9,17 +9,17 @@ import torch
 import tvm
 from tvm import relax
 
-from tvmbridge.autograd import TrainingCall
-from tvmbridge.build import build
-from tvmbridge.compiled import build_lowered
+from tvmbridge.compiler.build import build
+from tvmbridge.compiler.compiled import build_lowered
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
 from tvmbridge.inspect.compare.evaluate import operator_of
 from tvmbridge.inspect.compare.route import Route
 from tvmbridge.inspect.compare.trace import Step, Trace, TraceBuilder
-from tvmbridge.options import CompileOptions
 from tvmbridge.passes.base import flat_results
 from tvmbridge.pipeline import observed_passes
-from tvmbridge.runtime import LoadedModule
-from tvmbridge.types import PassRecord
+from tvmbridge.runtime.autograd import TrainingCall
 
 
 class CompiledCode:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.inspect.compare.eager import Reference, run_eager
 from tvmbridge.inspect.compare.locate import Finding, Matching
 from tvmbridge.inspect.compare.machine import CompiledCode
@@ -15,7 +16,6 @@ from tvmbridge.inspect.compare.route import Route
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.inspect.compare.verdict import Measure
-from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import AnyPass
 
 

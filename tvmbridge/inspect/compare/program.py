@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from tvmbridge.core.types import NoiseDescriptor
+from tvmbridge.graph_capture.noise import dropout_arguments
 from tvmbridge.inspect.compare.trace import Trace, TraceBuilder, tensors_in, user_source
-from tvmbridge.noise import dropout_arguments
-from tvmbridge.types import NoiseDescriptor
 
 aten = torch.ops.aten
 

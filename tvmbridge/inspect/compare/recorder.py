@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tvmbridge.differentiation.hoist import is_random
+from tvmbridge.graph_capture.hoist import is_random
+from tvmbridge.graph_capture.noise import RRELU_NAME, base_name
 from tvmbridge.inspect.compare.trace import FOREIGN, TraceBuilder, source_line, tensors_in
-from tvmbridge.noise import RRELU_NAME, base_name
 
 aten = torch.ops.aten
 

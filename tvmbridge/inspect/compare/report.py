@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from rich.console import Console
 from rich.table import Table
 
-from tvmbridge.errors import NumericsError
+from tvmbridge.core.errors import NumericsError
 from tvmbridge.inspect.compare.verdict import AGREES, MISTAKE, ROUNDING
 
 _STYLES = {AGREES: "dim", ROUNDING: "green", MISTAKE: "bold red"}

@@ -10,8 +10,12 @@ import torch
 import tvm
 from tvm import relax
 
-from tvmbridge.errors import UnsupportedOperatorError
-from tvmbridge.guarding.surroundings import tracing_here
+from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
+from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.inspect.compare.convention import CallingConvention, draws_of
 from tvmbridge.inspect.compare.eager import Reference
 from tvmbridge.inspect.compare.evaluate import Evaluation, tensors_numbered
@@ -20,12 +24,8 @@ from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Stage, stages_of
 from tvmbridge.inspect.compare.trace import Trace, tensors_in
-from tvmbridge.lowering import lower_module
-from tvmbridge.memory.packing import Packing
-from tvmbridge.options import CompileOptions
 from tvmbridge.passes.relax.lift_packed_weights import LiftPackedWeights
 from tvmbridge.pipeline import AnyPass, observed_passes
-from tvmbridge.types import PassRecord
 
 
 @dataclass

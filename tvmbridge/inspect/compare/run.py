@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.capture import normalize_sample
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.inspect.compare.comparison import STAGES, Comparison
 from tvmbridge.inspect.compare.report import ComparisonReport
 from tvmbridge.inspect.compare.sample import Sample
-from tvmbridge.options import CompileOptions
 from tvmbridge.pipeline import AnyPass
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.libraries import register_caches
-from tvmbridge.tracing.standins import STAND_IN
+from tvmbridge.core.libraries import register_caches
+from tvmbridge.graph_capture.trace.standins import STAND_IN
 
 
 @dataclass

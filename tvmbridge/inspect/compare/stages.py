@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import tvm
 
-from tvmbridge.lowering import LoweredModule
-from tvmbridge.types import PassRecord
+from tvmbridge.compiler.lowering import LoweredModule
+from tvmbridge.core.types import PassRecord
 
 
 @dataclass(frozen=True)

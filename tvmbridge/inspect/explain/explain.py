@@ -11,22 +11,22 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tvmbridge.capture import capture, normalize_sample
-from tvmbridge.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.contents import MISSING
+from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 from tvmbridge.frontend.limits import refuse_what_cannot_run
-from tvmbridge.guarding.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.capture import capture, normalize_sample
+from tvmbridge.graph_capture.noise import find_noise
+from tvmbridge.graph_capture.observe.refusal import first_paragraph, user_line
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.composites import composites_prepared_for
+from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import user_source
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse
-from tvmbridge.lowering import LoweredModule, lower_module
-from tvmbridge.memory.packing import Packing
-from tvmbridge.noise import find_noise
-from tvmbridge.observing.contents import MISSING
-from tvmbridge.observing.refusal import first_paragraph, user_line
-from tvmbridge.options import CompileOptions
-from tvmbridge.tracing.composites import composites_prepared_for
-from tvmbridge.tracing.standins import anything_requires_grad
-from tvmbridge.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 
 
 def explain(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
+from tvmbridge.core.types import TensorSpec, ValueDescriptor
 from tvmbridge.report import residuals_text
-from tvmbridge.types import TensorSpec, ValueDescriptor
 
 _LINES = 3
 

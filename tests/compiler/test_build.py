@@ -1,0 +1,119 @@
+"""Build: targets, and which arguments may lie at any address."""
+
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+
+from __future__ import annotations
+
+import pytest
+import torch
+import tvm
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiler.build import build, resolve_target
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.core.errors import BuildError
+
+
+@I.ir_module
+class Linear:
+    @R.function
+    def forward(
+        x: R.Tensor((2, 2, 8), "float32"),
+        weight: R.Tensor((6, 8), "float32"),
+        bias: R.Tensor((6,), "float32"),
+    ):
+        with R.dataflow():
+            rows = R.reshape(x, (4, 8))
+            transposed = R.permute_dims(weight)
+            product = R.matmul(rows, transposed)
+            total = R.add(product, bias)
+            gv = (total,)
+            R.output(gv)
+        return gv
+
+
+def test_only_what_our_loops_read_must_be_aligned() -> None:
+    built = build(Linear, resolve_target(None), [])
+    assert built.unaligned == {"forward": (True, True, False)}
+    loaded = LoadedModule(built.machine, built.unaligned)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, 8), (6, 8), (6,)]
+    tensors = [
+        torch.randn(1 + torch.Size(s).numel(), generator=generator)[1:].view(s) for s in shapes
+    ]
+    prepared = loaded.prepare("forward", tensors)
+    assert [p is t for p, t in zip(prepared, tensors, strict=True)] == [True, True, False]
+    (result,) = loaded.call("forward", prepared)
+    expected = torch.nn.functional.linear(tensors[0].view(4, 8), *tensors[1:])
+    torch.testing.assert_close(result, expected)
+
+
+def test_what_is_not_contiguous_is_copied_all_the_same() -> None:
+    built = build(Linear, resolve_target(None), [])
+    loaded = LoadedModule(built.machine, built.unaligned)
+    weight = torch.randn(8, 6).t()
+    prepared = loaded.prepare("forward", [torch.randn(2, 2, 8), weight, torch.randn(6)])
+    assert prepared[1].is_contiguous()
+    assert torch.equal(prepared[1], weight)
+
+
+class Folded(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x * 2, torch.ones_like(x), torch.zeros(2), x.new_full((3,), 2.0) + 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_who_writes_into_a_folded_result_writes_into_no_code(training: bool) -> None:
+    module, x = Folded().train(training), torch.randn(3, requires_grad=True)
+    add_tvm_dispatch(module, x)
+    for _ in range(2):
+        results = module(x)
+        for result, expected in zip(results, Folded()(x), strict=True):
+            torch.testing.assert_close(result, expected)
+        for result in results[1:]:
+            result.mul_(3)
+        if training:
+            x.grad = None
+            results[0].sum().backward()
+            assert x.grad.tolist() == [2, 2, 2]
+            x.grad.mul_(5)
+    assert dispatch_report(module).fallbacks == {}
+
+
+@pytest.mark.parametrize("target", ["cuda", {"kind": "rocm", "mcpu": "gfx90a"}, "c"])
+def test_targets_without_support_are_named(target: object) -> None:
+    with pytest.raises(BuildError, match=r"not supported|does not know"):
+        resolve_target(target)
+
+
+def test_tensors_on_another_device_are_refused() -> None:
+    with pytest.raises(BuildError, match="move the module to the CPU"):
+        resolve_target(None, "cuda")
+    with pytest.raises(BuildError, match="does not fit"):
+        resolve_target("llvm", "cuda")
+
+
+def test_llvm_is_this_machine() -> None:
+    assert str(resolve_target("llvm")) == str(resolve_target(None))
+    named = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3"})
+    assert resolve_target(named) is named or str(resolve_target(named)) == str(named)
+
+
+@I.ir_module
+class OnlyCalls:
+    @R.function
+    def forward(x: R.Tensor((4, 4), "float32")):
+        with R.dataflow():
+            product = R.matmul(x, x)
+            gv = (product,)
+            R.output(gv)
+        return gv
+
+
+def test_a_module_of_calls_alone_needs_no_c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    loaded = LoadedModule(build(OnlyCalls, resolve_target(None), []).machine)
+    x = torch.randn(4, 4)
+    torch.testing.assert_close(loaded.call("forward", [x])[0], x @ x)

@@ -1,0 +1,215 @@
+"""What cannot be captured is refused, and the generators stay as they were."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import tvmbridge
+from tvmbridge.core.errors import BridgeError, CaptureError
+
+
+class Masks(nn.Module):
+    """Hides elements that another library's generator chooses, in training."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.source = source
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            if self.source == "random":
+                keep = [random.random() > 0.5 for _ in range(4)]
+            else:
+                keep = (numpy.random.rand(4) > 0.5).tolist()
+            x = x * torch.tensor(keep)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("source", ["random", "numpy.random"])
+def test_draws_of_other_generators_are_refused(source: str) -> None:
+    module, x = Masks(source).train(), torch.randn(2, 4)
+    states = random.getstate(), numpy.random.get_state()[1].tolist()  # type: ignore[call-overload]
+    with pytest.raises(CaptureError, match=f"draws from {source}, which"):
+        tvmbridge.add_tvm_dispatch(module, x)
+    assert states == (random.getstate(), numpy.random.get_state()[1].tolist())  # type: ignore[call-overload]
+    tvmbridge.add_tvm_dispatch(module.eval(), x)
+
+
+class Calls(nn.Module):
+    """Runs a function of itself and the arguments."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.function(self.linear, *args)
+
+
+def _writes_a_parameter(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    linear.weight.data.mul_(0.9)
+    return linear(x)  # type: ignore[no-any-return]
+
+
+def _force(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(linear(x).square().sum(), x)[0]
+
+
+def _backward(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        linear(x).sum().backward()
+    return x
+
+
+def _with_gradients(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return linear(x)  # type: ignore[no-any-return]
+
+
+def _by_transform(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: linear(y).sum())(x)
+
+
+REFUSED: dict[str, Callable[..., torch.Tensor]] = {
+    "writes into the parameter linear.weight; compiled code writes only": _writes_a_parameter,
+    "uses torch.autograd.grad, which.*test_refusal": _force,
+    "uses Tensor.backward, which.*test_refusal": _backward,
+    "turns gradients on where they are off": _with_gradients,
+    "differentiates by torch.func": _by_transform,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_the_reason_is_told_by_name(reason: str) -> None:
+    module = Calls(REFUSED[reason]).eval()
+    weight = module.linear.weight.detach().clone()
+    with pytest.raises(BridgeError, match=reason):
+        tvmbridge.add_tvm_dispatch(module, torch.randn(2, 4))
+    assert "forward" not in module.__dict__
+    assert torch.equal(module.linear.weight, weight)
+
+
+def test_a_tensor_given_twice_is_served_where_it_is_not() -> None:
+    """And a size among the arguments is one."""
+
+    def add(linear: nn.Linear, x: torch.Tensor, y: torch.Tensor, size: Any) -> torch.Tensor:
+        x.add_(1)
+        return (linear(x) + y).view(size)
+
+    plain = Calls(add).eval()
+    module, x = copy.deepcopy(plain), torch.ones(2, 4)
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, (x, x, torch.Size([8])))
+        for twice in (True, False):
+            found = []
+            for called in (module, plain):
+                x = torch.ones(2, 4)
+                y = x if twice else torch.ones(2, 4)
+                found.append([called(x, y, torch.Size([8])), x, y])
+            torch.testing.assert_close(*found)
+    report = tvmbridge.dispatch_report(module)
+    assert report.tvm_calls == sum(report.fallbacks.values()) == 1
+
+
+def test_a_dispatched_module_is_not_scripted() -> None:
+    module = tvmbridge.add_tvm_dispatch(nn.Sequential(nn.Linear(4, 4)).eval(), torch.randn(2, 4))
+    with pytest.raises(BridgeError, match=r"torch\.jit\.script cannot read.*remove_tvm_dispatch"):
+        torch.jit.script(module)
+
+
+class Asks(nn.Module):
+    calls = 0
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        compiled = torch.compiler.is_compiling()
+        if self.does == "counts" and not compiled:
+            self.calls += 1
+        if self.does == "looks" and not compiled:
+            assert (x > 0).all()
+        if self.does == "draws" and not compiled:
+            x = x + torch.rand_like(x)
+        return x * (2 if compiled or self.does != "computes" else 3) * x.sigmoid()
+
+
+def test_what_forward_does_where_it_is_not_compiled_is_refused() -> None:
+    x = torch.rand(3) + 1
+    for does, why in (
+        ("counts", "writes calls"),
+        ("looks", "asks whether it is compiled .*follow"),
+    ):
+        with pytest.raises(CaptureError, match=why):
+            tvmbridge.add_tvm_dispatch(Asks(does), x)
+
+
+@pytest.mark.parametrize("does", ["nothing", "computes", "draws"])
+@pytest.mark.parametrize("joint", ["auto", "aot"])
+def test_the_way_where_forward_is_not_compiled_is_compiled(does: str, joint: str) -> None:
+    own = Asks(does).double()
+    sample = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    module = copy.deepcopy(own)
+    tvmbridge.add_tvm_dispatch(module, sample, options={"joint": joint})
+    results = []
+    for each in (own, module):
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        torch.manual_seed(3)
+        y = each(x)
+        y.sum().backward()
+        results.append((y, x.grad, torch.rand(2)))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=0)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        torch.testing.assert_close(module.eval()(sample), results_of(own.eval(), sample))
+    assert not tvmbridge.dispatch_report(module).fallbacks
+
+
+def results_of(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return module(x)  # type: ignore[no-any-return]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.shapes: list[Any] = []
+
+    def called(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(x.shape)
+        return linear(x)  # type: ignore[no-any-return]
+
+
+def test_a_method_of_an_object_that_takes_notes_is_refused() -> None:
+    recorder = Recorder()
+    with pytest.raises(CaptureError, match="writes function"):
+        tvmbridge.add_tvm_dispatch(Calls(recorder.called), torch.randn(2, 4))
+    assert not recorder.shapes
+
+
+def test_hooks_of_submodules_are_refused_and_not_called() -> None:
+    calls: list[Any] = []
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    handle = module[0].register_forward_hook(lambda *given: calls.append(given))
+    with pytest.raises(CaptureError, match="its submodule 0 has hooks, which compiled code"):
+        tvmbridge.add_tvm_dispatch(module, x)
+    assert not calls
+    handle.remove()
+    tvmbridge.add_tvm_dispatch(module, x)
+    module[0].register_forward_hook(lambda *given: calls.append(given))
+    with torch.no_grad():  # another mode, for which nothing is compiled yet
+        module(x)
+    assert len(calls) == 1
+    assert tvmbridge.dispatch_report(module).fallbacks == {"a submodule has hooks": 1}

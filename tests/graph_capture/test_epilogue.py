@@ -1,0 +1,323 @@
+"""The eager tail: what depends on values that only a call knows, as eager PyTorch computes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from tests.graph_capture.trace.test_opaque_ops import Called
+from tvmbridge import add_tvm_dispatch, dispatch_report, explain
+from tvmbridge.core.errors import BridgeError, CaptureError, UnsupportedOperatorError
+from tvmbridge.core.types import Tail
+from tvmbridge.graph_capture.capture import capture
+from tvmbridge.graph_capture.epilogue import TailWatch
+
+
+class Chosen(nn.Module):
+    """Rows with a positive score, and what is computed from them: as many as there happen to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.score = nn.Linear(6, 1, bias=False)
+        self.outer = nn.Linear(6, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        self.calls += 1
+        hidden = torch.tanh(self.inner(x))
+        rows = hidden[self.score(hidden).squeeze(-1) > 0]
+        return {"rows": self.outer(rows), "sum": rows.sum(0) * self.calls, "all": hidden * 2}
+
+
+def _close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_differ_from_call_to_call_and_gradients_are_those_of_eager_pytorch() -> None:
+    plain = Chosen().double()
+    module = copy.deepcopy(plain)
+    add_tvm_dispatch(module, torch.randn(8, 6, dtype=torch.float64, requires_grad=True))
+    heights = set()
+    for _ in range(4):
+        x = torch.randn(8, 6, dtype=torch.float64)
+        found = []
+        for called in (module, plain):
+            leaf = x.clone().requires_grad_()
+            out = called(leaf)
+            loss = sum(value.square().sum() for value in out.values())
+            assert isinstance(loss, torch.Tensor)
+            called.zero_grad()
+            loss.backward()
+            found.append([out, leaf.grad, [p.grad for p in called.parameters()], called.calls])
+        _close(*found)
+        heights.add(len(found[0][0]["rows"]))
+    assert len(heights) > 1
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+    assert report.specializations[0].eager_functions == {
+        "__getitem__": 1,
+        "linear": 1,
+        "sum": 1,
+        "mul": 1,
+    }
+    assert report.specializations[0].native_operators["aten.tanh.default"] == 1
+    assert "runs eagerly after the compiled code: __getitem__, linear" in str(report)
+    with torch.no_grad():
+        text = str(explain(module, x))
+    assert "runs eagerly after the compiled code: __getitem__" in text
+
+
+def _pairs(x: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.where(x > 0)
+    return x[0, 0] + rows * 10 + columns
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "nonzero": lambda x, i: (x > 0).nonzero()[:, 0] + 1,
+    "nonzero, as a tuple": lambda x, i: torch.nonzero(x > 0, as_tuple=True),
+    "where": lambda x, i: _pairs(x),
+    "argwhere": lambda x, i: torch.argwhere(x.relu()),
+    "masked_select": lambda x, i: torch.masked_select(x * 2, x > 0).mean(),
+    "a mask": lambda x, i: torch.stack([x[x > 0], x[x > 0] + 1]),
+    "unique": lambda x, i: torch.unique(i, return_inverse=True, return_counts=True),
+    "unique_consecutive": lambda x, i: i.unique_consecutive(),
+    "bincount": lambda x, i: torch.bincount(i) / i.numel(),
+    "repeat_interleave": lambda x, i: x.sin().repeat_interleave(i, 0),
+    "one_hot": lambda x, i: functional.one_hot(i).float(),
+    "an index of one number": lambda x, i: x.cos()[i[0] % 3, i[1]] + x[:, -i[2]],
+    "a slice": lambda x, i: x.tanh()[: i[0]],
+    "narrow": lambda x, i: x.exp().narrow(1, i[0], 1),
+    "tensor_split": lambda x, i: torch.tensor_split(x, torch.tensor([1, 2]), 1),
+    "item": lambda x, i: i.sum().item() + 1,
+    "tolist": lambda x, i: (i * 2).tolist(),
+    "equal": lambda x, i: torch.equal(x, x * 1.5),
+    "allclose": lambda x, i: torch.allclose(x, x + 1e-12),
+    "a shape": lambda x, i: i.unique().shape[0] * 2,
+}
+
+
+def test_every_function_gives_what_eager_pytorch_gives() -> None:
+    plain = Called(lambda x, i: {name: f(x, i) for name, f in FUNCTIONS.items()}).eval()
+    module = copy.deepcopy(plain)
+    with torch.no_grad():
+        add_tvm_dispatch(module, (torch.randn(3, 4), torch.tensor([1, 3, 2])))
+        for i in (torch.tensor([1, 3, 2]), torch.tensor([2, 2, 0]), torch.tensor([0, 0, 0])):
+            x = torch.randn(3, 4)
+            ours, theirs = module(x, i), plain(x, i)
+            assert [type(v) for v in ours.values()] == [type(v) for v in theirs.values()]
+            _close(ours, theirs)
+        with pytest.raises(RuntimeError, match="non-negative"):
+            module(x, -i - 1)
+    report = dispatch_report(module)
+    assert report.fallbacks == {}
+    assert report.specializations[0].native_operators["aten.exp.default"] == 1
+
+
+def _over_ranges(x: torch.Tensor, written: bool) -> torch.Tensor:
+    """A sum over dimensions that a range names, as losses of images reckon them."""
+    axes = torch.arange(1, x.dim(), device=x.device)
+    if written:
+        axes[0] = 2
+    return x.sum(torch.arange(x.dim()).tolist()[1:]) + x.sum(axes.tolist())
+
+
+def test_a_list_of_the_numbers_of_a_range_is_known() -> None:
+    plain = Called(lambda x: _over_ranges(x, False)).train()
+    module = copy.deepcopy(plain)
+    add_tvm_dispatch(module, torch.randn(2, 3, 4, requires_grad=True))
+    x = torch.randn(2, 3, 4)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    _close(module(ours), plain(theirs))
+    module(ours).square().sum().backward()
+    plain(theirs).square().sum().backward()
+    _close(ours.grad, theirs.grad)
+    report = dispatch_report(module)
+    assert report.fallbacks == {}
+    assert not report.specializations[0].eager_functions
+
+
+def test_a_range_that_was_written_into_is_not_known() -> None:
+    module = Called(lambda x: _over_ranges(x, True)).eval()
+    with pytest.raises(BridgeError):
+        add_tvm_dispatch(module, torch.randn(2, 3, 4))
+
+
+def test_a_view_whose_place_depends_on_data_is_a_view_of_the_argument() -> None:
+    def forward(x: torch.Tensor, start: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2
+        return x.narrow(0, start, 2), y, y[start]
+
+    module = Called(forward).eval()
+    start, x = torch.tensor(1), torch.zeros(5)
+    with torch.no_grad():
+        add_tvm_dispatch(module, (x, start))
+        for place in (1, 3):
+            mine, y, part = module(x, torch.tensor(place))
+            mine.fill_(place)
+            part.fill_(-1)
+            assert y.tolist().index(-1) == place
+    assert x.tolist() == [0, 1, 1, 3, 3]
+    assert dispatch_report(module).tvm_calls == 2
+
+
+def test_where_only_the_tail_is_differentiated_pytorch_does_it() -> None:
+    module = Called(lambda x: x[x > 0] * 2)
+    x = torch.randn(9).requires_grad_()
+    add_tvm_dispatch(module, x)
+    (gradient,) = torch.autograd.grad(module(x).sum(), x)
+    assert torch.equal(gradient, (x > 0) * 2.0)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.specializations[0].joint) == (1, None)
+
+
+def _branch(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if x.sum().item() > 0 else x
+
+
+def _type(x: torch.Tensor) -> torch.Tensor:
+    chosen = x[x > 0]
+    return chosen if isinstance(chosen, torch.Tensor) else x
+
+
+def _added(x: torch.Tensor) -> torch.Tensor:
+    chosen = x[x > 0]
+    chosen += 1
+    return chosen
+
+
+def _written_later(x: torch.Tensor) -> Any:
+    y = x * 2
+    chosen = y[y > 0]
+    y.add_(1)
+    return chosen, y
+
+
+def _stored(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[0] = x.sum().item()
+    return y
+
+
+def _without_gradient(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        chosen = x[x > 0]
+    return x.sum() + chosen
+
+
+def _long(x: torch.Tensor) -> torch.Tensor:
+    chosen = x[x > 0]
+    for _ in range(100):
+        chosen = chosen + 1
+    return chosen
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x[x[:, 0] > 0] @ x.t()
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a branch": (_branch, "data-dependent value decides .what gt returned.*in _branch"),
+    "the type": (_type, "asks for the type of .*what __getitem__ returned"),
+    "an augmented assignment": (_added, "in place"),
+    "a method in place": (lambda x: x[x > 0].add_(1), "calls add_ .*in place"),
+    "a write before the tail": (_written_later, "has read"),
+    "a number put into a tensor": (_stored, "__setitem__.*in place"),
+    "dropout": (lambda x: functional.dropout(x[x > 0]), "random"),
+    "another gradient mode": (_without_gradient, "gradient mode"),
+    "much": (_long, "more than 64"),
+    "autocast": (_autocast, "autocast"),
+    "a loop": (lambda x: sum(row for row in x[x > 0]), "loops over"),
+    "a number": (lambda x: x * len(x[x > 0]), "Python number"),
+    "a size": (lambda x: torch.zeros(x.long().unique().shape[0]), "asks for the type"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_tail_cannot_repeat_is_refused_by_name(name: str) -> None:
+    forward, reason = REFUSED[name]
+    with pytest.raises((CaptureError, UnsupportedOperatorError), match=f"(?s){reason}"):
+        capture(Called(forward), torch.randn(4, 4).requires_grad_(), needs_grad=True)
+
+
+class Normed(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, var = self.running_mean, self.running_var
+        return functional.batch_norm(x[x[:, 0] > 0], mean, var, training=True)
+
+
+def test_statistics_that_the_tail_would_move_are_refused_and_stay() -> None:
+    module = Normed(3)
+    with torch.no_grad(), pytest.raises(BridgeError, match="writes into a tensor"):
+        add_tvm_dispatch(module, torch.ones(4, 3))
+    assert torch.equal(module.running_mean, torch.zeros(3))
+
+
+def test_draws_that_no_name_tells_are_seen() -> None:
+    module = Called(lambda x: functional.fractional_max_pool2d(x[x > 0].expand(1, 3, 3), 1, 1))
+    with torch.no_grad(), pytest.raises(BridgeError, match="random numbers"):
+        add_tvm_dispatch(module.eval(), torch.tensor([-1.0, 2.0]))
+
+
+def test_constants_stay_python_numbers() -> None:
+    watch = TailWatch(lambda x: x * torch.tensor(3).item(), differentiated=False)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        watch(torch.randn(2))
+    assert watch.tail is None
+
+
+class Cache:
+    """A container that takes tensors alone for its content, as older caches of transformers do."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self.keys, self.values = keys, values
+
+
+def _flatten_cache(cache: Cache) -> tuple[list[Any], Any]:
+    held = {n: isinstance(v, torch.Tensor) or v for n, v in vars(cache).items()}
+    return [v for v in vars(cache).values() if isinstance(v, torch.Tensor)], held
+
+
+def _unflatten_cache(tensors: Any, held: Any) -> Cache:
+    given = iter(tensors)
+    return Cache(*(next(given) if value is True else value for value in held.values()))
+
+
+pytree.register_pytree_node(Cache, _flatten_cache, _unflatten_cache)
+
+
+class Caches(nn.Module):
+    def __init__(self, part: bool) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, Any]:
+        rows = x[x[:, 0] > 0]
+        return rows * 2, Cache(x + 1, rows if self.part else x * 3)
+
+
+def test_containers_of_tensors_beside_what_the_tail_makes() -> None:
+    ours, x = add_tvm_dispatch(Caches(part=False), torch.randn(5, 3)), torch.randn(5, 3)
+    rows, cache = ours(x)
+    _close([rows, cache.keys, cache.values], [x[x[:, 0] > 0] * 2, x + 1, x * 3])
+    assert dispatch_report(ours).tvm_calls == 1
+
+
+def test_containers_of_tensors_with_a_part_that_the_tail_makes_are_refused() -> None:
+    with pytest.raises(BridgeError, match="the type of a data-dependent value"):
+        add_tvm_dispatch(Caches(part=True), torch.randn(5, 3))
+
+
+def test_a_tail_marks_its_results_among_the_others() -> None:
+    watch = TailWatch(lambda x: [x, x.item(), x + 1, (x * 2).item()], differentiated=False)
+    flat, read = watch(torch.tensor(4))
+    assert isinstance(watch.tail, Tail)
+    assert watch.tail.resolve([*flat, *read]) == [4, 4, 5, 8]

@@ -1,0 +1,122 @@
+"""Random operators draw eager PyTorch's numbers, and leave its generator in the same state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dispatch_helpers import assert_same_step, eager, sample
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.kernels.choice import faster_with_onednn
+
+F = nn.functional
+
+
+class Applied(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, self.training)
+
+
+RANDOM: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
+    "dropout": lambda x, t: F.dropout(x, 0.3, t),
+    "dropout twice": lambda x, t: F.dropout(x, 0.3, t) + F.dropout(x, 0.6, t),
+    "dropout of nothing": lambda x, t: F.dropout(x, 0.0, t) * 2,
+    "dropout of all": lambda x, t: F.dropout(x, 1.0, t) + x,
+    "dropout of a transpose": lambda x, t: F.dropout(x.transpose(0, 2), 0.3, t),
+    "dropout in place": lambda x, t: F.dropout(x * 2, 0.3, t, inplace=True),
+    "dropout1d": lambda x, t: F.dropout1d(x, 0.4, t),
+    "dropout2d": lambda x, t: F.dropout2d(x[:, :, None], 0.4, t),
+    "dropout3d": lambda x, t: F.dropout3d(x[:, :, None, None], 0.4, t),
+    "alpha dropout": lambda x, t: F.alpha_dropout(x, 0.4, t),
+    "feature alpha dropout": lambda x, t: F.feature_alpha_dropout(x, 0.4, t),
+    "rand_like": lambda x, t: x * torch.rand_like(x),
+    "randn of a shape": lambda x, t: x + torch.randn(x.shape, dtype=x.dtype),
+    "randint": lambda x, t: x * torch.randint(0, 9, x.shape),
+    "randperm": lambda x, t: x[torch.randperm(x.shape[0])] * 2,
+    "uniform_": lambda x, t: x + torch.empty_like(x).uniform_(-2, 3),
+    "normal_": lambda x, t: x + torch.empty_like(x).normal_(1, 3),
+    "bernoulli_": lambda x, t: x * torch.empty_like(x).bernoulli_(0.3),
+    "exponential_": lambda x, t: x + torch.empty_like(x).exponential_(2.0),
+    "attention dropout": lambda x, t: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2 * t),
+    "causal attention dropout": lambda x, t: F.scaled_dot_product_attention(
+        x, x, x, dropout_p=0.2 * t, is_causal=True
+    ),
+    "mixed": lambda x, t: F.dropout(x * torch.rand_like(x), 0.2, t) + torch.randn_like(x),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_draws_equal_eager(kind: str) -> None:
+    module = add_tvm_dispatch(Applied(RANDOM[kind]).train(), sample(3, 4, 5).requires_grad_())
+    assert_same_step(module, eager(module), sample(3, 4, 5))
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1, report.fallbacks
+    module.eval()
+    assert_same_step(module, eager(module), sample(3, 4, 5))
+
+
+def test_a_draw_that_nothing_reads_moves_the_generator() -> None:
+    def unread(x: torch.Tensor, t: bool) -> torch.Tensor:
+        torch.rand_like(x)
+        return x + torch.rand_like(x)
+
+    module = add_tvm_dispatch(Applied(unread).eval(), sample(3, 4))
+    found = []
+    for each in (module, eager(module)):
+        torch.manual_seed(1)
+        found.append([each(sample(3, 4)), torch.get_rng_state()])
+    torch.testing.assert_close(*found)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+def test_masks_are_one_byte_an_element() -> None:
+    module = add_tvm_dispatch(nn.Dropout(0.5).train(), sample().requires_grad_())
+    ((_, variant),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
+    (noise,) = variant.compiled.captured.noise
+    assert noise.spec.dtype is torch.bool
+    assert variant.compiled.residual_bytes == sample().numel()
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.rand_like(gradient)
+
+
+def test_draws_of_backward_are_not_made_in_forward() -> None:
+    module = Applied(lambda x, t: DrawsInBackward.apply(x)).train()
+    with pytest.raises(UnsupportedOperatorError, match="backward draws random numbers"):
+        add_tvm_dispatch(module, sample(3, 4).requires_grad_())
+
+
+class Products(nn.Module):
+    """Products whose kernels are measured while they are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(24, 48), nn.Linear(24, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q(x) * self.k(x)
+
+
+def test_compilation_draws_nothing() -> None:
+    faster_with_onednn.cache_clear()
+    module, x = Products().train(), torch.randn(40, 24)
+    before = torch.get_rng_state()
+    add_tvm_dispatch(module, x)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert faster_with_onednn.cache_info().misses

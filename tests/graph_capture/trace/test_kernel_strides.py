@@ -1,0 +1,100 @@
+"""Strides of results of fake tensors are those that PyTorch's kernels give."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional
+
+from tests.graph_capture.trace.test_opaque_ops import Called
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "batch norm in training": lambda x: functional.batch_norm(x, None, None, training=True),
+    "batch norm": lambda x: functional.batch_norm(
+        x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+    ),
+    "copysign": lambda x: torch.copysign(x, -2.0),
+    "floor division": lambda x: x // 2.0,
+    "rounded division": lambda x: torch.div(x, 2.0, rounding_mode="trunc"),
+    "product": lambda x: x * 2.0,
+    "channels shuffled": lambda x: functional.channel_shuffle(x, 2),
+    "reflected": lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "replicated": lambda x: functional.pad(x, (1, 1, 1, 1), mode="replicate"),
+    "logical": lambda x: torch.logical_xor(x[:1], x),
+    "logarithm of exponentials": lambda x: torch.logaddexp(x, x[:1]),
+    "unpooled": lambda x: functional.max_unpool2d(
+        *functional.max_pool2d(x, 2, return_indices=True), 2
+    ),
+    "relu": functional.relu,
+    "relu6": functional.relu6,
+    "hardswish": functional.hardswish,
+    "number less": lambda x: 1.0 - x,
+    "square": lambda x: x**2,
+    "sum of two": lambda x: x + x.clone(),
+    "bounded by a tensor": lambda x: x.clamp(None, x.clone()),
+    "copy": lambda x: x.clone(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_strides_are_those_of_the_kernels(name: str) -> None:
+    base = torch.randn(4, 4, 4, 4).add(2)
+    orders = [(0, 1, 2, 3), (0, 3, 1, 2), (3, 1, 2, 0), (1, 0, 2, 3)]
+    for x in [base.permute(order) for order in orders] + [base[0].transpose(0, 2)]:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
+            fake = FUNCTIONS[name](mode.from_tensor(x))
+        assert fake.stride() == FUNCTIONS[name](x).stride()
+
+
+# They refuse images of one pixel, or of one channel.
+LARGER = {"channels shuffled", "reflected", "unpooled"}
+
+
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - LARGER))
+@pytest.mark.parametrize("shape", [(2, 8, 1, 1), (2, 1, 4, 4), (1, 8, 1, 1)])
+def test_strides_that_fit_both_formats(name: str, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape).add(2).to(memory_format=torch.channels_last)
+    x = torch.cat([x, x])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
+        fake = FUNCTIONS[name](mode.from_tensor(x))
+    assert fake.stride() == FUNCTIONS[name](x).stride()
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.ReLU()])
+def test_a_pooled_pixel_is_spread_as_in_eager(norm: nn.Module) -> None:
+    spread = nn.Upsample(scale_factor=4, mode="bilinear")
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(3, 4, 1), norm, spread, nn.ReLU())
+    reference = copy.deepcopy(model)
+    x = torch.randn(2, 3, 6, 6).to(memory_format=torch.channels_last)
+    add_tvm_dispatch(model, x)
+    result, expected = model(x), reference(x)
+    torch.testing.assert_close(result, expected)
+    assert result.stride() == expected.stride()
+
+
+def test_forward_is_told_the_strides_of_the_kernels() -> None:
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        shuffled = FUNCTIONS["channels shuffled"](x.contiguous(memory_format=torch.channels_last))
+        normed = FUNCTIONS["batch norm in training"](x[0].mT * 1)
+        return [x * shuffled.is_contiguous() + 1, x * normed.stride(1)]
+
+    x = torch.randn(2, 4, 4, 4)
+    ours = add_tvm_dispatch(Called(forward), x)
+    torch.testing.assert_close(ours(x), forward(x))
+    assert not dispatch_report(ours).fallbacks
+
+
+def test_shapes_that_depend_on_values_are_left_as_they_are() -> None:
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, strides_of_kernels():
+        rows = torch.nonzero(mode.from_tensor(torch.ones(4)))
+        assert isinstance((rows + rows).shape[0], torch.SymInt)

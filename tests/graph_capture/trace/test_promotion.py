@@ -1,0 +1,103 @@
+"""Operands of several dtypes: results have the dtypes that PyTorch's kernels give them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tvmbridge
+from tests.frontend.helpers import Function, assert_like_eager
+from tvmbridge.graph_capture.trace.promotion import kernel_dtypes
+
+X, TARGET = torch.linspace(-3, 3, 12).reshape(3, 4), torch.ones(3, 4, dtype=torch.float64)
+aten = torch.ops.aten
+
+
+def test_losses_keep_the_dtype_of_the_input() -> None:
+    """PyTorch's trace promotes them; so do its decompositions, those of scatters too."""
+
+    def losses(x: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            functional.huber_loss(x, target),
+            functional.binary_cross_entropy_with_logits(x, target),
+            functional.binary_cross_entropy_with_logits(target, x, reduction="none"),
+            functional.huber_loss(x, target, reduction="none", delta=0.5),
+            functional.soft_margin_loss(x, target, reduction="sum"),
+            x.select_scatter(target[0], 0, 1),
+        ]
+
+    assert_like_eager(losses, X, TARGET)
+    assert_like_eager(losses, X.bfloat16(), TARGET.float())
+
+
+def test_draws_keep_the_dtype_of_the_mean() -> None:
+    """The numbers are those of eager PyTorch."""
+
+    def draw(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return torch.normal(x, target)
+
+    assert draw(X, TARGET).dtype is torch.float32
+    module = Function(lambda x, target: torch.normal(x, std=target)).eval()
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, (X, TARGET))
+        torch.manual_seed(0)
+        torch.testing.assert_close(module(X, TARGET), draw(X, TARGET))
+        assert_like_eager(
+            lambda x, n: torch.normal(x, n) * 0, X.bfloat16(), torch.ones(3, 4, dtype=torch.int32)
+        )
+    assert tvmbridge.dispatch_report(module).tvm_calls == 1
+
+
+def test_half_precision_overflows_where_eager_does() -> None:
+    """Eager rounds between the parts of the first, and not between those of the second."""
+
+    def results(x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        each = functional.mse_loss(x / 3, target, reduction="none")
+        return functional.soft_margin_loss(x, target), each, torch.xlogy(target, 1e10), 1e10**target
+
+    large, target = torch.tensor([-20.0, 2.0]).half(), torch.ones(2).half()
+    assert torch.isinf(functional.soft_margin_loss(large, target))
+    assert_like_eager(results, large, target)
+
+
+def test_a_kernel_with_another_dtype_than_the_trace_is_refused() -> None:
+    """What is reached past the functions that are known is refused by name."""
+    module = Function(lambda x, y: torch._C._nn.huber_loss(x, y, 0, 1.0) + 1).eval()
+    with torch.no_grad(), pytest.raises(tvmbridge.BridgeError, match=r"float(32|64)"):
+        tvmbridge.add_tvm_dispatch(module, (X, TARGET))
+
+
+def test_kernels_are_asked_only_where_they_promote() -> None:
+    """The answer is None for one dtype, and for a draw, which would move the generator."""
+    half = X.half()
+    assert kernel_dtypes(aten.mul.Tensor, (X, X), {}) is None
+    assert kernel_dtypes(aten.where.self, (X > 0, X, X), {}) is None
+    assert kernel_dtypes(aten.mul.Tensor, (half, TARGET), {}) == [torch.float64]
+    assert kernel_dtypes(aten.huber_loss.default, (half, X), {}) == [torch.float16]
+    state = torch.get_rng_state()
+    assert kernel_dtypes(aten.normal.Tensor_Tensor, (half, X.abs()), {}) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_numbers_between_integers_are_truncated_as_in_eager() -> None:
+    """How the numbers are rounded shows where they are made integers."""
+    assert_like_eager(
+        lambda x: (
+            x + torch.linspace(4.3, 1, 50, dtype=torch.int64),
+            x + torch.linspace(0, 7, 50, dtype=torch.int64),
+            torch.linspace(x[0], 7, 50, dtype=torch.int64),
+        ),
+        torch.zeros(50, dtype=torch.int64),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_kernels_that_take_indices_for_dense_are_asked_on_dense_ones(dtype: torch.dtype) -> None:
+    pooled = torch.randn(8, 6, 6, 6).to(dtype)
+    x = torch.randn(8, 12, 12, 12).to(dtype)
+    places = torch.empty(pooled.shape, dtype=torch.int64, device="meta")
+    op = torch.ops.aten.adaptive_max_pool3d_backward.default
+    for _ in range(20):
+        assert kernel_dtypes(op, (pooled, x, places), {}) == [dtype]

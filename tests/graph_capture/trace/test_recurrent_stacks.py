@@ -1,0 +1,185 @@
+"""Recurrent layers without a gradient: eager PyTorch's results, bit by bit, in one operator."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.recurrent import RecurrentLayersKeptWhole
+
+KINDS: dict[str, Any] = {
+    "lstm": nn.LSTM,
+    "gru": nn.GRU,
+    "rnn_tanh": nn.RNN,
+    "rnn_relu": partial(nn.RNN, nonlinearity="relu"),
+}
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"bias": False, "batch_first": True},
+    {"num_layers": 2, "bidirectional": True, "batch_first": True, "dropout": 0.4},
+    {"proj_size": 3, "num_layers": 2, "dropout": 0.4},
+]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+STEPS, BATCH, FEATURES, SIZE = 4, 3, 5, 8
+
+
+def _forms(kind: str) -> list[dict[str, Any]]:
+    return [form for form in FORMS if kind == "lstm" or "proj_size" not in form]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _assert_the_same(ours: Any, eager: Any) -> None:
+    """Equal to the last bit, in dtypes and strides too, and in memory of their own."""
+    found, expected = pytree.tree_leaves(ours), pytree.tree_leaves(eager)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+    storages = {t.untyped_storage().data_ptr() for t in found if t.numel()}
+    assert len(storages) == sum(bool(t.numel()) for t in found)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stacks_are_those_of_eager_pytorch(kind: str, train: bool, autocast: bool) -> None:
+    for form in _forms(kind):
+        for dtype in DTYPES:
+            torch.manual_seed(0)
+            module = KINDS[kind](FEATURES, SIZE, **form).to(dtype).train(train)
+            x = torch.randn(STEPS, BATCH, FEATURES, dtype=dtype)
+            for given in (x, x[:, :1], x[0]):
+                results = []
+                for mode in (RecurrentLayersKeptWhole(), nullcontext()):
+                    torch.manual_seed(1)
+                    with torch.no_grad(), torch.autocast("cpu", enabled=autocast), mode:
+                        results.append((module(given), torch.random.get_rng_state()))
+                ours, eager = results
+                if train and "dropout" in form:
+                    # Layer by layer: another order in memory, and another rounding.
+                    bounds = {} if dtype.itemsize > 2 else {"rtol": 2e-2, "atol": 2e-2}
+                    torch.testing.assert_close(ours[0], eager[0], **bounds)
+                else:
+                    _assert_the_same(ours[0], eager[0])
+                assert torch.equal(ours[1], eager[1])
+
+
+def _arguments(kind: str, form: dict[str, Any], autocast: torch.dtype | None) -> list[Any]:
+    module = KINDS[kind](FEATURES, SIZE, **form).requires_grad_(False)
+    rows = module.num_layers * (2 if module.bidirectional else 1)
+    sizes = (module.proj_size or SIZE, SIZE)[: 2 if kind == "lstm" else 1]
+    batch = STEPS if module.batch_first else BATCH
+    states = [torch.randn(rows, batch, size) for size in sizes]
+    x = torch.randn(STEPS, BATCH, FEATURES)
+    flags = (module.bias, module.num_layers, module.bidirectional, module.batch_first)
+    return [x, states, list(module.parameters()), *flags, False, autocast]
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_are_foretold(kind: str, autocast: torch.dtype | None) -> None:
+    operator = getattr(torch.ops.tvmbridge, f"{kind}_stack").default
+    for form in _forms(kind):
+        args = _arguments(kind, form, autocast)
+        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_gradient_is_refused() -> None:
+    args = _arguments("gru", {}, None)
+    output = torch.ops.tvmbridge.gru_stack(args[0].requires_grad_(), *args[1:])[0]
+    with pytest.raises(UnsupportedOperatorError, match="without a gradient"):
+        output.sum().backward()
+
+
+class _Chain(nn.Module):
+    """Layers of all kinds over many steps, one of them under autocast, one with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, 4, 2, bidirectional=True, batch_first=True)
+        self.projected = nn.LSTM(8, 4, proj_size=3, batch_first=True)
+        self.gru = nn.GRU(3, 3, 3, dropout=0.4, batch_first=True)
+        self.rnn = nn.RNN(3, 3, batch_first=True)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> Any:
+        outputs, states = self.lstm(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            halves = self.projected(outputs.contiguous())[0]
+        return outputs, states, halves, self.rnn(self.gru(halves.float(), h)[0])
+
+
+def test_long_sequences_run_like_eager_in_a_call_a_stack() -> None:
+    torch.manual_seed(0)
+    module, args = _Chain().requires_grad_(False), (torch.randn(2, 200, 5), torch.randn(3, 2, 3))
+    other = copy.deepcopy(module)
+    add_tvm_dispatch(module, args)
+    results = []
+    for called in (module, other):
+        torch.manual_seed(1)
+        results.append((called(*args), torch.random.get_rng_state()))
+    torch.testing.assert_close(*results)
+    for ours, eager in zip(results[0][0][:3], results[1][0][:3], strict=True):
+        _assert_the_same(ours, eager)
+    report = dispatch_report(module)
+    assert report.tvm_calls == 1
+    calls = [name for name in report.aten_calls if name.startswith("tvmbridge.")]
+    assert calls == [f"tvmbridge.{kind}_stack.default" for kind in ("gru", "lstm", "rnn_tanh")]
+    assert sum(report.specializations[0].native_operators.values()) < 40
+
+
+class _Autocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            output: torch.Tensor = self.gru(x)[0]
+            return output
+
+
+def test_training_under_autocast_rounds_as_in_eager() -> None:
+    torch.manual_seed(0)
+    module, x = _Autocast(), torch.randn(1, 2, 4)
+    other = copy.deepcopy(module)
+    add_tvm_dispatch(module, x)
+    results = []
+    for trained in (module, other):
+        output = trained(x)
+        output.square().sum().backward()
+        results.append((output, [p.grad for p in trained.parameters()]))
+    assert dispatch_report(module).tvm_calls == 1
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
+
+
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2])
+        state: torch.Tensor = self.gru(packed)[1]
+        return state
+
+
+def test_packing_is_refused_by_name() -> None:
+    with pytest.raises(BridgeError, match="packs a padded sequence"):
+        add_tvm_dispatch(_Packed(), torch.randn(3, 2, 4))

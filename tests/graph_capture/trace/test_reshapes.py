@@ -1,0 +1,100 @@
+"""Views of tensors that lie in eager PyTorch otherwise than in the parts of an operator."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.core.errors import CaptureError
+
+
+class Heads(nn.Module):
+    """Self-attention whose result is viewed: it lies as the query, in the order of the rows."""
+
+    def __init__(self, *, is_causal: bool = True, in_place: bool = False) -> None:
+        super().__init__()
+        self.rows = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+        self.is_causal, self.in_place = is_causal, in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [t.view(*x.shape[:2], 2, 8).transpose(1, 2) for t in self.rows(x).split(16, dim=2)]
+        mixed = scaled_dot_product_attention(*heads, is_causal=self.is_causal)
+        mixed = mixed.transpose(1, 2).contiguous().view(x.shape)
+        if self.in_place:
+            mixed = mixed.clone().view(-1, 16)
+            mixed[0] *= 2
+            mixed.view(-1)[3:5].add_(1)
+            mixed = mixed.view(x.shape)
+        result: torch.Tensor = self.out(mixed)
+        return result
+
+
+class WrittenThroughView(nn.Module):
+    """A write through a view must reach what it is a view of."""
+
+    def forward(self, x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 3
+        y.view(-1)[2:4] = 0.0
+        mixed = scaled_dot_product_attention(q, q, q)
+        return y * 2, mixed.transpose(1, 2).view(2, -1)
+
+
+class WrittenAttention(nn.Module):
+    """The parts of attention lie otherwise than its kernel's result, which is written here."""
+
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        mixed = scaled_dot_product_attention(q, q, q)
+        mixed.transpose(1, 2).view(-1)[2:4] = 0.0
+        return mixed * 2
+
+
+MODULES = {
+    "causal": Heads(),
+    "open": Heads(is_causal=False),
+    "written": Heads(in_place=True),
+    "encoder": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+    "rows first": nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0),
+    "decoder": nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_results_of_attention_are_viewed(name: str, training: bool) -> None:
+    torch.manual_seed(0)
+    module = copy.deepcopy(MODULES[name]).double().train(training)
+    ours = copy.deepcopy(module)
+    sample = [torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)]
+    sample *= 2 if name == "decoder" else 1
+    add_tvm_dispatch(ours, tuple(sample))
+    results = []
+    for m in (ours, module):
+        result = m(*sample)
+        wanted = [*m.parameters(), sample[0]]
+        results.append((result, *torch.autograd.grad(result.square().sum(), wanted)))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+    assert dispatch_report(ours).fallbacks == {}
+
+
+def test_a_write_through_a_view_is_not_lost() -> None:
+    module = WrittenThroughView()
+    sample = (torch.randn(4, 3, requires_grad=True), _rows_first())
+    ours = add_tvm_dispatch(copy.deepcopy(module), sample)
+    torch.testing.assert_close(ours(*sample), module(*sample))
+    assert dispatch_report(ours).fallbacks == {}
+
+
+def test_a_write_that_would_be_lost_is_refused() -> None:
+    with pytest.raises(CaptureError, match="Cannot view"):
+        add_tvm_dispatch(WrittenAttention(), _rows_first())
+
+
+def _rows_first() -> torch.Tensor:
+    """Queries of two heads as a projection makes them."""
+    return torch.randn(2, 6, 16, requires_grad=True).view(2, 6, 2, 8).transpose(1, 2)

@@ -1,0 +1,311 @@
+"""What requires a gradient at a call: code for each choice, compiled at the first call with it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dispatch_helpers import eager, make_block, sample
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.runtime import entry_compiler as compiler
+
+DROPPED = "code for this requires_grad of inputs and parameters was dropped"
+
+
+class Joined(nn.Module):
+    """Two inputs, one weight under two names, and one that is read where nothing is recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.double()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            shift = (y * self.scale).mean()
+        return torch.tanh(self.first(x)) * self.second(y) + shift * self.scale
+
+
+def _inputs(*learn: bool) -> list[torch.Tensor]:
+    return [sample(3, 4).add(i).requires_grad_(g) for i, g in enumerate(learn)]
+
+
+def _assert_same(ours: nn.Module, plain: nn.Module, *learn: bool, leaf: bool = True) -> None:
+    """Outputs and gradients are those of ``plain``, and None in the same places."""
+    results = []
+    for module in (ours, plain):
+        module.zero_grad()
+        inputs = _inputs(*learn)
+        given = inputs if leaf else [x * 1 for x in inputs]
+        output = module(*given)
+        if output.requires_grad:
+            output.square().sum().backward()
+        found = {name: p.grad for name, p in module.named_parameters()}
+        found |= {f"input {i}": x.grad for i, x in enumerate(inputs)}
+        results.append((output.detach(), output.requires_grad, found))
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+
+
+PARTS: dict[str, Callable[[Joined], list[torch.Tensor]]] = {
+    "nothing": lambda m: [],
+    "all": lambda m: list(m.parameters()),
+    "the tied weight": lambda m: [m.first.weight],
+    "what is read without recording": lambda m: [m.scale],
+}
+
+
+def test_every_choice_of_inputs_and_parameters(compilations: list[str]) -> None:
+    plain = Joined().train()
+    ours = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
+    # From one to the next what is frozen changes, mostly alone.
+    choices = list(itertools.product((False, True), (False, True), PARTS.values()))
+    for _ in range(2):
+        for leaf, (x, y, frozen) in zip(itertools.cycle((True, False)), choices, strict=False):
+            for each in (ours, plain):
+                each.requires_grad_(True)
+                for parameter in frozen(each):
+                    parameter.requires_grad_(False)
+            _assert_same(ours, plain, x, y, leaf=leaf)
+        assert len(compilations) == len(choices) == 16
+    report = dispatch_report(ours)
+    assert (report.tvm_calls, report.fallbacks, report.dropped) == (32, {}, 0)
+
+
+def test_without_recording_it_does_not_matter(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(Joined().eval(), tuple(_inputs(False, False)))
+    plain = eager(module)
+    for learns in (True, False, True):
+        module.requires_grad_(learns)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                x = _inputs(learns, False)
+                torch.testing.assert_close(module(*x), plain(*x))
+    assert len(compilations) == 1
+    assert dispatch_report(module).tvm_calls == 6
+
+
+def test_of_too_many_calls_compile_none(compilations: list[str]) -> None:
+    plain = Joined().train()
+    module = Joined().train()
+    add_tvm_dispatch(module, tuple(_inputs(False, False)), options={"max_specializations": 2})
+    for _ in range(3):
+        for choice in ((False, False), (True, False), (True, True), (False, True)):
+            _assert_same(module, plain, *choice)
+    report = dispatch_report(module)
+    assert (len(compilations), report.tvm_calls, report.dropped) == (2, 6, 0)
+    ((reason, count),) = report.fallbacks.items()
+    assert (reason.startswith("there is code for max_specializations"), count) == (True, 6)
+
+
+def test_of_too_many_the_one_used_longest_ago_is_dropped_for_good(compilations: list[str]) -> None:
+    plain = Joined().train()
+    module = Joined().train()
+    add_tvm_dispatch(module, tuple(_inputs(False, False)), options={"max_specializations": 2})
+    for choice in ((False, False), (True, False), (False, False)):
+        _assert_same(module, plain, *choice)
+    add_tvm_dispatch(module, tuple(_inputs(True, True)))
+    report = dispatch_report(module)
+    assert (len(compilations), len(report.specializations), report.dropped) == (3, 2, 1)
+    for _ in range(3):
+        _assert_same(module, plain, False, False)
+        _assert_same(module, plain, True, True)
+        _assert_same(module, plain, True, False)
+    report = dispatch_report(module)
+    # Calls that dropped code has served are not counted.
+    assert (len(compilations), report.tvm_calls) == (3, 8)
+    ((reason, count),) = report.fallbacks.items()
+    assert (reason.startswith(DROPPED), count) == (True, 3)
+    add_tvm_dispatch(module, tuple(_inputs(True, False)))
+    _assert_same(module, plain, True, False)
+    report = dispatch_report(module)
+    assert (len(compilations), len(report.specializations), report.dropped) == (4, 2, 2)
+    assert sum(report.fallbacks.values()) == 3
+
+
+def test_what_cannot_be_compiled_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Joined().train()
+    module = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
+    tried = []
+
+    def failing(*_: object, **__: object) -> None:
+        tried.append(1)
+        raise MemoryError("there is none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "compile_module", failing)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                _assert_same(module, plain, True, False)
+                _assert_same(module, plain, False, False)
+    warnings = [r for r in caplog.records if r.name.startswith("tvmbridge")]
+    assert (len(tried), len(warnings)) == (1, 1)
+    _assert_same(module, plain, True, False)
+    report = dispatch_report(module)
+    assert report.tvm_calls == 3
+    assert report.fallbacks == {"train with gradients: there is none": 4}
+    # It says nothing of others, and one may ask for it by name.
+    _assert_same(module, plain, True, True)
+    add_tvm_dispatch(module, tuple(_inputs(True, False)))
+    _assert_same(module, plain, True, False)
+    assert dispatch_report(module).tvm_calls == 5
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.factor = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor  # type: ignore[no-any-return]
+
+
+def test_other_changes_of_the_module_remain_fallbacks(compilations: list[str]) -> None:
+    module = Scaled().train()
+    add_tvm_dispatch(module, sample(3, 4))
+    plain = eager(module)
+    assert isinstance(plain, Scaled)
+    for each in (module, plain):
+        each.factor = 3.0
+    _assert_same(module, plain, True)
+    assert len(compilations) == 1
+    assert len(dispatch_report(module).fallbacks) == 1
+    # Compiled beside the first, each for its factor; what learns is chosen among the right ones.
+    add_tvm_dispatch(module, sample(3, 4))
+    for factor in (3.0, 2.0, 3.0, 2.0):
+        for each in (module, plain):
+            each.factor = factor
+        for learns in (True, False):
+            _assert_same(module, plain, learns)
+    assert len(compilations) == 4
+    assert (dispatch_report(module).tvm_calls, len(dispatch_report(module).fallbacks)) == (8, 1)
+
+
+def test_a_tensor_that_can_have_no_gradient_is_tried_once(compilations: list[str]) -> None:
+    module = Scaled().train()
+    module.factor = torch.ones(4, dtype=torch.float64)  # type: ignore[assignment]
+    add_tvm_dispatch(module, sample(3, 4))
+    module.factor.requires_grad_()  # type: ignore[attr-defined]
+    for _ in range(3):
+        _assert_same(module, eager(module), True)
+    assert len(compilations) == 2
+    ((reason, count),) = dispatch_report(module).fallbacks.items()
+    assert ("is neither a parameter nor an input" in reason, count) == (True, 3)
+
+
+def test_threads_that_ask_for_the_same_and_for_others(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
+    plain, failures = eager(module), []
+
+    def serve(number: int) -> None:
+        try:
+            for i in range(20):
+                learn = bool(i + number & 1), bool(i + number & 2)
+                results = []
+                for called in (module, plain):
+                    x = _inputs(*learn)
+                    wanted = [*called.parameters(), *(t for t in x if t.requires_grad)]
+                    out = called(*x)
+                    results.append([out, *torch.autograd.grad(out.square().sum(), wanted)])
+                torch.testing.assert_close(*results, rtol=1e-11, atol=1e-12)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(compilations) == 4
+    assert (dispatch_report(module).tvm_calls, dispatch_report(module).fallbacks) == (80, {})
+
+
+def test_a_copy_has_the_code_and_compiles_for_itself(compilations: list[str]) -> None:
+    plain = Joined().train()
+    module = add_tvm_dispatch(Joined().train(), tuple(_inputs(False, False)))
+    _assert_same(module, plain, True, False)
+    duplicate = copy.deepcopy(module)
+    for choice in ((False, False), (True, False)):
+        _assert_same(duplicate, plain, *choice)
+    assert len(compilations) == 2
+    duplicate.requires_grad_(False)
+    _assert_same(duplicate, eager(duplicate), True, True)
+    assert len(compilations) == 3
+    assert [dispatch_report(m).tvm_calls for m in (module, duplicate)] == [1, 3]
+    assert len(dispatch_report(module).specializations) == 2
+
+
+def test_each_choice_is_checked() -> None:
+    plain, module = Joined().train(), Joined().train()
+    add_tvm_dispatch(module, tuple(_inputs(False, False)), options={"check": "first"})
+    for _ in range(2):
+        for choice in itertools.product((False, True), repeat=2):
+            _assert_same(module, plain, *choice)
+    report = dispatch_report(module)
+    assert [(s.calls, s.checked, s.checked_gradients) for s in report.specializations] == [
+        (2, 1, 1)
+    ] * 4
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_call_in_a_checkpoint_is_compiled_for(reentrant: bool) -> None:
+    plain = make_block().train()
+    module = add_tvm_dispatch(make_block().train(), sample())
+    for seed in range(2):
+        found = []
+        for called in (module, plain):
+            torch.manual_seed(seed)
+            called.zero_grad()
+            x = sample().requires_grad_()
+            output = checkpoint(called, x * 2, use_reentrant=reentrant)
+            output.square().sum().backward()
+            grads = [p.grad for p in called.parameters()]
+            found.append([output.detach(), x.grad, *grads, torch.get_rng_state()])
+        torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+    assert dispatch_report(module).fallbacks == {}
+
+
+def test_a_call_that_is_compiled_leaves_no_trace_in_the_training() -> None:
+    module = add_tvm_dispatch(make_block().train(), sample())
+    seen: list[str] = []
+    module.inner.weight.register_hook(lambda g: seen.append("weight"))
+    module.inner.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    source = sample().requires_grad_()
+    x = source * 2
+    x.register_hook(lambda g: seen.append("input"))
+    kept = weakref.ref(x)
+    torch.manual_seed(5)
+    output = module(x)
+    assert seen == []
+    assert x._version == 0
+    assert source.grad is None
+    assert all(p.grad is None for p in module.parameters())
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    eager(module)(sample())
+    assert torch.equal(state, torch.get_rng_state())
+    output.sum().backward()
+    assert sorted(seen) == ["accumulated", "input", "weight"]
+    # Nor is the graph of the call kept alive.
+    del x, output
+    gc.collect()
+    assert kept() is None

@@ -1,0 +1,119 @@
+"""Ctrl-C while a module is compiled, within TVM, and while compiled code runs."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+import tvm
+import tvm_ffi
+from torch import nn
+
+from tests.dispatch_helpers import eager
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiler import compiled, lowering
+from tvmbridge.passes.base import PassReport, RelaxPass
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.ReLU())
+
+
+def _x() -> torch.Tensor:
+    return torch.linspace(-1, 2, 18).reshape(3, 6)
+
+
+@pytest.mark.parametrize(
+    ("place", "stage"),
+    [(lowering, "capture_staged"), (lowering, "derive"), (compiled, "build")],
+)
+def test_an_interrupted_compilation_leaves_no_trace(
+    place: Any, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    module = _net().train()
+    before = dict(module.__dict__)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, stage, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            add_tvm_dispatch(module, _x())
+    assert module.__dict__ == before
+    if stage == "build":
+        add_tvm_dispatch(module, _x())
+        module.eval()
+        with monkeypatch.context() as patch:
+            patch.setattr(place, stage, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                module(_x())
+        torch.testing.assert_close(module(_x()), eager(module)(_x()))
+        assert dispatch_report(module).tvm_calls == 1
+        assert not dispatch_report(module).fallbacks
+
+
+class Interrupted(RelaxPass):
+    """Interrupts the first time, in a function that TVM calls."""
+
+    pending = True
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        if Interrupted.pending:
+            Interrupted.pending = False
+            tvm_ffi.convert(interrupt)()
+        return mod
+
+
+def test_an_interrupt_within_tvm_is_not_taken_for_a_failure() -> None:
+    Interrupted.pending = False
+    options = {"extra_passes": (Interrupted(),)}
+    module = add_tvm_dispatch(_net().eval(), _x(), options=options)
+    module.train()
+    Interrupted.pending = True
+    with pytest.raises(KeyboardInterrupt):
+        module(_x())
+    torch.testing.assert_close(module(_x()), eager(module)(_x()))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (1, {})
+
+
+def test_interrupted_calls_free_no_memory_that_the_code_still_uses() -> None:
+    """The signal arrives while kernels run, and its handler raises when one is called next."""
+
+    def interrupt(*_: Any) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    module = add_tvm_dispatch(_net().train(), _x())
+    expected = [p.grad for p in _gradients(eager(module))]
+    interrupted, armed = 0, False
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(200):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-6 * number)
+                for _ in range(10):
+                    module(_x()).square().sum().backward()
+                armed = False
+            except KeyboardInterrupt:
+                armed = False
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 100
+    torch.testing.assert_close([p.grad for p in _gradients(module)], expected)
+    assert not dispatch_report(module).fallbacks
+
+
+def _gradients(module: nn.Module) -> list[nn.Parameter]:
+    module.zero_grad()
+    module(_x()).square().sum().backward()
+    return list(module.parameters())

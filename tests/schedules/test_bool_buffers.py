@@ -1,0 +1,44 @@
+"""Truth values that a function keeps in memory between its loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from tvm import tirx
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.schedules.bool_buffers import kept_as_bytes
+
+
+class _Powers(nn.Module):
+    """Its backward asks of every base and exponent whether it is zero, apart from their loops."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.pow(x[:, :1] * x[:, :1] + 0.5, y).sum(0)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 33)])
+def test_gradients_equal_those_of_eager(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(shape[1], dtype=torch.float64, requires_grad=True)
+    module = add_tvm_dispatch(_Powers(), (x, y))
+    found = torch.autograd.grad(module(x, y).sum(), (x, y))
+    assert dispatch_report(module).tvm_calls == 1
+    torch.testing.assert_close(found, torch.autograd.grad(_Powers()(x, y).sum(), (x, y)))
+
+
+def test_only_memory_that_is_allocated_becomes_bytes() -> None:
+    given = tirx.decl_buffer([4], "bool", "given")
+    own = tirx.decl_buffer([4], "bool", "own")
+    zero = tirx.const(0, "int64")
+    body = [
+        tirx.AllocBuffer(own),
+        tirx.BufferStore(own, tirx.Not(tirx.BufferLoad(given, [zero])), [zero]),
+        tirx.BufferStore(given, tirx.BufferLoad(own, [zero]), [zero]),
+    ]
+    allocated, kept, written = kept_as_bytes(tirx.SeqStmt(body)).seq
+    assert str(allocated.buffer.dtype) == str(kept.value.ty.dtype) == "int8"
+    assert kept.buffer.same_as(allocated.buffer)
+    assert written.buffer.same_as(given)
+    assert isinstance(written.value, tirx.NE)

@@ -1,0 +1,190 @@
+"""Compilation of one module for one signature and mode, from capture to loaded code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+
+from tvmbridge.compiler.build import build
+from tvmbridge.compiler.combining import Packs
+from tvmbridge.compiler.durations import Stages
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
+from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.partial_backwards import PartialBackwards
+from tvmbridge.compiler.split import SplitModule
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import CapturedGraph, PassRecord, ValueDescriptor
+from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.pipeline import run_passes, tidy_passes
+from tvmbridge.records import Coverage, Library
+from tvmbridge.records.library import EMPTY
+from tvmbridge.records.pending import note_missing
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """Loaded code of one module for one signature and mode.
+
+    ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
+    None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
+    user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
+    this order. ``packs`` are the names of the parameters in each packed weight.
+    ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
+    and must be copied before they are handed out. ``layouts`` are those of results that eager
+    PyTorch does not return contiguous. ``joint`` names the source of the joint function (None where
+    nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
+    ``recorded``: it serves calls that autograd records.
+    ``coverage`` counts the calls of kernels by where these come from. ``partial_backwards``: those
+    without some of the cotangents (None where ``split`` is None).
+    """
+
+    captured: CapturedGraph
+    recorded: bool
+    packs: Packs
+    split: SplitModule | None
+    loaded: LoadedModule
+    target: tvm.target.Target
+    num_outputs: int
+    copied_outputs: frozenset[int]
+    copied_gradients: frozenset[int]
+    layouts: Layouts
+    joint: str | None
+    joint_reason: str
+    native_calls: Mapping[str, int]
+    aten_calls: Mapping[str, int]
+    coverage: Coverage
+    records: tuple[PassRecord, ...]
+    seconds: Mapping[str, float]
+    partial_backwards: PartialBackwards | None = None
+
+    def forward(
+        self, primals: Sequence[torch.Tensor], strides: Strides = None
+    ) -> list[torch.Tensor]:
+        """The outputs, with the sample's strides or with these, and the residuals."""
+        results = self.loaded.run("forward", primals, self.copied_outputs)
+        put_on(self.layouts.outputs, results, strides)
+        return results
+
+    def backward(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients, laid out as in eager PyTorch."""
+        gradients = self.loaded.run("backward", values, self.copied_gradients)
+        put_on(self.layouts.gradients, gradients)
+        return gradients
+
+    @property
+    def eager_functions(self) -> Mapping[str, int]:
+        """What runs in eager PyTorch after the compiled code, counted by name."""
+        return self.captured.tail.functions if self.captured.tail is not None else {}
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that live for backward's sake; inputs, state and outputs are not counted."""
+        return 0 if self.split is None else self.split.residual_bytes
+
+    @property
+    def residuals(self) -> tuple[ValueDescriptor, ...]:
+        """What :attr:`residual_bytes` is made of, the largest first."""
+        if self.split is None:
+            return ()
+        values = (*self.split.residuals, *self.split.drawn)
+        return tuple(sorted(values, key=lambda v: -v.spec.nbytes))
+
+
+def compile_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any = None,
+    options: CompileOptions,
+    apart: bool = True,
+    packing: Packing | None = None,
+) -> CompiledModule:
+    """Compile ``module`` for these arguments, in the mode it stands in.
+
+    Args:
+        needs_grad: compile forward and backward; otherwise forward alone.
+        apart: trace a stand-in, so that other threads may run the module meanwhile.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
+
+    Raises:
+        NotApartError: forward reaches the module itself, so that no stand-in can be traced.
+        CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
+    """
+    stages = Stages()
+    records: list[PassRecord] = []
+    lowered = lower_module(
+        module,
+        args,
+        kwargs,
+        needs_grad=needs_grad,
+        target=target,
+        options=options,
+        records=records,
+        measure=stages.measure,
+        packing=packing,
+        apart=apart,
+    )
+    return build_lowered(lowered, options, records, stages)
+
+
+def build_lowered(
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    stages: Stages | None = None,
+) -> CompiledModule:
+    """Build what :func:`lower_module` made and load it.
+
+    Raises:
+        BuildError: TVM cannot compile it for the target.
+    """
+    stages = stages or Stages()
+    derivation, imported = lowered.derivation, lowered.imported
+    layouts = lowered.layouts
+    mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
+    if parts is not None and parts.functions:
+        mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
+    with stages.measure("build"):
+        use_records = options.tuning_records
+        library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
+        building = partial(
+            build, target=lowered.target, measure=options.measure_kernels, library=library
+        )
+        built = building(mod, records=records)
+        loaded = LoadedModule(built.machine, built.unaligned)
+        if use_records:
+            note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
+    return CompiledModule(
+        captured=lowered.captured,
+        recorded=lowered.recorded,
+        packs=lowered.packs,
+        split=parts,
+        loaded=loaded,
+        target=lowered.target,
+        num_outputs=lowered.num_outputs,
+        copied_outputs=built.shared["forward"].intersection(range(lowered.num_outputs))
+        | shared_residuals(mod, layouts.outputs, lowered.num_outputs),
+        copied_gradients=frozenset() if parts is None else built.shared["backward"],
+        layouts=layouts,
+        joint=None if derivation is None else derivation.source,
+        joint_reason="" if derivation is None else derivation.reason,
+        native_calls=imported.native_calls,
+        aten_calls=imported.aten_calls,
+        coverage=built.coverage,
+        records=tuple(records),
+        seconds=stages.seconds,
+        partial_backwards=(
+            None if parts is None else PartialBackwards(parts, building, layouts.gradients)
+        ),
+    )

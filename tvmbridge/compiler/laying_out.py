@@ -1,0 +1,72 @@
+"""Laying out: compiled functions return and take what lies in another order in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import tvm
+
+from tvmbridge.compiler.split import SplitModule
+from tvmbridge.core.types import PassRecord
+from tvmbridge.graph_capture.memory.layouts import Layout, Strides
+from tvmbridge.graph_capture.memory.views import laid_out
+from tvmbridge.passes.base import storage_roots
+from tvmbridge.passes.relax.lay_out import Permuted
+from tvmbridge.pipeline import layout_passes, run_passes
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of outputs and of gradients that eager PyTorch does not return contiguous."""
+
+    outputs: Mapping[int, Layout]
+    gradients: Mapping[int, Layout]
+
+
+def put_on(
+    layouts: Mapping[int, Layout], results: list[torch.Tensor], strides: Strides = None
+) -> None:
+    """Give results, by number, their layouts; copies with other strides stand for some of them."""
+    for number, layout in layouts.items():
+        layout.put_on(results[number])
+    for number, stride in (strides or {}).items():
+        results[number] = laid_out(results[number], stride)
+
+
+def lay_out_functions(
+    mod: tvm.IRModule,
+    parts: SplitModule | None,
+    layouts: Layouts,
+    records: list[PassRecord],
+) -> tuple[tvm.IRModule, SplitModule | None]:
+    """The functions with results in their order of memory; backward takes outputs in it too.
+
+    Cotangents arrive in the order of their outputs: most often they lie so.
+    """
+    moved = _moved(layouts.outputs)
+    mod = run_passes(mod, layout_passes("forward", list(moved.values()), ()), records)
+    if parts is None:
+        return mod, None
+    first = len(parts.reads)
+    taken = {i: n for i, (n, _) in enumerate(parts.kept_outputs, start=first)}
+    first = len(mod["backward"].params) - len(parts.cotangent_of)
+    taken |= dict(enumerate(parts.cotangent_of, start=first))
+    parameters = [replace(moved[n], number=i) for i, n in taken.items() if n in moved]
+    gradients = list(_moved(layouts.gradients).values())
+    mod = run_passes(mod, layout_passes("backward", gradients, parameters), records)
+    return mod, replace(parts, mod=mod)
+
+
+def _moved(layouts: Mapping[int, Layout]) -> dict[int, Permuted]:
+    return {n: Permuted(n, v.order, v.shape) for n, v in layouts.items() if v.moves}
+
+
+def shared_residuals(
+    mod: tvm.IRModule, layouts: Mapping[int, Layout], num_outputs: int
+) -> frozenset[int]:
+    """Outputs that, permuted, are a residual: who writes into one must not change the other."""
+    roots = storage_roots(mod["forward"])
+    residuals = set(roots[num_outputs:])
+    return frozenset(number for number in layouts if roots[number] in residuals)

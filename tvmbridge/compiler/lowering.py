@@ -1,0 +1,140 @@
+"""Lowering: a module becomes graphs, forward and backward, as they are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tvm
+from torch import nn
+
+from tvmbridge.coloring import color
+from tvmbridge.compiler.build import resolve_target
+from tvmbridge.compiler.combining import Combining, Packs
+from tvmbridge.compiler.laying_out import Layouts
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.split import SplitModule, split
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import CapturedGraph, PassRecord
+from tvmbridge.differentiation.facts import NothingToDifferentiateError, refuse_other_draws
+from tvmbridge.differentiation.joint import Derivation, derive
+from tvmbridge.differentiation.rehearsal import Rehearsal
+from tvmbridge.frontend import ImportedModule, import_graph
+from tvmbridge.graph_capture.capture import capture_staged
+from tvmbridge.graph_capture.memory.layouts import output_layouts
+from tvmbridge.graph_capture.observe.staging import staged
+from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
+
+
+@dataclass(frozen=True)
+class LoweredModule:
+    """A module as graphs, before it is built: what compilation and comparison have in common.
+
+    ``mod`` has ``forward``, and ``backward`` when ``split`` is not None. ``derivation`` is None
+    where nothing is differentiated: autograd does not record the call (``recorded``), or no output
+    requires a gradient. ``origin`` is the class of the module, for people.
+    """
+
+    captured: CapturedGraph
+    recorded: bool
+    target: tvm.target.Target
+    imported: ImportedModule
+    derivation: Derivation | None
+    split: SplitModule | None
+    mod: tvm.IRModule
+    num_outputs: int
+    origin: str
+    packs: Packs = ()
+
+    @property
+    def layouts(self) -> Layouts:
+        """Those of the results that eager PyTorch does not return contiguous."""
+        gradients = {} if self.derivation is None else self.derivation.layouts
+        return Layouts(output_layouts(self.captured), gradients)
+
+
+def lower_module(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    needs_grad: bool,
+    target: Any = None,
+    options: CompileOptions,
+    records: list[PassRecord],
+    measure: Callable[[str], AbstractContextManager[None]],
+    passes: Sequence[AnyPass] = (),
+    packing: Packing | None = None,
+    apart: bool = True,
+) -> LoweredModule:
+    """Capture ``module`` and run the graph passes, up to the functions that are built.
+
+    Args:
+        measure: entered around each stage with its name.
+        passes: run behind the graph passes of the pipeline and the extra ones of ``options``,
+            before a joint function is split.
+        packing: says which parameters may be moved to lie side by side; None: none of them.
+        apart: trace a stand-in, so that other threads may run the module meanwhile.
+
+    Raises:
+        CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
+        BuildError: the target is unknown, or does not fit the tensors' device.
+    """
+    passes = [*options.extra_passes, *passes]
+    with measure("capture"):
+        stage = staged(module, args, kwargs, needs_grad, apart=apart)
+        captured = capture_staged(stage, args, kwargs, needs_grad)
+        resolved = resolve_target(target, captured.device.type)
+    derivation = None
+    if needs_grad:
+        with measure("differentiate"), suppress(NothingToDifferentiateError):
+            derivation = derive(stage.module, args, kwargs, captured, options, records)
+    if derivation is not None:
+        with measure("split"):
+            combining = Combining.of(derivation.captured, packing, options, records)
+            parts, packs = _forward_and_backward(derivation, combining, options, passes)
+        captured, imported = derivation.captured, derivation.imported
+        mod, num_outputs = parts.mod, parts.num_outputs
+    else:
+        with measure("import"):
+            # Export drops draws that nothing reads, in evaluation too.
+            refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
+            imported = import_graph(captured)
+        with measure("passes"):
+            combining = Combining.of(captured, packing, options, records)
+            mod, packs = _forward(imported, combining, passes)
+        parts, num_outputs = None, sum(o.is_computed for o in captured.outputs)
+    return LoweredModule(
+        captured=captured,
+        recorded=needs_grad,
+        target=resolved,
+        imported=imported,
+        derivation=derivation,
+        split=parts,
+        mod=mod,
+        num_outputs=num_outputs,
+        origin=type(module).__name__,
+        packs=packs,
+    )
+
+
+def _forward_and_backward(
+    derivation: Derivation,
+    combining: Combining,
+    options: CompileOptions,
+    passes: Sequence[AnyPass],
+) -> tuple[SplitModule, Packs]:
+    joint, packs = combining.joint(derivation.joint)
+    joint = replace(joint, mod=run_extra_passes(joint.mod, passes, combining.records))
+    return split(joint, color(joint, options.residual_policy, options.recompute)), packs
+
+
+def _forward(
+    imported: ImportedModule, combining: Combining, passes: Sequence[AnyPass]
+) -> tuple[tvm.IRModule, Packs]:
+    mod = run_passes(imported.mod, inference_passes(), combining.records)
+    mod, packs = combining.inference(mod)
+    mod = run_extra_passes(mod, passes, combining.records)
+    return tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")}), packs

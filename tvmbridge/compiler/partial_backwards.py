@@ -1,0 +1,159 @@
+"""Backward where some cotangents did not arrive: what eager PyTorch does not visit adds nothing.
+
+The compiled backward takes a cotangent for every output. Zeros in place of one that did not arrive
+give eager's gradients as long as all derivatives on its paths are finite; where one is not, zero
+times infinity is NaN. Then, and where a backward of the user's own may be anything but linear, a
+backward without the absent cotangents is compiled and used from then on.
+"""
+
+from __future__ import annotations
+
+import cmath
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import tvm
+
+from tvmbridge.compiler.build import Built
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.split import SplitModule, build_function
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.turns import compiling
+from tvmbridge.differentiation.custom_functions import called
+from tvmbridge.graph_capture.memory.layouts import Layout
+from tvmbridge.passes.base import flat_results
+from tvmbridge.passes.relax.drop_cotangents import DropCotangents
+from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.passes.relax.zero_zapp import ZeroZapp
+from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+
+logger = logging.getLogger(__name__)
+
+_NO_BATCHES = (
+    "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
+    "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
+)
+_NO_LAYOUT = (
+    "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
+    "call remove_tvm_dispatch(module)"
+)
+
+# Of more patterns of absent cotangents the one that was compiled first is forgotten.
+_MAX_PATTERNS = 16
+
+
+@dataclass(frozen=True)
+class PartialBackward:
+    """Backward for one pattern: ``gradients`` are the numbers of those that it computes.
+
+    ``copied`` are results that share memory with another tensor, ``layouts`` those of gradients.
+    """
+
+    loaded: LoadedModule
+    gradients: tuple[int, ...]
+    copied: frozenset[int]
+    layouts: Mapping[int, Layout]
+
+    def __call__(self, values: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+        """``count`` gradients of what backward reads and the cotangents that arrived."""
+        results = self.loaded.run("backward", values, self.copied)
+        placed: list[torch.Tensor | None] = [None] * count
+        for number, result in zip(self.gradients, results, strict=True):
+            placed[number] = result
+            if number in self.layouts:
+                self.layouts[number].put_on(result)
+        return placed
+
+
+class PartialBackwards:
+    """The backwards without some of the cotangents, each compiled when it is needed.
+
+    Args:
+        parts: the split functions of the module.
+        build: :func:`~tvmbridge.compiler.build.build` for the module's target and options.
+        layouts: those of gradients, by number, that are not contiguous.
+    """
+
+    def __init__(
+        self, parts: SplitModule, build: Callable[..., Built], layouts: Mapping[int, Layout]
+    ) -> None:
+        self.compiled = 0
+        self._parts = parts
+        self._build = build
+        self._layouts = layouts
+        self._patterns: dict[frozenset[int], PartialBackward] = {}
+
+    def known(self, absent: frozenset[int]) -> PartialBackward | None:
+        """The backward without the cotangents of these numbers, if zeros must not stand for them.
+
+        Raises:
+            BridgeError: as :meth:`without`.
+        """
+        known = self._patterns.get(absent)
+        return self.without(absent) if known is None and self._parts.functions else known
+
+    def without(self, absent: frozenset[int]) -> PartialBackward:
+        """The backward without the cotangents of these numbers, compiled now if it is the first.
+
+        Raises:
+            BridgeError: it cannot be compiled, or would not be exact; the message says why.
+        """
+        with compiling():
+            if absent not in self._patterns:
+                try:
+                    backward = self._compile(absent)
+                except BridgeError as error:
+                    unused = [self._parts.cotangent_of[number] for number in sorted(absent)]
+                    raise type(error)(
+                        f"backward without a gradient for the outputs {unused}: {error}. Use all "
+                        "outputs (add 0 * output.sum()), or call remove_tvm_dispatch(module)"
+                    ) from error
+                if len(self._patterns) >= _MAX_PATTERNS:
+                    del self._patterns[next(iter(self._patterns))]
+                self._patterns[absent] = backward
+                self.compiled += 1
+            return self._patterns[absent]
+
+    def _compile(self, absent: frozenset[int]) -> PartialBackward:
+        parts = self._parts
+        function = parts.mod["backward"]
+        count = len(parts.cotangent_of)
+        gradients = tuple(i for i, reads in enumerate(parts.gradient_reads) if reads - absent)
+        bindings = [b for block in function.body.blocks for b in block.bindings]
+        results = flat_results(function)
+        wanted = build_function(
+            "backward", function.params, bindings, [results[i] for i in gradients]
+        )
+        names = tuple(p.name for p in function.params[-count:])
+        dropped = DropCotangents(
+            names,
+            tuple(names[number] for number in sorted(absent)),
+            called(parts.functions, absent),
+        )
+        passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
+        mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
+        built = self._build(mod, records=[])
+        loaded = LoadedModule(built.machine, built.unaligned)
+        logger.info("compiled a backward without the cotangents %s", sorted(absent))
+        return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)
+
+
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether no element is infinite or NaN; False too where a sum is too large for the dtype."""
+    return all(cmath.isfinite(g.sum().item()) for g in gradients)
+
+
+def refuse_unusual(cotangents: Sequence[torch.Tensor | None]) -> None:
+    """Refuse cotangents that compiled code cannot read.
+
+    Raises:
+        BridgeError: one stands for a batch of them, or has another layout than ``strided``.
+    """
+    for cotangent in cotangents:
+        if cotangent is None or torch._C._has_storage(cotangent) or cotangent._is_zerotensor():
+            continue
+        if cotangent.layout is not torch.strided:
+            raise BridgeError(_NO_LAYOUT.format(layout=cotangent.layout))
+        raise BridgeError(_NO_BATCHES)

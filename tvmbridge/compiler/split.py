@@ -1,0 +1,165 @@
+"""The split: a colored joint function becomes the two functions forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.coloring import Coloring
+from tvmbridge.coloring.operators import operator_name
+from tvmbridge.core.types import TensorSpec, ValueDescriptor
+from tvmbridge.differentiation.custom_functions import AppliedFunction
+from tvmbridge.differentiation.differentiate import JointModule
+from tvmbridge.kernels.dtypes import from_relax_dtype
+from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
+
+
+@dataclass(frozen=True)
+class SplitModule:
+    """Forward and backward with their calling conventions (all names).
+
+    ``forward(primals...) -> (outputs..., residuals...)`` and ``backward(reads..., kept outputs...,
+    residuals..., cotangents...) -> (gradients...)``, where ``reads`` are the primals that backward
+    needs again and ``kept_outputs`` the numbers of the outputs that it reads, with the shapes it
+    reads them in: a residual that is an output is not returned twice. ``cotangent_of`` gives the
+    output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
+    numbers of the cotangents that each gradient depends on: without any of them there is none.
+    ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
+    """
+
+    mod: tvm.IRModule
+    primals: tuple[str, ...]
+    num_outputs: int
+    reads: tuple[str, ...]
+    kept_outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    residuals: tuple[ValueDescriptor, ...]
+    cotangent_of: tuple[int, ...]
+    wanted: tuple[str, ...]
+    gradient_reads: tuple[frozenset[int], ...]
+    drawn: tuple[ValueDescriptor, ...] = ()
+    functions: tuple[AppliedFunction, ...] = ()
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that live for backward's sake: residuals, and the draws that it reads."""
+        return sum(r.spec.nbytes for r in (*self.residuals, *self.drawn))
+
+
+def split(joint: JointModule, coloring: Coloring) -> SplitModule:
+    """Build ``{forward, backward}`` from a joint function and its coloring."""
+    function = joint.mod["joint"]
+    results = flat_results(function)
+    primals = function.params[: len(joint.primals)]
+    cotangents = function.params[len(joint.primals) :]
+    outputs = results[: joint.num_outputs]
+    bound = {b.var: b.value for b in coloring.forward}
+    kept, residuals = _separate_outputs(coloring, outputs)
+    forward = build_function("forward", primals, coloring.forward, [*outputs, *residuals])
+    inputs = [*coloring.reads, *kept, *residuals, *cotangents]
+    backward = build_function("backward", inputs, coloring.backward, results[joint.num_outputs :])
+    return SplitModule(
+        mod=tvm.IRModule({"forward": forward, "backward": backward}),
+        primals=joint.primals,
+        num_outputs=joint.num_outputs,
+        reads=tuple(v.name for v in coloring.reads),
+        kept_outputs=tuple((number, shape_of(v) or ()) for v, number in kept.items()),
+        residuals=tuple(_describe(v, bound) for v in residuals),
+        cotangent_of=joint.cotangent_of,
+        wanted=joint.wanted,
+        gradient_reads=joint.gradient_reads
+        or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
+        drawn=tuple(_describe(v, bound) for v in coloring.drawn),
+        functions=joint.functions,
+    )
+
+
+def _gradient_reads(
+    coloring: Coloring, cotangents: Sequence[relax.Var], gradients: Sequence[relax.Expr]
+) -> tuple[frozenset[int], ...]:
+    """Numbers of the cotangents that each gradient is computed from."""
+    none: frozenset[int] = frozenset()
+    reads = {v: frozenset([number]) for number, v in enumerate(cotangents)}
+    for binding in coloring.backward:
+        operands = relax.analysis.free_vars(binding.value)
+        reads[binding.var] = none.union(*(reads.get(v, none) for v in operands))
+    return tuple(reads.get(g, none) for g in gradients)
+
+
+def _separate_outputs(
+    coloring: Coloring, outputs: Sequence[relax.Expr]
+) -> tuple[dict[relax.Var, int], list[relax.Var]]:
+    """Residuals that share memory with an output (and which), and the others.
+
+    The user may write into an output before backward; only the output itself has the version
+    counter by which autograd notices.
+    """
+    bound = {b.var: b.value for b in coloring.forward}
+    owner: dict[relax.Var, int] = {}
+    for number, output in enumerate(outputs):
+        root = storage_root(output, bound)
+        if root is not None:
+            owner.setdefault(root, number)
+    kept: dict[relax.Var, int] = {}
+    others = []
+    for residual in coloring.residuals:
+        root = storage_root(residual, bound)
+        if root in owner:
+            kept[residual] = owner[root]
+        else:
+            others.append(residual)
+    return kept, others
+
+
+def _describe(var: relax.Var, bound: Mapping[relax.Var, relax.Expr]) -> ValueDescriptor:
+    made_by: relax.Expr | None = bound.get(var)
+    while isinstance(made_by, relax.TupleGetItem | relax.Var):
+        source = made_by.tuple_value if isinstance(made_by, relax.TupleGetItem) else made_by
+        made_by = bound.get(source)
+    return ValueDescriptor(var.name, _spec(var), operator_name(made_by) or "draw")
+
+
+def _spec(var: relax.Var) -> TensorSpec:
+    shape = shape_of(var) or ()
+    fake = torch.empty(shape, dtype=from_relax_dtype(dtype_of(var)), device="meta")
+    return TensorSpec(shape, fake.stride(), fake.dtype, torch.device("cpu"))
+
+
+def build_function(
+    name: str,
+    inputs: Sequence[relax.Var],
+    bindings: Iterable[relax.Binding],
+    results: Sequence[relax.Expr],
+) -> relax.Function:
+    """A function of ``inputs`` that runs ``bindings`` and returns ``results`` as a flat tuple."""
+    parameters = [relax.Var(v.name, v.ty) for v in inputs]
+    renamed = _Renamer(dict(zip(inputs, parameters, strict=True)))
+    builder = relax.BlockBuilder()
+    with builder.function(name, parameters):
+        with builder.dataflow():
+            for binding in bindings:
+                renamed.names[binding.var] = builder.emit(
+                    renamed.visit_expr(binding.value), binding.var.name
+                )
+            output = builder.emit_output(relax.Tuple([renamed.visit_expr(r) for r in results]))
+        builder.emit_func_output(output)
+    return builder.get()[name]
+
+
+@mutator
+class _Renamer(PyExprMutator):
+    """Replaces variables by others; the split must not share variables between functions."""
+
+    def __init__(self, names: Mapping[relax.Var, relax.Var]) -> None:
+        super().__init__()
+        self.names = dict(names)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.names.get(var, var)
+
+    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
+        return self.names.get(var, var)

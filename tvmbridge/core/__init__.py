@@ -1,0 +1,1 @@
+"""What every other folder may import: data types, errors, options."""

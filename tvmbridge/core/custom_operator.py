@@ -1,0 +1,127 @@
+"""Operators of our own, each one a call of a Python function, with PyTorch's own gradient of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+
+NAMESPACE = "tvmbridge"
+
+# The fake kernels of these are tested against their kernels.
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", NAMESPACE})
+
+
+def is_foreign(operator: torch._ops.OpOverload) -> bool:
+    """Whether somebody registered the operator who is neither PyTorch nor this project."""
+    return operator.namespace not in _KNOWN_NAMESPACES
+
+
+def refuse_numbers(operator: torch._ops.OpOverload) -> None:
+    """Refuse a foreign operator that returns numbers: its fake kernel makes them up in a trace.
+
+    Raises:
+        UnsupportedOperatorError: it does.
+    """
+    kinds = [str(result.type) for result in operator._schema.returns]
+    if is_foreign(operator) and not all("Tensor" in kind for kind in kinds):
+        raise UnsupportedOperatorError(
+            f"{operator} returns a number, which a trace would take for the same at each call"
+        )
+
+
+@dataclass(frozen=True)
+class CustomOperator:
+    """A function with the parameters of its operator and the shape of its result.
+
+    ``function`` and ``result`` are called with the arguments by name; ``result`` with fake tensors,
+    and returns an empty one. ``spellings`` are all the functions that it stands for.
+    """
+
+    name: str
+    parameters: str
+    function: Callable[..., torch.Tensor]
+    result: Callable[..., torch.Tensor]
+    spellings: tuple[Callable[..., Any], ...] = ()
+
+
+def register(library: torch.library.Library, operator: CustomOperator) -> None:
+    """Define ``operator`` in ``library``, and the one that is its backward."""
+    name, _, overload = operator.name.partition(".")
+    library.define(f"{operator.name}({operator.parameters}) -> Tensor")
+    schema = getattr(getattr(torch.ops.tvmbridge, name), overload or "default")._schema
+    names = [argument.name for argument in schema.arguments]
+
+    def run(*args: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return operator.function(**dict(zip(names, args, strict=False)))
+
+    library.impl(operator.name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{NAMESPACE}::{operator.name}",
+        lambda *args: operator.result(**dict(zip(names, args, strict=False))),
+        lib=library,
+    )
+    _register_autograd(library, operator, _register_backward(library, operator, names))
+
+
+def _register_backward(
+    library: torch.library.Library, operator: CustomOperator, names: Sequence[str]
+) -> Callable[..., list[torch.Tensor]]:
+    """Define the operator of the gradients of the arguments in places ``wanted``.
+
+    ``names`` are the arguments of ``operator``.
+    """
+    name, _, overload = operator.name.partition(".")
+    backward = f"{name}_backward" + (f".{overload}" if overload else "")
+    library.define(f"{backward}(Tensor gradient, int[] wanted, {operator.parameters}) -> Tensor[]")
+
+    def run_backward(
+        gradient: torch.Tensor, wanted: Sequence[int], *args: Any
+    ) -> list[torch.Tensor]:
+        leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
+        operands = [leaves[place].requires_grad_() for place in wanted]
+        with torch.enable_grad():
+            result = operator.function(**dict(zip(names, leaves, strict=False)))
+        return list(torch.autograd.grad(result, operands, gradient))
+
+    library.impl(backward, run_backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{NAMESPACE}::{backward}",
+        lambda gradient, wanted, *args: [
+            args[place].new_empty(args[place].shape) for place in wanted
+        ],
+        lib=library,
+    )
+    packet = getattr(torch.ops.tvmbridge, f"{name}_backward")
+    differentiate: Callable[..., list[torch.Tensor]] = getattr(packet, overload or "default")
+    return differentiate
+
+
+def _register_autograd(
+    library: torch.library.Library,
+    operator: CustomOperator,
+    differentiate: Callable[..., list[torch.Tensor]],
+) -> None:
+    """Have autograd differentiate ``operator`` by ``differentiate(gradient, places, *args)``."""
+
+    def set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.places = [i for i, a in enumerate(inputs) if isinstance(a, torch.Tensor)]
+        ctx.save_for_backward(*(inputs[i] for i in ctx.places))
+        ctx.others = [None if isinstance(a, torch.Tensor) else a for a in inputs]
+
+    def backward_of(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        args = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            args[place] = tensor
+        wanted = [place for place, needed in enumerate(ctx.needs_input_grad) if needed]
+        found = dict(zip(wanted, differentiate(gradient, wanted, *args), strict=True))
+        return tuple(found.get(place) for place in range(len(args)))
+
+    torch.library.register_autograd(
+        f"{NAMESPACE}::{operator.name}", backward_of, setup_context=set_up, lib=library
+    )

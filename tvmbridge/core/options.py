@@ -1,0 +1,141 @@
+"""Options of a compilation; frozen, so that they can be part of a cache key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tvmbridge.core.checks import CheckPolicy
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "joint": ("auto", "relax", "aot"),
+    "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
+    "combine_matmuls": ("auto", "always", "never"),
+}
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a module is compiled.
+
+    Args:
+        joint: where the joint function of training comes from. ``"relax"`` differentiates with
+            TVM's Gradient, ``"aot"`` takes PyTorch's own derivative formulas, ``"auto"`` takes
+            ``relax`` when every operator has an admitted gradient rule and ``aot`` otherwise.
+        residual_policy: which values forward keeps for backward. ``"save_all"`` keeps every
+            forward value that backward reads, ``"recompute_cheap"`` computes element-wise ones
+            again where their operands are kept anyway, ``"min_cut"`` keeps the fewest bytes from
+            which the rest can be computed again without products, convolutions, long reductions
+            or PyTorch's kernels.
+        recompute: operators that ``min_cut`` may compute again all the same, by their names in
+            Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
+            (``"aten.avg_pool2d.default"``).
+        max_specializations: how many input signatures one module keeps compiled, and of each, in
+            each mode, how many choices of the tensors that require a gradient. Calls compile no
+            further choices; where ``add_tvm_dispatch`` adds one, or a signature, what was not used
+            for longest is dropped, and calls do not compile it again.
+        measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
+            both at compilation, once for each shape in a process.
+        combine_matmuls: whether products with a common left operand, such as query, key and value,
+            become one product, whose weights are then moved to lie side by side in memory.
+            ``"auto"`` does so in inference, and in training where the combined products were
+            measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
+            are.
+        tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
+        tuning_logs: a directory of tuning records, looked into before the others; kernels without
+            a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
+            same; None and no variable: records are only read, from ``tuning_logs`` in the working
+            directory and from those that came with tvmbridge.
+        extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
+            the pipeline: on the forward function in inference, on the joint function, before it is
+            split, in training. They may not change what a function takes and returns.
+        check: which calls of each specialisation and mode are checked against the module's own
+            forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
+            1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
+            rounding does not explain raises NumericsError. ``TVMBRIDGE_CHECK``, where it is set
+            when a module is dispatched, wins; there 1 is ``growing`` and 0 ``never``.
+
+    Raises:
+        ValueError: a field has a value that is not among its choices.
+        TypeError: ``extra_passes`` is not a tuple of passes, or ``tuning_logs`` no path.
+    """
+
+    joint: str = "auto"
+    residual_policy: str = "min_cut"
+    recompute: tuple[str, ...] = ()
+    max_specializations: int = 16
+    measure_kernels: bool = True
+    combine_matmuls: str = "auto"
+    tuning_records: bool = True
+    tuning_logs: str | None = None
+    extra_passes: tuple[Any, ...] = ()
+    check: str = "never"
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(
+                    f"CompileOptions.{name} is {value!r}; choose one of {', '.join(choices)}"
+                )
+        try:
+            CheckPolicy(self.check)
+        except ValueError as error:
+            raise ValueError(f"CompileOptions.check: {error}") from None
+        _check_recompute(self.recompute)
+        _check_extra_passes(self.extra_passes)
+        if self.max_specializations < 1:
+            raise ValueError("CompileOptions.max_specializations must be at least 1")
+        if self.tuning_logs is not None:
+            if not isinstance(self.tuning_logs, str | os.PathLike):
+                raise TypeError(
+                    "CompileOptions.tuning_logs must be the path of a directory, not "
+                    f"{type(self.tuning_logs).__name__}; to use no records, set "
+                    "tuning_records=False"
+                )
+            object.__setattr__(self, "tuning_logs", os.fspath(self.tuning_logs))
+
+    @classmethod
+    def of(cls, options: CompileOptions | dict[str, Any] | None) -> CompileOptions:
+        """``options`` as given, from a dict of fields, or the defaults for None.
+
+        Raises:
+            TypeError: not a CompileOptions, a dict or None, or a dict with an unknown field.
+        """
+        if options is None:
+            return cls()
+        if isinstance(options, cls):
+            return options
+        if not isinstance(options, dict):
+            raise TypeError(
+                f"options must be a CompileOptions, a dict or None, not {type(options).__name__}"
+            )
+        unknown = set(options) - {f.name for f in fields(cls)}
+        if unknown:
+            known = ", ".join(f.name for f in fields(cls))
+            raise TypeError(f"unknown compile options {sorted(unknown)}; known are {known}")
+        return cls(**options)
+
+
+def _check_recompute(names: Any) -> None:
+    if isinstance(names, tuple) and all(isinstance(n, str) and "." in n for n in names):
+        return
+    raise ValueError(
+        f"CompileOptions.recompute is {names!r}; give a tuple of operator names such as "
+        "'relax.nn.conv2d' or 'aten.avg_pool2d.default'"
+    )
+
+
+def _check_extra_passes(passes: Any) -> None:
+    if not isinstance(passes, tuple):
+        raise TypeError(
+            f"CompileOptions.extra_passes is {passes!r}; give a tuple of passes such as (MyPass(),)"
+        )
+    for pass_ in passes:
+        # By what it can do: options stand below the passes and do not import them.
+        if isinstance(pass_, type) or not callable(getattr(pass_, "apply", None)):
+            raise TypeError(
+                f"CompileOptions.extra_passes holds {pass_!r}, which is no pass; give instances of "
+                "subclasses of tvmbridge.passes.base.RelaxPass"
+            )

@@ -1,0 +1,1 @@
+"""``python -m tvmbridge doctor``: what is wrong with an installation, and how to mend it."""

@@ -1,0 +1,110 @@
+"""Which functions of PyTorch have results whose shape or value only their data tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.writes import version_of
+
+_NAMES = (
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount"),
+    *("equal", "allclose", "item", "tolist"),
+)
+_DEPENDENT = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.functional, torch.Tensor)
+    for name in _NAMES
+    if hasattr(owner, name)
+)
+_BY_TENSOR: Mapping[Any, int] = {
+    getattr(owner, name): place
+    for owner in (torch, torch.Tensor)
+    for name, place in (("narrow", 2), ("tensor_split", 1), ("repeat_interleave", 1))
+}
+
+
+class DependenceError(CaptureError):
+    """Forward does with a data-dependent value what nothing can be compiled around."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"forward {what}")
+
+
+def is_known(arguments: Any) -> bool:
+    """Whether all tensors are constants that PyTorch traces with their values."""
+    tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+    return all(getattr(t, "constant", None) is not None for t in tensors)
+
+
+class Ranges:
+    """Knows the numbers of the ranges (``torch.arange``) among the results of functions.
+
+    A trace forgets them, though forward has made them of numbers alone.
+    """
+
+    def __init__(self) -> None:
+        # With each tensor, whose id must not become that of another.
+        self._made: dict[int, tuple[torch.Tensor, int, range]] = {}
+
+    def learn(self, result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the ranges in the ``result`` of a call."""
+        if func is torch.arange and _makes_integers(args, kwargs):
+            self._note(result, range(*args))
+        # The list of a tensor in a trace is made of the numbers of its elements.
+        elif func is torch.Tensor.unbind and self._numbers(args) is not None:
+            for each, number in zip(result, self._numbers(args) or (), strict=True):
+                self._note(each, range(number, number + 1))
+
+    def number(self, func: Any, args: Sequence[Any]) -> int | None:
+        """What ``item`` of a range of one number gives."""
+        numbers = self._numbers(args) if func is torch.Tensor.item else None
+        return numbers[0] if numbers is not None and len(numbers) == 1 else None
+
+    def _note(self, tensor: torch.Tensor, numbers: range) -> None:
+        self._made[id(tensor)] = tensor, version_of(tensor), numbers
+
+    def _numbers(self, args: Sequence[Any]) -> range | None:
+        """Those of the first argument, unless it was written into."""
+        tensor, version, numbers = self._made.get(id(args[0]), (None, 0, range(0)))
+        return None if tensor is None or version_of(tensor) != version else numbers
+
+
+def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    numbers = 1 <= len(args) <= 3 and all(type(a) is int for a in args)
+    whole = kwargs.get("dtype") in (None, torch.int64)
+    return numbers and whole and kwargs.keys() <= {"dtype", "device"}
+
+
+def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the shape of the result, or a number that it is, depends on the tensors' values."""
+    if func in _DEPENDENT:
+        return True
+    if func is torch.where:
+        return len(args) + len(kwargs) == 1
+    if func is functional.one_hot:
+        classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+        return bool(classes == -1)
+    if func is torch.Tensor.__getitem__:
+        return any(map(_reads_values, args[1] if type(args[1]) is tuple else (args[1],)))
+    place = _BY_TENSOR.get(func)
+    if place is None or kwargs.get("output_size") is not None:
+        return False
+    names = ("start", "repeats", "tensor_indices_or_sections", "indices_or_sections")
+    given = [*args[place : place + 1], *(kwargs[n] for n in names if n in kwargs)]
+    alone = func is torch.repeat_interleave and len(args) == 1 and not given
+    return alone or any(isinstance(g, torch.Tensor) for g in given)
+
+
+def _reads_values(index: Any) -> bool:
+    """Whether it is a mask, or one unknown number, which PyTorch takes for a Python integer."""
+    if isinstance(index, slice):
+        return not is_known((index.start, index.stop, index.step))
+    if not isinstance(index, torch.Tensor):
+        return False
+    return index.dtype in (torch.bool, torch.uint8) or (index.dim() == 0 and not is_known(index))

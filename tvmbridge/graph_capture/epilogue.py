@@ -1,0 +1,281 @@
+"""The eager tail: what depends on values that only a call knows.
+
+The shape of ``torch.nonzero(mask)``, or the number ``x.item()``, depends on data, so that nothing
+that is made of it can be compiled. While a module is traced such a function returns a *deferred*
+value, and every function that reads one is deferred too: it is noted, not run. What the deferred
+functions read of other tensors becomes further results of forward. At a call the deferred
+functions run on these, in eager PyTorch, after the compiled code; autograd records them as usual.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.proxy import TracerBase
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import DEFERRED, Tail
+from tvmbridge.graph_capture.dependence import DependenceError, Ranges, depends_on_data, is_known
+
+# So much that little of forward is left to be compiled.
+_LONGEST = 64
+
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "poisson", "gumbel")
+_IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
+
+
+class TailWatch:
+    """A forward that returns, of what depends on data, what is needed to compute it.
+
+    Where nothing does, it returns what ``forward`` returns and ``tail`` is None. Otherwise it
+    returns ``(results, read)``: marks stand for the deferred results, and ``read`` are the tensors
+    that ``tail`` makes them of.
+
+    Args:
+        forward: the forward that is traced.
+        differentiated: whether the results will be, so that the gradient mode matters.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, differentiated: bool) -> None:
+        self.tail: Tail | None = None
+        self._forward = forward
+        self._differentiated = differentiated
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = _Recorder(differentiated=self._differentiated)
+        with _Deferring(recorder):
+            results = self._forward(*args, **kwargs)
+        leaves, structure = pytree.tree_flatten(results)
+        found = [leaf for leaf in leaves if type(leaf) is _Deferred]
+        if not found:
+            recorder.check()
+            return results
+        self.tail = recorder.finish(found)
+        numbers = iter(range(len(found)))
+        marked = [
+            f"{DEFERRED}{next(numbers)}" if type(leaf) is _Deferred else leaf for leaf in leaves
+        ]
+        return pytree.tree_unflatten(marked, structure), recorder.read
+
+
+class _Recorder(TracerBase):
+    """The graph of deferred functions while forward is traced."""
+
+    def __init__(self, *, differentiated: bool) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.read: list[torch.Tensor] = []
+        self._placeholders: dict[int, fx.Node] = {}
+        self._versions: list[int] = []
+        self._functions: Counter[str] = Counter()
+        self._modes = {torch.is_grad_enabled()} if differentiated else {True, False}
+
+    def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Deferred:
+        """Note a call, whose result is deferred."""
+        if is_tensor_method_or_property(function) and hasattr(function, "__name__"):
+            return self._note("call_method", function.__name__, args, kwargs)
+        return self._note("call_function", function, args, kwargs)
+
+    def _note(
+        self, kind: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> _Deferred:
+        result = self.create_proxy(kind, target, tuple(args), dict(kwargs))
+        assert isinstance(result.node, fx.Node)
+        return result  # type: ignore[return-value]
+
+    def create_node(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any = None,
+    ) -> fx.Node:
+        """A node of the graph; what a tail cannot repeat is refused."""
+        title = _title(target)
+        reason = _reason_against(title, kwargs)
+        if torch.is_grad_enabled() not in self._modes:
+            reason = "under another gradient mode than forward"
+        if torch.is_autocast_enabled("cpu"):
+            reason = "under autocast"
+        if reason:
+            raise DependenceError(f"calls {title} on a data-dependent value, {reason}")
+        self._functions[title] += 1
+        if sum(self._functions.values()) > _LONGEST:
+            raise DependenceError(f"calls more than {_LONGEST} functions on data-dependent values")
+        return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
+
+    def proxy(self, node: fx.Node) -> _Deferred:
+        """The value of a node."""
+        return _Deferred(node, self)
+
+    def create_arg(self, a: Any) -> Any:
+        """What stands in the graph for an argument: a tensor is read from forward's results."""
+        if type(a) is _Deferred:
+            return a.node
+        if not isinstance(a, torch.Tensor):
+            return super().create_arg(a)
+        node = self._placeholders.get(id(a))
+        if node is None:
+            with self.graph.inserting_before(self._first()):
+                node = self.graph.placeholder(f"read_{len(self.read)}")
+            self._placeholders[id(a)] = node
+            self.read.append(a)
+            self._versions.append(a._version)
+        return node
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """A deferred value decides which way forward takes."""
+        raise DependenceError(f"takes a way that a data-dependent value decides{_made_by(obj)}")
+
+    def iter(self, obj: fx.Proxy) -> Any:
+        """A deferred value decides how often a loop runs."""
+        raise DependenceError(f"loops over a data-dependent value{_made_by(obj)}")
+
+    def keys(self, obj: fx.Proxy) -> Any:
+        """A deferred value is no mapping."""
+        raise DependenceError("takes a data-dependent value for a mapping")
+
+    def _first(self) -> fx.Node:
+        """The first node that is no placeholder."""
+        return next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
+
+    def check(self) -> None:
+        """Raise where the tensors that are read were written after they were read."""
+        for tensor, version in zip(self.read, self._versions, strict=True):
+            if tensor._version != version:
+                raise DependenceError(
+                    "writes into a tensor that a function with a data-dependent result "
+                    f"({', '.join(self._functions)}) has read"
+                )
+
+    def finish(self, results: Sequence[_Deferred]) -> Tail:
+        """The tail that computes ``results``."""
+        self.check()
+        self.graph.output([r.node for r in results])
+        return Tail(self.graph, len(self.read), dict(self._functions))
+
+
+def _title(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+def _made_by(deferred: fx.Proxy) -> str:
+    return f" (what {_title(deferred.node.target)} returned)"
+
+
+def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return "in place"
+    if title.endswith("_") and not title.endswith("__"):
+        return "in place"
+    if title in ("__setitem__", "__set__", "setitem", "setattr"):
+        return "in place"
+    drawing = any(word in title for word in _RANDOM) or title == "normal"
+    return "which draws random numbers" if drawing else ""
+
+
+class _Deferred(fx.Proxy):
+    """A value that is known at a call only. Whoever asks what it is stops the capture."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise DependenceError(f"asks for the type of a data-dependent value{_made_by(self)}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(torch.Tensor, name):
+            raise AttributeError(name)
+        recorder: Any = self.tracer
+        if not callable(getattr(torch.Tensor, name)):
+            return recorder._note("call_function", getattr, (self, name), {})
+        return lambda *args, **kwargs: recorder._note("call_method", name, (self, *args), kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Any, types: Any, args: Any = None, kwargs: Any = None
+    ) -> _Deferred:
+        named = kwargs or {}
+        recorder: Any = next(_deferred_among((args, named))).tracer
+        noted: _Deferred = recorder.call(orig_method, args or (), named)
+        return noted
+
+
+def _refuse_in_place(self: _Deferred, other: Any) -> Any:
+    raise DependenceError("changes a data-dependent value in place")
+
+
+def _refuse_number(self: _Deferred) -> Any:
+    raise DependenceError(f"needs a data-dependent value as a Python number{_made_by(self)}")
+
+
+for _name in _IN_PLACE.split():
+    setattr(_Deferred, f"__{_name}__", _refuse_in_place)
+for _name in ("len", "int", "float", "index", "complex", "round"):
+    setattr(_Deferred, f"__{_name}__", _refuse_number)
+
+
+class _Deferring(TorchFunctionMode):
+    """Within it functions whose result depends on data are deferred, and what reads them too."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._ranges = Ranges()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if next(_deferred_among((args, named)), None) is not None:
+            return self._recorder.call(func, args, named)
+        number = self._ranges.number(func, args)
+        if number is not None:
+            return number
+        if not depends_on_data(func, args, named) or is_known((args, named)):
+            result = func(*args, **named)
+            self._ranges.learn(result, func, args, named)
+            return result
+        return self._recorder.call(func, args, named)
+
+
+def _deferred_among(value: Any) -> Iterator[_Deferred]:
+    kind = type(value)
+    if kind is _Deferred:
+        yield value
+    elif kind is slice:
+        yield from _deferred_among((value.start, value.stop, value.step))
+    elif kind in (tuple, list):
+        for item in value:
+            yield from _deferred_among(item)
+    elif kind is dict:
+        yield from _deferred_among(list(value.values()))
+
+
+def try_tail(tail: Tail, flat: Sequence[Any]) -> None:
+    """Run the tail once on copies of what it reads, and see that it has no effect.
+
+    Raises:
+        UnsupportedOperatorError: it draws random numbers, or writes into a tensor.
+    """
+    before, first = torch.get_rng_state(), len(flat) - tail.num_read
+    kept, read = flat[:first], flat[first:]
+    copies = [t.detach().clone() for t in read]
+    versions = [c._version for c in copies]
+    with torch.no_grad():
+        tail.resolve([*kept, *copies])
+    if not torch.equal(before, torch.get_rng_state()):
+        raise UnsupportedOperatorError(
+            "forward draws random numbers from what depends on the values of tensors"
+        )
+    for tensor, copy, version in zip(read, copies, versions, strict=True):
+        # Batch norm writes its statistics without a word.
+        same = torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+        if copy._version != version or not same:
+            raise UnsupportedOperatorError(
+                "forward writes into a tensor what depends on the values of tensors"
+            )

@@ -1,0 +1,294 @@
+"""Aliasing: which outputs share memory with the module's tensors or with one another.
+
+In eager PyTorch ``x.view(-1)`` is the memory of ``x``: who writes into one sees it in the other.
+Compiled code returns memory of its own, so such outputs are made again from the tensor that they
+share memory with, by their strides and offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import HiddenBase, InputKind, OutputAlias
+from tvmbridge.graph_capture.memory.bases import bases_of, covers, hidden_base, overlap
+from tvmbridge.graph_capture.memory.views import (
+    ViewWatch,
+    has_other_history,
+    shares_elements,
+    viewed,
+)
+
+_OTHER_HISTORY = (
+    "an output shares memory with another tensor, but is made under no_grad or by a custom "
+    "autograd function: its gradient is not that of a view"
+)
+
+_Known = tuple[InputKind | None, int | str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What each output shares memory with, and the hidden bases of some.
+
+    The number of a hidden base, as the base of others, counts on behind the outputs. ``exchanged``
+    are tensors of the module that forward made of outputs, by name: parts of them, or without
+    their gradient. Outputs cannot be made of these, but these of outputs. Others of them are
+    memory of inputs, or of tensors of the module that were not exchanged.
+    """
+
+    aliases: tuple[OutputAlias | None, ...]
+    bases: tuple[HiddenBase, ...]
+    exchanged: Mapping[str, OutputAlias]
+
+
+def aliases_of(
+    outputs: Sequence[Any],
+    inputs: Mapping[int, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+    views: ViewWatch | None = None,
+) -> Sharing:
+    """What each output shares memory with.
+
+    Args:
+        outputs: the leaves of what forward returned.
+        inputs: the tensors that it was given, by position; none of them shares memory.
+        state: parameters, buffers and tensor attributes as they are after forward, by name.
+        views: has seen how forward made its views; None: no gradient is asked for.
+
+    Raises:
+        UnsupportedOperatorError: outputs share memory in a way that cannot be made again.
+    """
+    exchanged = {
+        name: tensor
+        for name, tensor in state.items()
+        if any(_is_strided(o) and _is_more(o, tensor) for o in outputs)
+    }
+    known: list[_Known] = [
+        *((InputKind.USER, position, tensor) for position, tensor in inputs.items()),
+        *((InputKind.BUFFER, name, t) for name, t in state.items() if name not in exchanged),
+    ]
+    tensors = [*outputs, *exchanged.values()]
+    groups: dict[int, list[int]] = {}
+    found: list[OutputAlias | None] = []
+    for number, output in enumerate(tensors):
+        found.append(None)
+        if not _is_strided(output):
+            continue
+        first = next(n for n, earlier in enumerate(tensors) if earlier is output)
+        if first < number:
+            found[number] = OutputAlias(None, first)
+            continue
+        found[number] = _base_among(output, known, views)
+        if found[number] is None:
+            _refuse_leaf(output)
+            if output.numel():
+                groups.setdefault(_storage(output), []).append(number)
+    bases: list[HiddenBase] = []
+    for members in groups.values():
+        returned = [n for n in members if n < len(outputs)]
+        number = len(outputs) + len(bases)
+        hidden = _relate(members, returned, tensors, found, number, views is not None)
+        if hidden is not None:
+            bases.append(hidden)
+    made: dict[str, OutputAlias] = {}
+    for name, alias in zip(exchanged, found[len(outputs) :], strict=True):
+        if alias is not None and alias.shape is None and int(alias.key) >= len(outputs):
+            alias = found[int(alias.key)]  # one tensor by two names
+        if alias is not None:
+            made[name] = alias
+    return Sharing(tuple(found[: len(outputs)]), tuple(bases), made)
+
+
+def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether ``output`` shares memory with ``held``, but is not a view of it."""
+    if not _is_strided(held) or not output.numel() or _storage(output) != _storage(held):
+        return False
+    return (output.requires_grad and not held.requires_grad) or not covers(held, output)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def with_exchanged(
+    sharing: Sharing,
+    names: Collection[str],
+    inputs: Mapping[int, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> Sharing:
+    """``sharing``, with the exchanged buffers that are memory of an input or of another tensor.
+
+    Args:
+        sharing: what the outputs share memory with.
+        names: of the buffers that forward exchanged.
+        inputs: as for :func:`aliases_of`.
+        state: as for :func:`aliases_of`.
+
+    Raises:
+        UnsupportedOperatorError: two of these buffers share memory.
+    """
+    known: list[_Known] = [
+        *((InputKind.USER, position, tensor) for position, tensor in inputs.items()),
+        *((InputKind.BUFFER, name, t) for name, t in state.items() if name not in names),
+    ]
+    made = dict(sharing.exchanged)
+    apart: dict[int, str] = {}
+    for name in names:
+        tensor = state.get(name)
+        if name in made or tensor is None or not _is_strided(tensor) or not tensor.numel():
+            continue
+        alias = _base_among(tensor, known, None)
+        if alias is not None:
+            made[name] = alias
+        elif apart.setdefault(_storage(tensor), name) != name:
+            raise UnsupportedOperatorError(
+                f"forward exchanges {apart[_storage(tensor)]} and {name} for tensors that share "
+                "memory"
+            )
+    return replace(sharing, exchanged=made)
+
+
+def refuse_exchanged(
+    before: Mapping[str, torch.Tensor], outputs: Sequence[Any], sharing: Sharing
+) -> None:
+    """Raise where an exchange of buffers and the outputs share memory that cannot be shared again.
+
+    torch.export takes the exchange for a write, and what was there before for what is there then.
+
+    Args:
+        before: what the exchanged buffers were before forward, by name.
+        outputs: the leaves of what forward returned.
+        sharing: what these share memory with.
+
+    Raises:
+        UnsupportedOperatorError: an output is what a buffer was before, or a tensor that forward
+            did not exchange is a part of an output.
+    """
+    for name in sharing.exchanged.keys() - before.keys():
+        raise UnsupportedOperatorError(
+            f"an output is made of the memory of {name}, but is not a view of it"
+        )
+    names = {_storage(tensor): name for name, tensor in before.items()}
+    for output, alias in zip(outputs, sharing.aliases, strict=True):
+        if alias is None and _is_strided(output) and _storage(output) in names:
+            raise UnsupportedOperatorError(
+                f"an output shares memory with what {names[_storage(output)]} was before forward "
+                "exchanged it"
+            )
+
+
+def _refuse_leaf(output: torch.Tensor) -> None:
+    if output.requires_grad and output.grad_fn is None:
+        raise UnsupportedOperatorError(
+            "an output requires a gradient of its own, as forward has made it a leaf or a view "
+            "under no_grad, where compiled code would give it the history of its value"
+        )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _base_among(
+    output: torch.Tensor, known: Sequence[_Known], views: ViewWatch | None
+) -> OutputAlias | None:
+    for kind, key, tensor in known:
+        if output is tensor:
+            return OutputAlias(kind, key)
+    for kind, key, tensor in known:
+        if _storage(output) == _storage(tensor):
+            alias = _view(kind, key, output, tensor)
+            if views is not None:
+                if has_other_history(output, tensor):
+                    if not output.numel():  # there is nothing to share
+                        return None
+                    raise UnsupportedOperatorError(_OTHER_HISTORY)
+                if output.requires_grad and shares_elements(tensor):
+                    return replace(alias, steps=views.steps(output, tensor))
+                if output.requires_grad and shares_elements(output):
+                    # By strides its gradient would be summed term by term, in half precision too.
+                    with suppress(UnsupportedOperatorError):
+                        return replace(alias, steps=views.steps(output, tensor))
+            return alias
+    return None
+
+
+def _view(
+    kind: InputKind | None, key: int | str, output: torch.Tensor, base: torch.Tensor
+) -> OutputAlias:
+    if (output.dtype, output.is_conj(), output.is_neg()) != (base.dtype, False, False):
+        name = "another output" if kind is None else key
+        raise UnsupportedOperatorError(
+            f"an output shares memory with {name} but has another dtype or a conjugate bit"
+        )
+    return OutputAlias(
+        kind,
+        key,
+        tuple(int(s) for s in output.shape),
+        tuple(int(s) for s in output.stride()),
+        int(output.storage_offset() - base.storage_offset()),
+        tuple(int(s) for s in base.stride()),
+        base.requires_grad and not output.requires_grad,
+    )
+
+
+def _relate(
+    members: Sequence[int],
+    returned: Sequence[int],
+    outputs: Sequence[torch.Tensor],
+    found: list[OutputAlias | None],
+    hidden_number: int,
+    differentiated: bool,
+) -> HiddenBase | None:
+    """Describe ``members``, of one storage, by one that is all of it, or by a hidden base.
+
+    Only those that are ``returned`` can be it, or have it. Members that are apart are not
+    described: each may have memory of its own.
+    """
+    tensors = [outputs[n] for n in members]
+    overlapping = overlap(tensors)
+    if not overlapping and not any(map(shares_elements, tensors)):
+        return None
+    needs_grad = any(t.requires_grad for t in tensors)
+    fit = [n for n in returned if _is_whole(outputs[n]) and outputs[n].requires_grad == needs_grad]
+    hidden = None if fit else hidden_base(members, returned, outputs)
+    if hidden is None and not fit:
+        if not overlapping:
+            return None
+        raise UnsupportedOperatorError(
+            f"outputs {', '.join(map(str, members))} are overlapping views of one tensor, which "
+            "cannot be computed as one more output"
+        )
+    number = fit[0] if hidden is None else hidden_number
+    base = outputs[number] if hidden is None else bases_of(outputs, [hidden])[0]
+    if differentiated and any(has_other_history(t, base) for t in tensors):
+        if not overlapping:
+            return None
+        raise UnsupportedOperatorError(_OTHER_HISTORY)
+    for member in members:
+        if hidden is not None or member != number:
+            found[member] = _view(None, number, outputs[member], base)
+    return hidden
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    bytes_held = tensor.numel() * tensor.element_size()
+    return tensor.is_contiguous() and bytes_held == tensor.untyped_storage().nbytes()
+
+
+def made_again(alias: OutputAlias, base: torch.Tensor) -> torch.Tensor:
+    """The output that ``alias`` describes, of the ``base`` of this call."""
+    if alias.shape is None:
+        return base
+    if alias.steps:
+        return viewed(base, alias.steps)
+    source = base.detach() if alias.detached else base
+    if (alias.shape, alias.stride, alias.offset) == (base.shape, base.stride(), 0):
+        return source if alias.detached else base.view_as(base)
+    return source.as_strided(alias.shape, alias.stride, base.storage_offset() + alias.offset)

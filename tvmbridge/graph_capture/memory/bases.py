@@ -1,0 +1,135 @@
+"""Hidden bases: tensors that are not returned, but of which several outputs are views.
+
+``return y[:2], y[1:]``: the outputs share elements of ``y``, so that who writes into one sees it in
+the other. Compiled code computes ``y`` as one more result, the *hidden base*, and the outputs are
+made again from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import HiddenBase
+from tvmbridge.graph_capture.memory.views import in_order_of_memory, root
+
+_LARGEST_COMPARED = 1 << 22
+
+
+class WithBases:
+    """A forward that returns ``(results, bases)``, or ``results`` where there are no bases.
+
+    Args:
+        forward: the function that is called.
+        bases: of which results the bases are wanted.
+    """
+
+    def __init__(self, forward: Callable[..., Any], bases: Sequence[HiddenBase]) -> None:
+        self._forward = forward
+        self._bases = bases
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._bases:
+            return self._forward(*args, **kwargs)
+        with _Made() as made:
+            results = self._forward(*args, **kwargs)
+        leaves = pytree.tree_leaves(results)
+        return results, tuple(made.base(leaves[b.output], b.order) for b in self._bases)
+
+
+class _Made(TorchFunctionMode):
+    """Keeps the tensors that functions return within it.
+
+    Some return a view of a tensor that only they know (``linear`` of three dimensions): a trace
+    knows the view, but not the root of its memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        several = results if type(results) in (tuple, list) else (results,)
+        self._tensors += [r for r in several if issubclass(type(r), torch.Tensor)]
+        return results
+
+    def base(self, output: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+        """The root of ``output``, contiguous, made of a tensor that a function returned.
+
+        Raises:
+            UnsupportedOperatorError: no function returned all of it.
+        """
+        base = root(output)  # of which a trace may not know: nothing is called on it
+        shape = [base.shape[dim] for dim in order]
+        for made in self._tensors:
+            if root(made) is base and made.numel() == base.numel() and made.dtype == base.dtype:
+                by_memory = in_order_of_memory(made)
+                if by_memory is not None:
+                    return made.permute(by_memory).view(shape)
+        raise UnsupportedOperatorError(
+            "an output is a view of a tensor that no function of forward has returned as a whole"
+        )
+
+
+def bases_of(leaves: Sequence[Any], bases: Sequence[HiddenBase]) -> tuple[torch.Tensor, ...]:
+    """The hidden bases of ``leaves``, contiguous: their dimensions stand in the order of memory."""
+    return tuple(root(leaves[base.output]).permute(base.order) for base in bases)
+
+
+def hidden_base(
+    members: Sequence[int], returned: Sequence[int], outputs: Sequence[torch.Tensor]
+) -> HiddenBase | None:
+    """The tensor that all ``members``, of one storage, can be made again from, or None.
+
+    It is the base of one of those that are ``returned``.
+    """
+    needs_grad = any(outputs[n].requires_grad for n in members)
+    for number in returned:
+        base = root(outputs[number])
+        order = in_order_of_memory(base)
+        if order is None or base.dtype != outputs[number].dtype or base.is_conj() or base.is_neg():
+            continue
+        if base.requires_grad == needs_grad and all(covers(base, outputs[n]) for n in members):
+            return HiddenBase(number, order)
+    return None
+
+
+def covers(base: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies within the memory of another one of its storage."""
+    (begin, end), (first, last) = _span(base), _span(tensor)
+    return begin <= first and last <= end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor begins with and ends before."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    begin = int(tensor.storage_offset())
+    end = begin + 1 + sum((n - 1) * s for n, s in dims)
+    return begin * tensor.element_size(), end * tensor.element_size()
+
+
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two tensors of one storage have an element in common."""
+    if len(tensors) < 2:
+        return False
+    spans = sorted(map(_span, tensors))
+    if all(end <= start for (_, end), (start, _) in pairwise(spans)):
+        return False
+    size = max(end for _, end in spans) // tensors[0].element_size()
+    if size > _LARGEST_COMPARED or len({t.dtype for t in tensors}) > 1:
+        return True
+    with torch.utils._python_dispatch._disable_current_modes():
+        used = torch.zeros(size, dtype=torch.bool)
+        for tensor in tensors:
+            mine = used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if bool(mine.any()):
+                return True
+            mine.fill_(True)
+    return False

@@ -1,0 +1,294 @@
+"""Noise: random draws are found in the captured graph and made by PyTorch, in program order.
+
+The compiled function stays pure: each draw is one more input of it. PyTorch's own generator makes
+them in the order in which the module would, so the same seed gives the same numbers and leaves the
+generator in the same state.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram, ExportGraphSignature
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.types import ComputedTensor, EagerHead, NoiseDescriptor, TensorSpec
+
+aten = torch.ops.aten
+
+_DROPOUT = (aten.dropout.default, aten.native_dropout.default)
+_ATTENTION = (
+    aten.scaled_dot_product_attention.default,
+    aten._scaled_dot_product_attention_math.default,
+)
+
+RRELU = aten.rrelu_with_noise_functional.default
+RRELU_NAME = "aten::rrelu_with_noise"
+
+OTHER_DRAWS = "the captured graph draws other random numbers than the module"
+
+# Draws that read nothing of their tensor arguments but shape, strides, dtype and device.
+READS_METADATA_ONLY = frozenset(
+    {
+        "aten::rand",
+        "aten::rand_like",
+        "aten::randn",
+        "aten::randn_like",
+        "aten::randint",
+        "aten::randint_like",
+        "aten::randperm",
+        "aten::uniform",
+        "aten::normal_functional",
+        "aten::exponential",
+        "aten::geometric",
+        "aten::log_normal",
+        "aten::cauchy",
+        "aten::random",
+    }
+)
+METADATA_ONLY_OVERLOADS = frozenset({aten.bernoulli.p, aten.normal.float_float})
+
+# Draws that read values; what they read is computed before them, by PyTorch.
+READS_VALUES = frozenset(
+    {
+        "aten::_sample_dirichlet",
+        "aten::_standard_gamma",
+        "aten::bernoulli",
+        "aten::binomial",
+        "aten::multinomial",
+        "aten::normal",
+        "aten::poisson",
+    }
+)
+
+# What PyTorch makes of draws in place. They are drawn in place again: the order of the numbers
+# follows the memory of the tensor that is filled, and a copy would be laid out otherwise.
+_IN_PLACE: dict[Any, Any] = {
+    aten.uniform.default: aten.uniform_.default,
+    aten.normal_functional.default: aten.normal_.default,
+    aten.exponential.default: aten.exponential_.default,
+    aten.geometric.default: aten.geometric_.default,
+    aten.log_normal.default: aten.log_normal_.default,
+    aten.cauchy.default: aten.cauchy_.default,
+    aten.random.default: aten.random_.default,
+    getattr(aten.random, "from"): getattr(aten.random_, "from"),
+    aten.random.to: aten.random_.to,
+    aten.bernoulli.Tensor: aten.bernoulli_.Tensor,
+}
+
+
+def tidy_draws(program: ExportedProgram) -> None:
+    """Leave of random operators those that eager PyTorch draws at, and each as one draw.
+
+    What nothing reads goes away, but for draws: they move the generator.
+    """
+    graph, signature = program.graph, program.graph_signature
+    for node in list(graph.nodes):
+        if node.target is aten.native_dropout.default and node.args[1:] == (1.0, True):
+            # Dropout of everything is a product with zero: eager PyTorch draws nothing for it.
+            _replace_item(graph, signature, node, 0, (node.args[0], 0.0))
+        elif node.target is RRELU and is_draw(node):
+            slopes = next((u for u in node.users if u.args[1] == 1), None)
+            if slopes is None:
+                with graph.inserting_after(node):
+                    slopes = graph.call_function(operator.getitem, (node, 1))
+                slopes.meta["val"] = node.meta["val"][1]
+            _replace_item(graph, signature, node, 0, (node.args[0], slopes))
+    graph.eliminate_dead_code(
+        lambda n: is_draw(n) or n.op in ("placeholder", "output") or _is_slopes(n)
+    )
+
+
+def _is_slopes(node: fx.Node) -> bool:
+    """Whether it is the draw of randomized leaky ReLU, the second of its results."""
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    return node.args[0].target is RRELU  # type: ignore[union-attr]
+
+
+def _replace_item(
+    graph: fx.Graph, signature: ExportGraphSignature, node: fx.Node, index: int, factors: Any
+) -> None:
+    """Replace one of the results of ``node`` by a product."""
+    for item in [u for u in node.users if u.args[1] == index]:
+        with graph.inserting_before(item.next):
+            product = graph.call_function(aten.mul.Tensor, factors)
+        product.meta = dict(item.meta)
+        item.replace_all_uses_with(product)
+        signature.replace_all_uses(item.name, product.name)
+
+
+def find_noise(graph: fx.Graph) -> tuple[NoiseDescriptor, ...]:
+    """Every random draw of ``graph`` in program order.
+
+    Raises:
+        UnsupportedOperatorError: a draw is of an operator that cannot be called beforehand.
+    """
+    return tuple(
+        _describe_dropout(node) if node.target in _DROPOUT else _describe_draw(node)
+        for node in graph.nodes
+        if is_draw(node)
+    )
+
+
+def is_draw(node: fx.Node) -> bool:
+    """Whether eager PyTorch draws random numbers at this node."""
+    if node.op != "call_function":
+        return False
+    return is_active_dropout(node) if node.target in _DROPOUT else _is_random(node)
+
+
+def dropout_arguments(node: fx.Node) -> tuple[fx.Node, float, bool]:
+    """``(input, p, train)`` of a dropout node."""
+    x, p, train = node.args
+    assert isinstance(x, fx.Node)
+    return x, float(p), train is None or bool(train)  # type: ignore[arg-type]
+
+
+def is_active_dropout(node: fx.Node) -> bool:
+    """Whether eager PyTorch draws a mask here: not for p of 0 or 1, nor outside training."""
+    if node.target not in _DROPOUT:
+        return False
+    x, p, train = dropout_arguments(node)
+    return train and 0.0 < p < 1.0 and x.meta["val"].numel() > 0
+
+
+def _is_random(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target in _ATTENTION:
+        return bool(_argument(node, "dropout_p", 4, 0.0))
+    if target is RRELU:
+        return bool(_argument(node, "training", 4, False))
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _argument(node: fx.Node, name: str, position: int, default: Any) -> Any:
+    if len(node.args) > position:
+        return node.args[position]
+    return node.kwargs.get(name, default)
+
+
+def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
+    x, p, _ = dropout_arguments(node)
+    return mask_descriptor(node.name, x.meta["val"], 1.0 - p, drop_probability=p)
+
+
+def mask_descriptor(
+    name: str, like: torch.Tensor, keep: float, *, drop_probability: float | None = None
+) -> NoiseDescriptor:
+    """A draw of zeros and ones, laid out as ``like`` and held in one byte each."""
+    spec = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
+    return NoiseDescriptor(name, spec, aten.bernoulli_.float, (spec, keep), {}, drop_probability)
+
+
+def _describe_draw(node: fx.Node) -> NoiseDescriptor:
+    op: Any = node.target
+    if op is RRELU:
+        return describe_rrelu(node)
+    metadata_only = op._schema.name in READS_METADATA_ONLY or op in METADATA_ONLY_OVERLOADS
+    if not metadata_only and op._schema.name not in READS_VALUES:
+        raise UnsupportedOperatorError(
+            f"{op} draws random numbers in a way that is not known, so the draw cannot be made "
+            "before the compiled code runs"
+        )
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedOperatorError(f"{op} draws several results at once")
+    if op is aten.bernoulli.p:
+        if not value.is_contiguous():
+            raise UnsupportedOperatorError(
+                f"{op} draws in an order that depends on the strides of its input and on whether "
+                "it stands for bernoulli_"
+            )
+        return mask_descriptor(node.name, value, float(_argument(node, "p", 1, 0.5)))
+    spec_of = spec_of_node if metadata_only else computed_by
+    args, kwargs = pytree.tree_map(spec_of, (node.args, node.kwargs))
+    drawn = _IN_PLACE.get(op, op)
+    if drawn is aten.bernoulli_.Tensor:
+        args = (spec_of_node(node.args[0]), *args[1:])
+    descriptor = NoiseDescriptor(node.name, TensorSpec.of(value), drawn, tuple(args), kwargs)
+    # The kernel draws in the dtype of the mean, and scales in place.
+    read = [tensor.spec.dtype for tensor in descriptor.computed]
+    if op._schema.name == "aten::normal" and read and value.dtype is not read[0]:
+        raise UnsupportedOperatorError(
+            f"{op} of a mean and a standard deviation of two dtypes draws in that of the mean, "
+            "where PyTorch's tracing foretells another"
+        )
+    return descriptor
+
+
+def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
+    """The slopes that randomized leaky ReLU multiplies by; they are called as the item of them."""
+    x, noise, *rest = node.args
+    name = next((u.name for u in node.users if u.args[1] == 1), node.name)
+    spec = spec_of_node(noise)
+    return NoiseDescriptor(name, spec, RRELU, (computed_by(x), spec, *rest), {}, result=1)
+
+
+def base_name(op: Any) -> str:
+    """The name that the variants of an operator share: in place, functional or neither."""
+    return str(op._schema.name).removesuffix("_functional").rstrip("_")
+
+
+def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
+    """What the order of random numbers in a tensor depends on: strides that mean something."""
+    stride = tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride()
+    return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
+
+
+def spec_of_node(value: Any) -> Any:
+    """What stands for an argument of which a draw reads the metadata."""
+    return TensorSpec.of(value.meta["val"]) if isinstance(value, fx.Node) else value
+
+
+def computed_by(value: Any) -> Any:
+    """What stands for an argument of which a draw reads the values."""
+    if not isinstance(value, fx.Node):
+        return value
+    return ComputedTensor(value.name, TensorSpec.of(value.meta["val"]))
+
+
+def draw_noise(
+    noise: Sequence[NoiseDescriptor],
+    head: EagerHead | None = None,
+    inputs: Sequence[torch.Tensor] = (),
+) -> list[torch.Tensor]:
+    """Make the draws with PyTorch's generators; contiguous tensors, in order.
+
+    Args:
+        noise: the draws.
+        head: what makes them, where one of them reads values.
+        inputs: what the head reads.
+
+    Raises:
+        UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
+    """
+    if head is None:
+        return [_draw(descriptor).contiguous() for descriptor in noise]
+    with torch.no_grad():
+        drawn = head.module(*(tensor.detach() for tensor in inputs))
+    for draw, descriptor in zip(drawn, noise, strict=True):
+        found, foretold = TensorSpec.of(draw), descriptor.spec
+        if (found.shape, found.dtype) != (foretold.shape, foretold.dtype):
+            raise UnsupportedOperatorError(
+                f"{descriptor.op} draws {found}, where PyTorch's tracing foretells {foretold}"
+            )
+    return [draw.contiguous() for draw in drawn]
+
+
+def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
+    args = [_materialize(a) for a in descriptor.args]
+    kwargs = {k: _materialize(v) for k, v in descriptor.kwargs.items()}
+    result: torch.Tensor = descriptor.op(*args, **kwargs)
+    return result
+
+
+def _materialize(value: Any) -> Any:
+    return value.empty() if isinstance(value, TensorSpec) else value

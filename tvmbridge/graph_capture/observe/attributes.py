@@ -1,0 +1,123 @@
+"""Attributes: which of them forward reads, and which it writes.
+
+Compiled code has the numbers, strings and containers that forward read in it as constants. So the
+reads are recorded while forward is traced; ``guarding/guard.py`` compares the values at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.contents import MISSING, is_constant
+from tvmbridge.core.libraries import BOOKKEEPING
+from tvmbridge.graph_capture.observe.executed import is_called_by_library
+from tvmbridge.graph_capture.observe.foreign import ForeignModules
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
+    "forward",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "call_super_init",
+    "dump_patches",
+    "_compiled_call_impl",  # of Module.compile(): the same forward by torch.compile
+}
+
+
+@contextmanager
+def recorded_reads(
+    module: nn.Module, foreign: ForeignModules | None = None
+) -> Iterator[set[tuple[str, str]]]:
+    """Collects the attributes that are read meanwhile, as (submodule's name, attribute's name).
+
+    Parameters, buffers, submodules and methods are left out. Who looks at ``__dict__`` itself, as
+    ``vars`` does, reads everything in it. What is read of other modules is told to ``foreign``.
+    """
+    names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
+    reads: set[tuple[str, str]] = set()
+
+    def read(genuine: Callable[..., Any], owner: nn.Module, attribute: str) -> Any:
+        name = names.get(id(owner))
+        if name is None and foreign is not None:
+            foreign.note(owner, attribute)
+        if name is None or attribute in _OF_EVERY_MODULE:
+            return genuine(owner, attribute)
+        if attribute == "__dict__":
+            attributes: dict[str, Any] = genuine(owner, "__dict__")
+            # The patch's call and its stub stand between this function and the one who asks.
+            if not is_called_by_library(3):
+                reads.update((name, a) for a in own_names(owner))
+                reads.add((name, "__dict__"))
+            return attributes
+        if not attribute.startswith("__"):
+            reads.add((name, attribute))
+        return genuine(owner, attribute)
+
+    with patched_here(nn.Module, "__getattribute__", read):
+        yield reads
+
+
+@contextmanager
+def recorded_assignments(
+    module: nn.Module, reads: set[tuple[str, str]]
+) -> Iterator[set[tuple[str, str]]]:
+    """Collects the attributes that are assigned meanwhile and had not been read before that.
+
+    What is read of them afterwards is no state of the module: the one who assigned it reads it.
+
+    Args:
+        module: as for :func:`recorded_reads`.
+        reads: what that one collects at the same time.
+    """
+    names = {id(m): name for name, m in module.named_modules(remove_duplicate=False)}
+    assigned: set[tuple[str, str]] = set()
+
+    def write(genuine: Callable[..., None], owner: nn.Module, attribute: str, value: Any) -> None:
+        key = names.get(id(owner), ""), attribute
+        if id(owner) in names and attribute not in _OF_EVERY_MODULE and key not in reads:
+            assigned.add(key)
+        genuine(owner, attribute, value)
+
+    with patched_here(nn.Module, "__setattr__", write):
+        yield assigned
+
+
+def own_names(module: nn.Module) -> frozenset[str]:
+    """The names of the attributes that not every module has, in or out of dispatch."""
+    return frozenset(n for n in vars(module) if n not in _OF_EVERY_MODULE)
+
+
+def values_assigned(
+    module: nn.Module, assigned: set[tuple[str, str]]
+) -> dict[tuple[str, str], Any]:
+    """The attributes of ``assigned`` whose values are plain and cannot change, with the values."""
+    values: dict[tuple[str, str], Any] = {}
+    for name, attribute in assigned:
+        held = module.get_submodule(name).__dict__
+        if attribute not in BOOKKEEPING and is_constant(held.get(attribute, MISSING)):
+            values[name, attribute] = held[attribute]
+    return values
+
+
+def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    """The attributes of ``reads`` that are data, with their values; MISSING: there is none.
+
+    Tensors are left out: they are inputs of the compiled code, or constants that are watched.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    for name, attribute in reads:
+        owner = module.get_submodule(name)
+        if attribute in BOOKKEEPING or any(
+            attribute in d for d in (owner._parameters, owner._buffers, owner._modules)
+        ):
+            continue
+        held = owner.__dict__.get(attribute, MISSING)
+        value = own_names(owner) if attribute == "__dict__" else held
+        if not isinstance(value, torch.Tensor):
+            values[name, attribute] = value
+    return values

@@ -1,0 +1,67 @@
+"""Data: which of the values outside of a module are looked into, beside functions and classes."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from tvmbridge.core.contents import CONTAINERS, DEPTH, attributes_of, is_constant, may_grow
+
+_GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
+
+
+def is_data(value: Any, depth: int = DEPTH) -> bool:
+    """Whether ``value`` is a constant, a tensor, or a container in which there is or may come one.
+
+    Keys of a mapping alone are none: registries of functions have such. Objects that hold data
+    count in a container as data do.
+    """
+    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray, torch.Tensor)):
+        return True
+    if depth == 0 or not isinstance(value, CONTAINERS) or value is sys.modules:
+        return False
+    held = value.values() if isinstance(value, Mapping) else value
+    return (may_grow(value) and not held) or any(_has_data(h, depth - 1) for h in list(held))
+
+
+def is_object(value: Any, depth: int = DEPTH) -> bool:
+    """Whether ``value`` is a plain object of a user's class that holds data.
+
+    So it is where its class does, or an object that it holds.
+    """
+    if depth == 0 or isinstance(value, CONTAINERS):
+        return False
+    if isinstance(value, (type, torch.Tensor, nn.Module, types.ModuleType)):
+        return False
+    if not is_of_users(type(value)) and type(value) is not types.SimpleNamespace:
+        return False
+    of_classes = (v for c in type(value).__mro__ if is_of_users(c) for v in _own(c).values())
+    held = attributes_of(value)
+    may_come = not held and may_grow(value)
+    return may_come or any(_has_data(h, depth - 1) for h in (*held.values(), *of_classes))
+
+
+def _has_data(value: Any, depth: int) -> bool:
+    return is_data(value, depth) or is_object(value, depth)
+
+
+def is_of_users(cls: type) -> bool:
+    """Whether ``cls`` is none of PyTorch's, numpy's and Python's library's."""
+    package = str(cls.__module__).partition(".")[0]
+    return package not in ("torch", "numpy") and package not in sys.stdlib_module_names
+
+
+def data_of(cls: type) -> dict[str, Any]:
+    """The data among the attributes of ``cls`` itself, by name."""
+    return {name: value for name, value in _own(cls).items() if is_data(value)}
+
+
+def _own(cls: type) -> dict[str, Any]:
+    return {n: v for n, v in vars(cls).items() if not (n.startswith("__") and n.endswith("__"))}

@@ -1,0 +1,260 @@
+"""Effects: what forward does beside computing that compiled code would not do at each call."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.assumptions import Question
+from tvmbridge.core.contents import all_held, same_held
+from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.dependence import DependenceError
+from tvmbridge.graph_capture.observe.executed import is_called_by_library
+from tvmbridge.graph_capture.trace.callers import calling_python_module
+from tvmbridge.graph_capture.trace.generators import Generators
+from tvmbridge.graph_capture.trace.patches import patched_here
+from tvmbridge.graph_capture.trace.standins import tensors_of
+
+
+class StateBefore:
+    """What forward could write, as it is before it runs.
+
+    Args:
+        module: whose forward it is.
+        held: the tensors that it holds, those in containers too.
+    """
+
+    def __init__(self, module: nn.Module, held: Iterable[torch.Tensor]) -> None:
+        self._module = module
+        self._attributes = _attributes(module)
+        self._places = tensors_of(module, remove_duplicate=True)
+        self._versions = {id(t): version_of(t) for t in held}
+        self._writable = {id(t) for t in (*module.parameters(), *module.buffers())}
+
+    def written(self) -> tuple[str, ...]:
+        """The names of the attributes that are others now, or hold something else."""
+        before, after = self._attributes, _attributes(self._module)
+        changed = [n for n, held in after.items() if not same_held(before.get(n, []), held)]
+        return (*(name for name in before if name not in after), *changed)
+
+    def rebound(self, after: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors for which there are others ``after`` forward, by name, as they were."""
+        return {n: t for n, t in self._places.items() if after.get(n, t) is not t}
+
+    def writes_by_two_names(self) -> Iterator[str]:
+        """The tensors in several places that were written into, which a trace cannot follow."""
+        names: dict[int, list[str]] = {}
+        for name, tensor in self._places.items():
+            names.setdefault(id(tensor), []).append(name)
+            written = version_of(tensor) != self._versions.get(id(tensor), 0)
+            if len(names[id(tensor)]) == 2 and written:
+                yield "writes into {}, which is {} too".format(*names[id(tensor)])
+
+    def has_written_other_tensors(self, held: Iterable[torch.Tensor]) -> bool:
+        """Whether one that is ``held`` now, and is no parameter or buffer, was written into."""
+        # What has become a buffer is one, written or not.
+        made = {id(t) for t in self._module.buffers() if id(t) not in self._versions}
+        others = (t for t in held if id(t) not in self._writable | made)
+        return any(version_of(t) != self._versions.get(id(t), 0) for t in others)
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """Everything that forward could write, by name, with what it holds; of buffers their kind."""
+    found: dict[str, list[Any]] = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, value in owner.__dict__.items():
+            if name == "_buffers":
+                found.update({f"{prefix}{n}": [_kind(b)] for n, b in value.items()})
+            elif name in ("_parameters", "_modules"):
+                found.update({f"{prefix}{n}": [v] for n, v in value.items()})
+            elif not name.endswith("_hooks"):
+                found[f"{prefix}{name}"] = all_held(value)
+    return found
+
+
+def _kind(buffer: torch.Tensor | None) -> str:
+    return "" if buffer is None else f"{buffer.dtype} {tuple(buffer.shape)}"
+
+
+class QuestionWatch(TorchFunctionMode):
+    """Notes what forward asks of tensors that may decide what it computes.
+
+    ``complaints`` are questions to autograd, whose answers compiled code cannot know. ``started``
+    are the ids of tensors that come to require a gradient: they must neither be results nor stay.
+    """
+
+    _LAYOUT = frozenset(
+        {
+            torch.Tensor.is_contiguous,
+            torch.Tensor.stride,
+            torch.Tensor.as_strided,
+            torch.as_strided,
+        }
+    )
+    _OF_AUTOGRAD = frozenset(
+        {"_base", "_version", "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad"}
+    )
+    _OF_MEMORY = frozenset(
+        {
+            torch.Tensor._is_view,
+            torch.Tensor.data_ptr,
+            torch.Tensor.is_set_to,
+            torch.Tensor.storage,
+            torch.Tensor.untyped_storage,
+        }
+    )
+    _TEXT = frozenset({torch.Tensor.__format__, torch.Tensor.__repr__})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks: set[Question] = set()
+        self.complaints: dict[str, None] = {}
+        self.started: set[int] = set()
+        self._records = torch.is_grad_enabled()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled and args[0] and not self._records:
+            self.asks.add(Question.GRADIENTS)
+        if func in self._LAYOUT:
+            self.asks.add(Question.LAYOUT)
+        if func is torch.Tensor.storage_offset and not is_called_by_library(1):
+            self.asks.add(Question.OFFSET)
+        if switches_gradients(func, args, kwargs or {}):
+            self._note_switch(args[0])
+        if not self._records and (kwargs or {}).get("requires_grad") is True:
+            self.asks.add(Question.STARTED)
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in self._OF_AUTOGRAD and not is_called_by_library(1):
+            self.complaints[f"reads {name} of a tensor"] = None
+        if name == "requires_grad" and not is_called_by_library(1):
+            self.asks.add(Question.GRADIENTS)
+        if func in self._OF_MEMORY and not is_called_by_library(1, func.__name__):
+            self.complaints[f"asks for the memory of a tensor ({func.__name__})"] = None
+        if func is torch.Tensor.is_inference and not is_called_by_library(1):
+            self.complaints["asks whether a tensor was made in inference mode"] = None
+        if func in self._TEXT and not is_called_by_library(1, func.__name__):
+            self.complaints["makes text of the values of a tensor (print, an f-string)"] = None
+        return func(*args, **(kwargs or {}))
+
+    def _note_switch(self, tensor: torch.Tensor) -> None:
+        """One that comes to require a gradient gets nothing but its own, which nobody sees.
+
+        Unless it was there before, or remains; that is seen when forward has run.
+        """
+        if isinstance(tensor, FakeTensor) and not tensor.requires_grad:
+            self.started.add(id(tensor))
+            if not self._records:
+                self.asks.add(Question.STARTED)
+        elif self._records:
+            self.complaints["changes requires_grad of a tensor"] = None
+
+
+def switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one."""
+    if func is torch.Tensor.requires_grad_:
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    elif func.__name__ == "__set__" and func.__self__ is torch.Tensor.requires_grad:
+        wanted = args[1]
+    else:
+        return False
+    return bool(wanted) is not args[0].requires_grad
+
+
+_NOTED = (
+    (torch, "manual_seed", "seeds PyTorch's generator"),
+    (torch, "seed", "seeds PyTorch's generator"),
+    (torch, "initial_seed", "reads the seed of PyTorch's generator"),
+    (torch, "set_rng_state", "sets the state of PyTorch's generator"),
+    (torch.random, "set_rng_state", "sets PyTorch's generator"),
+    (os, "urandom", "draws random numbers from the system"),
+    (random, "_urandom", "draws random numbers from the system"),
+)
+
+
+@contextmanager
+def impurities() -> Iterator[list[str]]:
+    """Collects what forward does with autograd's hooks, and with random numbers but to draw them.
+
+    All generators are as before afterwards.
+    """
+    found: list[str] = []
+    noted = [(owner, name, _noting(what, found)) for owner, name, what in _NOTED]
+    generators = Generators()
+    try:
+        with ExitStack() as stack:
+            for owner, name, note in noted:
+                stack.enter_context(patched_here(owner, name, note))
+            stack.enter_context(_autograd_watched(found))
+            stack.enter_context(_hashes_watched(found))
+            yield found
+        # Nothing is drawn on fake tensors.
+        used = generators.used()
+        if not found and "torch" in used:
+            found.append("sets the state of PyTorch's generator")
+        found += [f"draws from {name}" for name in used if name != "torch"]
+    finally:
+        generators.restore()
+
+
+@contextmanager
+def _autograd_watched(found: list[str]) -> Iterator[None]:
+    def hook(genuine: Callable[..., Any], hooks: saved_tensors_hooks) -> Any:
+        if not isinstance(hooks, save_on_cpu):
+            found.append("installs hooks on the tensors that autograd saves")
+        return genuine(hooks)
+
+    def infer(genuine: Callable[..., Any], mode: torch.inference_mode) -> Any:
+        # The patch's call and its stub stand between this function and who enters, which may be
+        # PyTorch's decorator of a function of the user's.
+        caller = calling_python_module(3) or ""
+        if not mode.mode and not caller.startswith("torch._subclasses"):
+            found.append("leaves inference mode")
+        return genuine(mode)
+
+    with (
+        patched_here(saved_tensors_hooks, "__enter__", hook),
+        patched_here(torch.inference_mode, "__enter__", infer),
+        patched_here(torch.autograd, "grad", _refusing("torch.autograd.grad")),
+        patched_here(torch.autograd, "backward", _refusing("Tensor.backward")),
+    ):
+        yield
+
+
+@contextmanager
+def _hashes_watched(found: list[str]) -> Iterator[None]:
+    def hashed(genuine: Callable[..., int], tensor: torch.Tensor) -> int:
+        # As above.
+        if not is_called_by_library(3):
+            found.append("has a tensor in a set or as a key, by its hash")
+        return genuine(tensor)
+
+    with patched_here(torch.Tensor, "__hash__", hashed):
+        yield
+
+
+def _noting(what: str, found: list[str]) -> Callable[..., Any]:
+    def note(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found.append(what)
+        return genuine(*args, **kwargs)
+
+    return note
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise DependenceError(
+            f"uses {what}, which compiled code would not call again: leave this module to "
+            "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
+        )
+
+    return refuse

@@ -1,0 +1,94 @@
+"""Fakes: the fake tensors that forward is observed on, in place of its arguments and its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.contents import contents
+from tvmbridge.graph_capture.memory.bases import overlap
+from tvmbridge.graph_capture.trace.answers import buffers_of
+from tvmbridge.graph_capture.trace.standins import tensors_of
+
+
+@dataclass(frozen=True)
+class Fakes:
+    """The fake tensors that forward is run on.
+
+    ``given`` are the leaves of its arguments, of this ``structure``. ``held`` stand for the
+    module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
+    stand for, where these have no name in the module but are held by lists or dicts. ``entwined``
+    are those of ``given`` that share elements with another argument or a tensor of the module.
+    ``buffers`` are those that stand for buffers, by name.
+    """
+
+    mode: FakeTensorMode
+    given: list[Any]
+    structure: pytree.TreeSpec
+    held: dict[int, torch.Tensor]
+    beside: dict[int, torch.Tensor]
+    entwined: list[torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+        # Each argument is a primal of its own, even where two are one tensor, or a parameter.
+        given = [_fake(mode, leaf) for leaf in leaves]
+        own = all_tensors(module)
+        held = {id(t): _fake(mode, t) for t in own}
+        named = {id(t) for t in tensors_of(module).values()}
+        beside = {id(held[id(t)]): t for t in own if id(t) not in named}
+        numbers = _entwined(leaves, own)
+        buffers = {name: held[id(b)] for name, b in buffers_of(module).items()}
+        return cls(mode, given, structure, held, beside, [given[n] for n in numbers], buffers)
+
+
+def laid_out(tensor: torch.Tensor) -> Any:
+    """The shape and the strides of ``tensor``."""
+    return tensor.shape, tensor.stride()
+
+
+def _entwined(leaves: Sequence[Any], own: Sequence[torch.Tensor]) -> Iterator[int]:
+    tensors = [t for t in (*leaves, *own) if isinstance(t, torch.Tensor)]
+    storages = [t.untyped_storage()._cdata for t in tensors]
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            mine = leaf.untyped_storage()._cdata
+            others = [t for t, s in zip(tensors, storages, strict=True) if s == mine]
+            if any(overlap([leaf, other]) for other in others if other is not leaf):
+                yield number
+
+
+def is_tagged(value: Any) -> bool:
+    """Whether a fake tensor has attributes that fake tensors do not have by themselves."""
+    if not isinstance(value, FakeTensor):
+        return False
+    plain = value.fake_mode.from_tensor(torch.empty(0))
+    return not vars(value).keys() <= vars(plain).keys()
+
+
+def all_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """The module's tensors, those in lists and dicts among its attributes too."""
+    found = list(tensors_of(module).values())
+    for owner in module.modules():
+        for name, value in owner.__dict__.items():
+            if name not in ("_parameters", "_buffers"):
+                found += [t for t in contents(value) if isinstance(t, torch.Tensor)]
+    return found
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    fake = mode.from_tensor(value.detach(), static_shapes=True)
+    # Where no gradient is asked for, views of it say so too, and detached ones do not.
+    return fake.requires_grad_() if value.requires_grad and not fake.is_inference() else fake

@@ -1,0 +1,297 @@
+"""Observation: forward is run once on fake tensors, before it is captured, and looked at.
+
+The captured graph is a pure function. What else forward does is seen here: attributes that it
+reads, attributes that it writes, outputs that share memory, random numbers that are not PyTorch's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.assumptions import OutsideValue, Question
+from tvmbridge.core.contents import all_held
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.epilogue import TailWatch
+from tvmbridge.graph_capture.memory.aliasing import (
+    Sharing,
+    aliases_of,
+    refuse_exchanged,
+    with_exchanged,
+)
+from tvmbridge.graph_capture.memory.layouts import dense_strides
+from tvmbridge.graph_capture.memory.views import ViewWatch
+from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
+from tvmbridge.graph_capture.observe.attributes import (
+    recorded_assignments,
+    recorded_reads,
+    values_assigned,
+    values_read,
+)
+from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
+from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, is_tagged, laid_out
+from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
+from tvmbridge.graph_capture.observe.leaks import (
+    Made,
+    collections_put_off,
+    release_frames,
+    saved_without_circles,
+)
+from tvmbridge.graph_capture.observe.outside import OutsideReads
+from tvmbridge.graph_capture.observe.settings import settings_kept
+from tvmbridge.graph_capture.trace.answers import Answering, small_buffers
+from tvmbridge.graph_capture.trace.functions import run_on_fakes
+from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
+from tvmbridge.graph_capture.trace.standins import (
+    tensors_of,
+    tensors_replaced,
+    without_autocast,
+)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What forward does beside computing.
+
+    ``values`` are the attributes that it reads, by (submodule's name, attribute's name);
+    ``assigned`` are those that it gives a constant value before it may read them, with that value;
+    ``writes`` names those that it changes. ``structure`` and ``sharing`` describe what it returns.
+    ``rebound`` are the buffers that it exchanges for others rather than writing into them, with the
+    strides of those.
+    ``impure`` says what else it does that compiled code would not repeat. ``foreign`` are the
+    tensors that it reads, ``foreign_modules`` the modules with a state that it runs, though they
+    are not its own, ``foreign_constants`` what it reads of others. ``kept``: a tensor that it made
+    outlived the call.
+    ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
+    them that it changes, and ``asks`` is what it asks of tensors.
+    ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
+    ``strides`` are those of what it returns; see
+    :func:`~tvmbridge.graph_capture.memory.layouts.dense_strides`.
+    """
+
+    values: Mapping[tuple[str, str], Any]
+    assigned: Mapping[tuple[str, str], Any]
+    writes: tuple[str, ...]
+    structure: pytree.TreeSpec
+    sharing: Sharing
+    rebound: Mapping[str, tuple[int, ...] | None]
+    impure: tuple[str, ...]
+    foreign: tuple[torch.Tensor, ...] = ()
+    foreign_modules: tuple[nn.Module, ...] = ()
+    foreign_constants: tuple[ForeignConstant, ...] = ()
+    kept: bool = False
+    outside: tuple[OutsideValue, ...] = ()
+    changes: tuple[str, ...] = ()
+    asks: frozenset[Question] = frozenset()
+    strides: tuple[tuple[int, ...] | None, ...] = ()
+    normed: tuple[str, ...] = ()
+
+
+def observe(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    within: Iterable[AbstractContextManager[Any]] = (),
+    told: bool = True,
+) -> Observation:
+    """Run forward on fake tensors with the shapes of the arguments, and note what it does.
+
+    Args:
+        module: whose forward is run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        needs_grad: whether autograd records.
+        within: further contexts, for forward alone.
+        told: whether forward is told that it is traced.
+    """
+    made, handled = Made(), sys.exc_info()[1]
+    with collections_put_off():
+        try:
+            with saved_without_circles():
+                # The fakes have no name here: what is alive when it is done counts as kept.
+                seen = _observe(
+                    module, Fakes.of(module, args, kwargs), needs_grad, made, within, told
+                )
+        except BaseException as error:
+            release_frames(error, handled)
+            made.forget()
+            raise
+        return replace(seen, kept=made.forget())
+
+
+class _Run:
+    """One run of a forward on fakes, and what watches it.
+
+    It is made, and runs, in the modes that forward is run in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        fakes: Fakes,
+        foreign_modules: ForeignModules,
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.outside = OutsideReads(module)
+        self.foreign = ForeignTensors(fakes.beside)
+        self.views = ViewWatch()
+        self.questions = QuestionWatch()
+        self.results: list[Any] = []
+        self._left_changed: list[str] = []
+        self._reshaped = self._switched = self._tagged = self._writes_entwined = False
+        self._module = module
+        self._fakes = fakes
+        self._buffers = buffers
+        self._foreign_modules = foreign_modules
+        self._records = torch.is_grad_enabled()
+
+    def run(self, made: Made, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
+        """Run forward in the contexts ``within``; the structure of its ``results``."""
+        args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
+        held = self._fakes.held.values()
+        tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
+        versions = list(map(version_of, self._fakes.entwined))
+        shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
+        watched = ArgumentWatch(self._module.forward)
+        told = Answering(watched, self._buffers, lambda: self._fakes.buffers)
+        forward = TailWatch(told, differentiated=self._records)
+        with (
+            made,
+            self.foreign,
+            self.views,
+            self.questions,
+            self._foreign_modules.noticing_new_ones(),
+            self.outside.collecting(),
+            settings_kept() as settings,
+            ExitStack() as further,
+        ):
+            for each in within:
+                further.enter_context(each)
+            self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
+            self._left_changed = settings.changed()
+        self._reshaped = shapes != list(map(laid_out, tensors))
+        # What is written into comes to require a gradient as well, and is no leaf then.
+        self._switched = any(
+            t.requires_grad != before and (before or t.is_leaf)
+            for t, before in zip(tensors, records, strict=True)
+        )
+        self._switched |= any(
+            isinstance(r, torch.Tensor) and r.is_leaf and r.requires_grad
+            for r in (*self.results, *tensors_of(self._module).values())
+            if id(r) in self.questions.started
+        )
+        self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))
+        self._tagged = any(map(is_tagged, (*tensors, *self.results)))
+        if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
+            self.questions.asks.add(Question.INFERENCE)
+        return structure
+
+    def sharing(self, after: Mapping[str, torch.Tensor]) -> Sharing:
+        """What its results share memory with; ``after`` are the module's tensors of now."""
+        if self._records:
+            return aliases_of(self.results, self.given(), after, self.views)
+        sharing = aliases_of(self.results, self.given(), after, None)
+        # Code that records nothing serves tensors that require a gradient, and others.
+        aliases = [
+            alias and replace(alias, detached=alias.detached or self.views.detaches(result))
+            for alias, result in zip(sharing.aliases, self.results, strict=True)
+        ]
+        return replace(sharing, aliases=tuple(aliases))
+
+    def given(self) -> dict[int, torch.Tensor]:
+        """The tensors among its arguments, by position."""
+        return {i: t for i, t in enumerate(self._fakes.given) if isinstance(t, torch.Tensor)}
+
+    def complaints(self) -> list[str]:
+        """What it asked, read or would have differentiated and compiled code cannot."""
+        found = [f"leaves {name} changed" for name in self._left_changed]
+        if self._reshaped:
+            found.append("changes the shape or strides of an argument or a weight in place")
+        if self._writes_entwined:
+            found.append("writes into an argument that shares elements with another tensor")
+        if self._switched:
+            found.append("changes requires_grad of a tensor")
+        if self._tagged:
+            found.append("sets attributes of a tensor")
+        recorded = any(getattr(r, "grad_fn", None) is not None for r in self.results)
+        if recorded and not self._records:
+            found.append("turns gradients on where they are off, for what it returns")
+        found = list(dict.fromkeys((*found, *self.questions.complaints, *self.outside.complaints)))
+        return found + (self.foreign.without_gradient() if self._records else [])
+
+
+def _observe(
+    module: nn.Module,
+    fakes: Fakes,
+    needs_grad: bool,
+    made: Made,
+    within: Iterable[AbstractContextManager[Any]],
+    told: bool,
+) -> Observation:
+    others, buffers = ForeignModules(), small_buffers(module)
+    with ExitStack() as stack:
+        impure = stack.enter_context(impurities())
+        reads = stack.enter_context(recorded_reads(module, others))
+        assignments = stack.enter_context(recorded_assignments(module, reads))
+        for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
+            stack.enter_context(context)
+        stack.enter_context(run_on_fakes(module, told))
+        stack.enter_context(tensors_replaced(module, fakes.held))
+        # No fakes stand for what objects of other classes hold.
+        before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
+        for noted_so_far in (reads, assignments, others):
+            noted_so_far.clear()
+        run = _Run(module, fakes, others, buffers)
+        structure = run.run(made, within)
+        weights = normed_weights(module)
+        read = set(reads)
+        held = tensors_of(module, remove_duplicate=True)
+        after = {name: t for name, t in held.items() if name not in weights}
+        assigned = values_assigned(module, set(assignments))
+        writes = before.written()
+        normed = tuple(name for name in writes if name in weights)
+        shared = shared_with(normed, module, run.results)
+        if shared is not None:
+            impure.append(f"returns {shared}, which a hook has made")
+        sharing = run.sharing(after)
+        impure.extend(before.writes_by_two_names())
+        if before.has_written_other_tensors(all_tensors(module)):
+            impure.append("writes into a tensor that is neither an input nor a buffer")
+        rebound = before.rebound(after)
+        refuse_exchanged(rebound, run.results, sharing)
+        sharing = with_exchanged(sharing, rebound.keys(), run.given(), after)
+        strides = tuple(map(dense_strides, run.results))
+        exchanged = {name: dense_strides(after[name]) for name in rebound}
+    values = values_read(module, read)
+    return Observation(
+        values=values,
+        assigned=assigned,
+        writes=tuple(name for name in writes if name not in normed),
+        structure=structure,
+        sharing=sharing,
+        rebound=exchanged,
+        impure=(*dict.fromkeys(impure), *run.complaints(), *_iterators_among(values)),
+        foreign=tuple(run.foreign.found.values()),
+        foreign_modules=tuple(others.stateful()),
+        foreign_constants=tuple(others.constants_read()),
+        outside=run.outside.values(),
+        changes=run.outside.changed(),
+        asks=frozenset(run.questions.asks | run.outside.asks),
+        strides=strides,
+        normed=normed,
+    )
+
+
+def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in all_held(value)):
+            yield f"reads the iterator {path}.{name}".replace(" .", " ")

@@ -1,0 +1,72 @@
+"""Plain tensors: what code is compiled for. Others are refused by name, or left to PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.assumptions import Question
+from tvmbridge.graph_capture.trace.standins import tensors_of
+
+# Exactly these: what a subclass does is its own affair.
+PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def unusual(tensor: torch.Tensor) -> str | None:
+    """What is unusual about ``tensor``, in words that follow its name; None: nothing."""
+    if type(tensor) not in PLAIN:
+        return f"is a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}"
+    kinds = {
+        "a quantized tensor": tensor.is_quantized,
+        "a nested tensor": tensor.is_nested,
+        "a zero tensor": tensor._is_zerotensor(),
+        "on the meta device": tensor.is_meta,
+        "a tensor of a function transform": torch._is_functional_tensor(tensor),
+    }
+    return next((f"is {kind}" for kind, present in kinds.items() if present), None)
+
+
+def other_answer(
+    asks: Collection[Question], given: Sequence[Any], own: Iterable[torch.Tensor | None]
+) -> str | None:
+    """Why forward, which ``asks`` that of tensors, could compute something else; None: it cannot.
+
+    Args:
+        asks: what forward asks.
+        given: the leaves of its arguments.
+        own: the module's tensors.
+    """
+    tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    if Question.CLASS in asks and any(type(t) is not torch.Tensor for t in tensors):
+        return "an argument is a parameter, and forward asks for the class of tensors"
+    if Question.OFFSET in asks and any(
+        t is not None and t.storage_offset() for t in (*tensors, *own)
+    ):
+        return "a tensor starts within its memory, and forward asks for that"
+    if Question.IDENTITY in asks:
+        different = set(map(id, tensors))
+        if len(different) < len(tensors) or not different.isdisjoint(map(id, own)):
+            return "one tensor is given twice, and forward asks whether tensors are one"
+    return None
+
+
+def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
+    """The first unusual tensor among the module's and the leaves of its arguments, in a sentence.
+
+    Tracing some of them would end the process.
+    """
+    arguments = {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
+    for name, value in {**arguments, **tensors_of(module)}.items():
+        reason = unusual(value) if isinstance(value, torch.Tensor) else None
+        if reason is not None:
+            return f"{name} {reason}, and code is compiled for plain, dense tensors"
+    for owner in module.modules():
+        for name, held in owner._parameters.items():
+            if held is not None and not isinstance(held, nn.Parameter):
+                return f"a tensor that is no parameter stands in for {name} (functional_call)"
+    return None

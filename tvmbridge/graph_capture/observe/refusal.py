@@ -1,0 +1,126 @@
+"""Why a module cannot be captured, told in the user's terms: the sample, or a line of forward."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tvmbridge.core.assumptions import Question
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.graph_capture.observe.hooks import hooked_submodule
+from tvmbridge.graph_capture.observe.plain import other_answer, unusual_in
+from tvmbridge.graph_capture.trace.standins import (
+    has_own_call,
+    run_apart,
+    stand_in,
+    tensors_of,
+    tensors_replaced,
+)
+
+# Frames of these packages are not the user's.
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
+
+_KEYWORDS = " (a dict is one positional argument: keyword arguments are sample_kwargs)"
+
+
+def raise_if_forward_refuses(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
+    actor = stand_in(module) or module
+    try:
+        with tensors_replaced(actor, {}):
+            run_apart(actor, args, kwargs)
+    except Exception as error:
+        if "torch.func." in str(error) and "saved tensor hooks" in str(error):
+            raise CaptureError(
+                f"{type(module).__name__} cannot be captured: forward differentiates by torch.func "
+                "(grad, vjp, jacrev, hessian), which compiled code would not repeat: leave this "
+                "module to PyTorch, and dispatch submodules"
+            ) from error
+        raise CaptureError(
+            f"the forward of {type(module).__name__} refuses this sample input "
+            f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
+            + (_KEYWORDS if len(args) == 1 and isinstance(args[0], Mapping) else "")
+        ) from error
+
+
+def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse what tracing would take for something else, or would end the process.
+
+    Raises:
+        CaptureError: the class of the module, an argument or one of its tensors cannot be captured,
+            or a submodule has hooks.
+    """
+    reason = _unusual_class(module) or unusual_in(module, tree_leaves((args, dict(kwargs))))
+    hooked = hooked_submodule(module) if reason is None else None
+    if hooked is not None:
+        reason = (
+            f"its submodule {hooked} has hooks, which compiled code would not call: remove them, "
+            "or dispatch the submodules themselves, whose own hooks are called"
+        )
+    if reason is not None:
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
+
+
+def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Question]) -> None:
+    """Refuse a sample of which forward asks what is not so in a trace.
+
+    Raises:
+        CaptureError: forward asks that of the sample's tensors.
+    """
+    reason = other_answer(asks, tree_leaves(arguments), tensors_of(module).values())
+    if reason is not None:
+        raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
+
+
+def refuse_own_call(module: nn.Module) -> None:
+    """Refuse a module that is to be traced itself, if its class has a ``__call__`` of its own.
+
+    Raises:
+        CaptureError: tracing would go through it, and calls would too, around the compiled code.
+    """
+    if has_own_call(module):
+        raise CaptureError(
+            f"{type(module).__name__} cannot be captured: its class has a __call__ of its own, and "
+            "it cannot be copied to be traced without; move what __call__ does into forward, or "
+            "dispatch a submodule"
+        )
+
+
+def _unusual_class(module: nn.Module) -> str | None:
+    class_ = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule; dispatch the module that it was made of"
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, torch.jit.ScriptModule):
+            return f"its submodule {name} is a ScriptModule; use the module that it was made of"
+    if isinstance(inspect.getattr_static(class_, "forward", None), property):
+        return "its forward is a property, which an instance cannot replace"
+    return None
+
+
+def first_paragraph(error: BaseException | None) -> str:
+    """The first paragraph of an error's text, or its type where it has none."""
+    text = str(error or "").strip()
+    return text.split("\n\n")[0] if text else type(error).__name__
+
+
+def user_line(error: BaseException) -> str | None:
+    """The innermost source line of the user's that the failing trace passed through."""
+    frames = [
+        f
+        for f in traceback.extract_tb(error.__traceback__)
+        if not f.filename.startswith(_NOT_THE_USERS)
+    ]
+    if not frames:
+        return None
+    frame = frames[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name} ({frame.line})"

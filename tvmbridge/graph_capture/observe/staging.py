@@ -1,0 +1,185 @@
+"""Staging: a stand-in for a module, in the state in which its calls find it, to be traced.
+
+It is observed first; what compiled code would not do at each call is refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tvmbridge.core.assumptions import Question
+from tvmbridge.core.contents import same_value
+from tvmbridge.core.errors import BridgeError, CaptureError, NotApartError
+from tvmbridge.graph_capture.dependence import DependenceError
+from tvmbridge.graph_capture.observe.attributes import values_read
+from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
+from tvmbridge.graph_capture.observe.foreign import refuse_foreign
+from tvmbridge.graph_capture.observe.observation import Observation, observe
+from tvmbridge.graph_capture.observe.outside import restore_generators
+from tvmbridge.graph_capture.observe.refusal import (
+    raise_if_forward_refuses,
+    refuse_at_sight,
+    refuse_own_call,
+    refuse_what_is_asked,
+    user_line,
+)
+from tvmbridge.graph_capture.trace.standins import (
+    copied_values,
+    modules_held,
+    run_apart,
+    stand_in,
+    tensors_of,
+    without_inference_state,
+    without_own_call,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module to be traced instead of the user's, with what was observed of it.
+
+    ``observation`` is None where forward cannot be run on fake tensors. ``told``: whether forward
+    is to be told that it is traced.
+    """
+
+    module: nn.Module
+    observation: Observation | None
+    failure: BaseException | None = None
+    told: bool = True
+
+
+def staged(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    *,
+    apart: bool = True,
+    told: bool = True,
+) -> Stage:
+    """A stand-in for ``module`` in the state in which its calls find it, and how they behave.
+
+    Attributes that forward writes once and then finds as it wants them (caches, shapes that it
+    has seen) are so in the stand-in. Without ``apart`` the module itself is traced. Forward is
+    ``told`` that it is traced, unless it would do something else then.
+
+    Raises:
+        NotApartError: the module cannot be copied.
+        CaptureError: a tensor is not plain, or forward does at each call what compiled code would
+            not repeat.
+        UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
+    """
+    refuse_at_sight(module, args, kwargs)
+    if not apart:
+        refuse_own_call(module)
+    originals: dict[int, nn.Module] = {}
+    actor = _actor(module, originals) if apart else module
+    try:
+        seen = observe(actor, args, kwargs, needs_grad, told=told)
+        leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
+        if leaves_traces and apart and not seen.impure:
+            actor = _actor(module, originals)
+            run_apart(actor, args, kwargs)
+            restore_generators(seen.outside)
+            again = observe(actor, args, kwargs, needs_grad, told=told)
+            # What it wrote must be in place at a call, although it may never read it.
+            in_place = values_read(actor, {_split(name) for name in seen.writes})
+            seen = _settled(seen, replace(again, values={**again.values, **in_place}))
+    except DependenceError as error:
+        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
+    except BridgeError:
+        raise
+    except Exception as error:
+        logger.debug("forward cannot be observed", exc_info=True)
+        raise_if_forward_refuses(module, args, kwargs)
+        return Stage(_actor(module) if apart else module, None, error, told)
+    if told and Question.COMPILED in seen.asks:
+        observed = partial(observe, actor, args, kwargs, needs_grad)
+        if goes_another_way(module, observed):
+            return staged(module, args, kwargs, needs_grad, apart=apart, told=False)
+    seen = replace(seen, asks=seen.asks - {Question.COMPILED})
+    if apart:
+        _refuse_to_part(module, seen)
+    refuse_foreign(module, seen.foreign_modules)
+    _refuse_effects(module, seen)
+    refuse_what_is_asked(module, (args, dict(kwargs)), seen.asks)
+    if apart:
+        seen = replace(seen, values=_of_users(seen.values, originals))
+    else:
+        seen = replace(seen, values=copied_values(seen.values), assigned={})
+    of_foreign = (each.watched(originals) for each in seen.foreign_constants)
+    return Stage(actor, replace(seen, outside=(*seen.outside, *of_foreign)), told=told)
+
+
+def _refuse_effects(module: nn.Module, seen: Observation) -> None:
+    found = [f"writes {name}" for name in seen.writes]
+    found += seen.impure
+    found += [f"changes {name} outside of the module" for name in seen.changes]
+    if found:
+        raise CaptureError(
+            f"forward of {type(module).__name__} {', '.join(found)}, which compiled code would "
+            "not do at each call"
+        )
+    if seen.kept:
+        raise CaptureError(
+            f"forward of {type(module).__name__} keeps a tensor of each call outside of the "
+            "module, in a cache or a global, which compiled code would not do"
+        )
+
+
+def _settled(first: Observation, again: Observation) -> Observation:
+    """``again``; what both give the same value is assigned at calls, and not expected before."""
+    earlier = first.assigned
+    assigned = {
+        k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)
+    }
+    values = {key: value for key, value in again.values.items() if key not in assigned}
+    return replace(again, values=values, assigned=assigned)
+
+
+def _refuse_to_part(module: nn.Module, seen: Observation) -> None:
+    """Raise NotApartError if what a stand-in read or ran past itself is of ``module``."""
+    own = {id(m) for m in module.modules()}
+    owned = {id(t): name for name, t in tensors_of(module).items()}
+    if any(id(m) in own for m in seen.foreign_modules):
+        raise NotApartError(f"forward of {type(module).__name__} reaches it past the stand-in")
+    for tensor in seen.foreign:
+        if id(tensor) in owned:
+            raise NotApartError(f"forward reaches {owned[id(tensor)]} past the module")
+
+
+def _of_users(
+    values: Mapping[tuple[str, str], Any], originals: Mapping[int, nn.Module]
+) -> dict[tuple[str, str], Any]:
+    """``values`` of a stand-in, with the user's modules wherever they hold those of the stand-in.
+
+    A method of a submodule, or a dict of submodules, is another one where its module is another.
+    """
+    holding = {key: value for key, value in values.items() if modules_held(value)}
+    return {**values, **copied_values(holding, originals)}
+
+
+def _actor(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module:
+    """A stand-in without hooks or a ``__call__`` of its own, which run outside of forward."""
+    actor = stand_in(module, originals)
+    if actor is None:
+        raise NotApartError(f"{type(module).__name__} cannot be copied")
+    without_own_call(actor)
+    without_inference_state(actor)
+    for name, value in actor.__dict__.items():
+        if name.endswith("_hooks") and isinstance(value, dict):
+            value.clear()
+    return actor
+
+
+def _split(name: str) -> tuple[str, str]:
+    path, _, attribute = name.rpartition(".")
+    return path, attribute

@@ -1,0 +1,150 @@
+"""The eager head: what random draws read is computed by PyTorch, before the compiled code runs.
+
+A draw such as ``multinomial(softmax(x))`` reads values that the graph computes. The part of the
+captured graph that leads to such draws is cut out, with all draws in program order, and PyTorch
+runs it before each call; the compiled code takes the draws as inputs, as it takes all others.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.types import ComputedTensor, EagerHead, NoiseDescriptor, TensorSpec
+from tvmbridge.graph_capture.noise import dropout_arguments
+
+aten = torch.ops.aten
+
+
+def cut_head(
+    graph: fx.Graph, noise: Sequence[NoiseDescriptor], constants: Mapping[str, torch.Tensor]
+) -> EagerHead | None:
+    """The part of ``graph`` that the draws ``noise`` need; None where none of them reads values.
+
+    Args:
+        graph: a captured graph.
+        noise: its draws, all of them in program order.
+        constants: the tensors that it holds itself, by the name of their placeholder.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    read = [nodes[tensor.name] for descriptor in noise for tensor in descriptor.computed]
+    if not read:
+        return None
+    draws = {_drawing_node(nodes[descriptor.name]): descriptor for descriptor in noise}
+    cut = _Cut(nodes, draws, constants)
+    needed = _ancestors(read, draws)
+    for node in graph.nodes:
+        if node in draws:
+            cut.draw(node, is_read=node in needed)
+        elif node in needed:
+            cut.copy(node)
+    return cut.head()
+
+
+def _drawing_node(node: fx.Node) -> fx.Node:
+    """The call that draws; a draw among several results is called as the item of them."""
+    if node.target is not operator.getitem:
+        return node
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]) -> set[fx.Node]:
+    """All that the nodes ``read`` are computed from, themselves included.
+
+    Of draws the search goes on from dropout alone: what other draws read is in ``read``.
+    """
+    found: set[fx.Node] = set()
+    rest = list(read)
+    while rest:
+        node = rest.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node not in draws or draws[node].drop_probability is not None:
+            rest += node.all_input_nodes
+    return found
+
+
+class _Cut:
+    """A head that is being built: its graph, and what stands in it for the captured nodes."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, fx.Node],
+        draws: Mapping[fx.Node, NoiseDescriptor],
+        constants: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.graph = fx.Graph()
+        self._root = torch.nn.Module()
+        self._nodes = nodes
+        self._draws = draws
+        self._constants = constants
+        self._values: dict[fx.Node, Any] = {}
+        self._reads: list[str] = []
+        self._drawn: list[fx.Node] = []
+
+    def copy(self, node: fx.Node) -> None:
+        """Take over a node that draws nothing."""
+        if node in self._values:
+            return
+        if node.op == "placeholder" and node.name in self._constants:
+            self._root.register_buffer(node.name, self._constants[node.name], persistent=False)
+            self._values[node] = self.graph.get_attr(node.name)
+        elif node.op == "placeholder":
+            self._reads.append(node.name)
+            self._values[node] = self.graph.placeholder(node.name)
+        elif node.target is operator.getitem and isinstance(self._source(node), tuple):
+            self._values[node] = self._source(node)[node.args[1]]
+        else:
+            self._values[node] = self.graph.node_copy(node, self._values.__getitem__)
+
+    def _source(self, item: fx.Node) -> Any:
+        return self._values[item.args[0]]  # type: ignore[index]
+
+    def draw(self, node: fx.Node, *, is_read: bool) -> None:
+        """Draw as the descriptor says; the operator itself is computed only if it is read."""
+        descriptor = self._draws[node]
+        args, kwargs = pytree.tree_map(self._argument, (descriptor.args, dict(descriptor.kwargs)))
+        drawn = self.graph.call_function(descriptor.op, tuple(args), dict(kwargs))
+        if descriptor.result is not None:
+            drawn = self.graph.call_function(operator.getitem, (drawn, descriptor.result))
+        self._drawn.append(drawn)
+        if descriptor.drop_probability is None:
+            value = self._nodes[descriptor.name]
+            self._values[value] = self._in_dtype(drawn, value.meta["val"].dtype)
+        elif is_read:
+            self._values[node] = self._dropout(node, drawn)
+
+    def _in_dtype(self, value: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return self.graph.call_function(aten.to.dtype, (value, dtype))
+
+    def _dropout(self, node: fx.Node, mask: fx.Node) -> Any:
+        x, p, _ = dropout_arguments(node)
+        keep = self._in_dtype(mask, x.meta["val"].dtype)
+        scaled = self.graph.call_function(aten.mul.Scalar, (keep, 1.0 / (1.0 - p)))
+        kept = self.graph.call_function(aten.mul.Tensor, (self._values[x], scaled))
+        return kept if node.target is aten.dropout.default else (kept, mask)
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, ComputedTensor):
+            return self._values[self._nodes[value.name]]
+        if not isinstance(value, TensorSpec):
+            return value
+        return self.graph.call_function(
+            aten.empty_strided.default,
+            (list(value.shape), list(value.stride)),
+            {"dtype": value.dtype, "device": value.device},
+        )
+
+    def head(self) -> EagerHead:
+        """The finished head."""
+        self.graph.output(tuple(self._drawn))
+        self.graph.lint()
+        return EagerHead(fx.GraphModule(self._root, self.graph), tuple(self._reads))

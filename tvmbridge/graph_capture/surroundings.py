@@ -1,0 +1,114 @@
+"""Surroundings: the modes of PyTorch that a call is made under, and whether they fit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+
+from tvmbridge.core.turns import compiling
+from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
+from tvmbridge.graph_capture.observe.settings import settings_kept
+
+_C = torch._C
+_CHECKPOINTS = "torch.utils.checkpoint"
+# The class whose hook sees what a repeated call saves.
+_REPEATS = "_recomputation_hook"
+# The thread in which the bridge traces a module at this moment.
+_tracer: int | None = None
+
+
+@contextmanager
+def tracing_here() -> Iterator[None]:
+    """Within it this thread traces, and no other one does; it may be entered again.
+
+    The flags that say that something is traced are PyTorch's, and of all threads.
+    """
+    global _tracer
+    with compiling(), tensors_forgotten():
+        outer, _tracer = _tracer, threading.get_ident()
+        try:
+            yield
+        finally:
+            _tracer = outer
+
+
+def refused_now() -> str | None:
+    """Why compiled code must not run in the present context; None when it may."""
+    if torch.compiler.is_compiling() and not _traced_elsewhere():
+        return "the module is being traced"
+    if _C._get_tracing_state():
+        return "the module is being traced"
+    if _C._len_torch_dispatch_stack():
+        return "a dispatch mode is active"
+    if _C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform is active"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is active"
+    return _mode_refuses() if _C._len_torch_function_stack() else None
+
+
+def in_checkpoint() -> bool:
+    """Whether a checkpoint that does not reenter autograd watches what this call saves.
+
+    It repeats the call for backward, and stops it as soon as everything is saved again.
+    """
+    return _checkpoint_hook() is not None
+
+
+def repeated_by_checkpoint() -> bool:
+    """Whether this call repeats another one, for the backward of such a checkpoint."""
+    hook = _checkpoint_hook()
+    return hook is not None and getattr(hook, "__qualname__", "").startswith(_REPEATS)
+
+
+def _checkpoint_hook() -> object | None:
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", None) != _CHECKPOINTS:
+        return None
+    return hooks[0]
+
+
+def _traced_elsewhere() -> bool:
+    return _tracer not in (None, threading.get_ident())
+
+
+def _mode_refuses() -> str | None:
+    for index in range(_C._len_torch_function_stack()):
+        mode = _C._get_function_stack_at(index)
+        if not isinstance(mode, DeviceContext):
+            return "a function mode is active"
+        if mode.device.type != "cpu":
+            return "another default device is set"
+    return None
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it the modes of the caller that are about calls do not reach the compilation."""
+    with (
+        settings_kept(),
+        torch.inference_mode(False),
+        torch.autograd.set_detect_anomaly(False),
+        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
+    ):
+        yield
+
+
+def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor, tensor._version
+
+
+def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            "operation"
+        )
+    return tensor

@@ -1,0 +1,197 @@
+"""Small buffers that decide which way forward takes: ``if self.is_initialized:``.
+
+A trace does not know what a buffer holds. Where forward asks for the truth or the number of a small
+one, or of what it has just made of such, the answer is that of now. What was asked is noted, so
+that it can be asked again at each call: the captured graph is right where the answer is the same.
+Tensors that are plain attributes are buffers here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tvmbridge.core.assumptions import Answer
+from tvmbridge.graph_capture.trace.standins import tensors_of
+
+# Each call compares as many numbers as all that were asked have.
+_LARGEST = 64
+
+_ASKING = frozenset(
+    {
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+    }
+)
+# They compute, and neither draw nor write.
+_NAMES = """
+eq ne lt le gt ge equal allclose isclose isnan isinf isfinite logical_not logical_and logical_or
+add radd sub rsub mul rmul div truediv rtruediv floordiv mod pow rpow matmul neg invert and or xor
+abs sign ceil floor round sqrt rsqrt exp log sin cos tanh sigmoid square reciprocal clamp minimum
+maximum lerp all any sum prod mean min max amin amax argmin argmax cumsum diff count_nonzero getitem
+unbind select narrow view reshape squeeze unsqueeze flatten expand expand_as transpose permute
+detach clone contiguous to type type_as bool int long float double cpu item tolist len dim
+ndimension size numel nelement stride is_contiguous is_floating_point is_complex cat stack where
+ones_like zeros_like
+"""
+_COMPUTING = frozenset(_NAMES.split())
+
+_Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor made of the buffers ``names`` alone, and how it is made of them."""
+
+    names: frozenset[str]
+    make: Callable[[_Tensors], Any]
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``module`` and the tensors that are plain attributes, by dotted name."""
+    return {n: t for n, t in tensors_of(module).items() if not isinstance(t, nn.Parameter)}
+
+
+def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of them that forward may ask: copies that nothing writes.
+
+    Those that share memory with another tensor are left out: a write into that would not be seen.
+    """
+    buffers = {n: b for n, b in buffers_of(module).items() if _is_small(b)}
+    if not buffers:
+        return {}
+    own = {id(t): t for t in tensors_of(module).values() if t.layout is torch.strided}
+    users = Counter(t.untyped_storage()._cdata for t in own.values())
+    with _disable_current_modes():
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in buffers.items()
+            if users[buffer.untyped_storage()._cdata] == 1
+        }
+
+
+def _is_small(buffer: torch.Tensor) -> bool:
+    plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+    plain = plain and not buffer.requires_grad
+    return plain and buffer.device.type == "cpu" and 0 < buffer.numel() <= _LARGEST
+
+
+class Answering:
+    """A forward that is told what the buffers hold that it asks.
+
+    Args:
+        forward: the forward that is traced.
+        values: what the buffers hold, by name.
+        stand_ins: says which tensors stand for the buffers in a run of forward.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        values: _Tensors,
+        stand_ins: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self.answers: tuple[Answer, ...] = ()
+        self._forward = forward
+        self._values = values
+        self._stand_ins = stand_ins
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._values:
+            return self._forward(*args, **kwargs)
+        mode = _Answers(self._values, self._stand_ins())
+        with mode:
+            results = self._forward(*args, **kwargs)
+        self.answers = tuple(mode.answers)
+        return results
+
+
+class _Answers(TorchFunctionMode):
+    """Within it questions to buffers, and to what is made of them alone, are answered.
+
+    A buffer is known until any function but those above takes it, or what was made of it: that
+    might write into it.
+    """
+
+    def __init__(self, values: _Tensors, stand_ins: _Tensors) -> None:
+        super().__init__()
+        self.answers: list[Answer] = []
+        self._values = values
+        # By identity; the tensors are held, so that no other one has their id.
+        self._known: dict[int, tuple[torch.Tensor, _Known]] = {}
+        for name in values:
+            if name in stand_ins:
+                self._learn(stand_ins[name], _root(name))
+
+    def _learn(self, tensor: Any, known: _Known) -> None:
+        # What is put off, and known to a call only, does not say what it is an instance of.
+        if issubclass(type(tensor), torch.Tensor) and id(tensor) not in self._known:
+            self._known[id(tensor)] = tensor, known
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        leaves, structure = pytree.tree_flatten((args, named)) if self._known else ([], None)
+        found = {id(leaf): self._known[id(leaf)][1] for leaf in leaves if id(leaf) in self._known}
+        if not found:
+            return func(*args, **named)
+        if not _computes(func, named):
+            self._forget(found.values())
+            return func(*args, **named)
+        if any(isinstance(leaf, torch.Tensor) and id(leaf) not in found for leaf in leaves):
+            return func(*args, **named)
+        parts = [found.get(id(leaf), leaf) for leaf in leaves]
+        names = frozenset().union(*(known.names for known in found.values()))
+        made = _Known(names, lambda tensors: _call(func, parts, structure, tensors))
+        if func in _ASKING:
+            return self._answer(made)
+        result = func(*args, **named)
+        if type(result) in (tuple, list):
+            for place, each in enumerate(result):
+                self._learn(each, _item_of(made, place))
+        else:
+            self._learn(result, made)
+        return result
+
+    def _answer(self, asked: _Known) -> Any:
+        with _disable_current_modes(), torch.no_grad():
+            value = asked.make(self._values)
+        self.answers.append(Answer(asked.names, asked.make, value))
+        return value
+
+    def _forget(self, taken: Any) -> None:
+        names = frozenset().union(*(known.names for known in taken))
+        self._known = {k: held for k, held in self._known.items() if not held[1].names & names}
+
+
+def _computes(func: Any, named: Mapping[str, Any]) -> bool:
+    if func in _ASKING:
+        return True
+    name = getattr(func, "__name__", "")
+    if name == "__get__":  # of a property
+        return True
+    return named.get("out") is None and name.removeprefix("__").removesuffix("__") in _COMPUTING
+
+
+def _root(name: str) -> _Known:
+    return _Known(frozenset({name}), lambda tensors: tensors[name])
+
+
+def _item_of(known: _Known, place: int) -> _Known:
+    return _Known(known.names, lambda tensors: known.make(tensors)[place])
+
+
+def _call(func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors) -> Any:
+    """``func`` of the ``parts``, in which what is known is made of ``tensors``."""
+    values = [part.make(tensors) if isinstance(part, _Known) else part for part in parts]
+    args, named = pytree.tree_unflatten(values, structure)
+    return func(*args, **named)

@@ -1,0 +1,66 @@
+"""Regions of forward under autocast: what a trace takes for another dtype there is refused.
+
+Autocast reaches the parts of an operator too, where PyTorch's kernel calls other operators
+(``affine_grid`` a product of matrices, say). A trace that takes the operator for one, or takes it
+apart below autocast, does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._higher_order_ops.wrap import wrap_with_autocast
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
+
+
+def refuse_other_dtypes(program: ExportedProgram) -> None:
+    """Refuse operators whose kernels give another dtype under autocast than the trace says.
+
+    Args:
+        program: as exported, not yet decomposed.
+
+    Raises:
+        CaptureError: there is one.
+    """
+    for device, dtype, op, node in _called_under_autocast(program.graph_module):
+        args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
+        with torch.autocast(device, dtype):
+            found = dtypes_of_zeros(op, args, kwargs)
+        seen = node.meta["val"]
+        traced = [
+            value.dtype if isinstance(value, torch.Tensor) else None
+            for value in (seen if isinstance(seen, tuple | list) else [seen])
+        ]
+        if found is not None and found != traced:
+            raise CaptureError(
+                f"{op} under autocast gives {_names(found)} in eager PyTorch, and "
+                f"{_names(traced)} in a trace; call it outside of autocast"
+            )
+
+
+def _called_under_autocast(
+    graph_module: fx.GraphModule,
+) -> Iterator[tuple[str, torch.dtype, torch._ops.OpOverload, fx.Node]]:
+    """Operators within regions where autocast is on, with its device and dtype."""
+    for node in graph_module.graph.find_nodes(op="call_function", target=wrap_with_autocast):
+        device, dtype, enabled, _, region, *_ = node.args
+        inner = getattr(graph_module, region.target)
+        yield from _called_under_autocast(inner)
+        for call in inner.graph.nodes if enabled else ():
+            if isinstance(call.target, torch._ops.OpOverload):
+                yield device, dtype, call.target, call
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _names(dtypes: list[torch.dtype | None]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes if d is not None)

@@ -1,0 +1,20 @@
+"""Who calls a function of PyTorch that a mode of ours replaces."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+# Functions that hand a call of PyTorch's on.
+_PASSING = ("__torch_function__", "handle_torch_function")
+
+
+def calling_python_module(depth: int, passing: str = "") -> str | None:
+    """The Python module of the function ``depth`` calls above the one that asks, if there is one.
+
+    Modes that pass a function of PyTorch on are not counted, nor functions called ``passing``.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None and frame.f_code.co_name in (*_PASSING, passing):
+        frame = frame.f_back
+    return None if frame is None else str(frame.f_globals.get("__name__"))

@@ -1,0 +1,150 @@
+"""Checkpoints of PyTorch within forward: what they compute again, compiled code computes once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.writes import written_by
+from tvmbridge.graph_capture.hoist import is_random
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+_aten = torch.ops.aten
+# They write running statistics, which their schemas do not declare.
+_BATCH_NORMS = (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default)
+_THE_SAME_TWICE = frozenset(
+    {
+        _aten.relu_.default,
+        _aten.hardtanh_.default,
+        _aten.clamp_.default,
+        _aten.zero_.default,
+        _aten.fill_.Scalar,
+    }
+)
+
+
+@contextmanager
+def plain_checkpoints() -> Iterator[None]:
+    """Checkpointed functions run once, without recomputation: the gradients are the same."""
+    place = torch.utils.checkpoint
+    with (
+        patched_here(place.CheckpointFunction, "apply", _plain_reentrant),
+        patched_here(place, "_checkpoint_without_reentrant_generator", _plain_generator),
+    ):
+        yield
+
+
+def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    """Call ``function``; as in the original, gradients flow only if an argument wants one."""
+    connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+    with torch.set_grad_enabled(connected and torch.is_grad_enabled()), _once(preserve_rng_state):
+        results = function(*args)
+        return _as_one(results) if torch.is_grad_enabled() else results
+
+
+def _as_one(results: Any) -> Any:
+    """``results`` of a function that, in eager PyTorch, is one node to autograd."""
+    several = results if isinstance(results, tuple) else (results,)
+    floating = [i for i, r in enumerate(several) if _is_floating(r)]
+    required = [several[i].requires_grad for i in floating]
+    # What stands in other containers autograd does not see.
+    found = [
+        r if _is_floating(r) else pytree.tree_map_only(torch.Tensor, _detach, r) for r in several
+    ]
+    if len(floating) > 1 or not all(required):
+        given = ReentrantCheckpoint.apply(*(several[i] for i in floating))  # type: ignore[no-untyped-call]
+        for place, result in zip(floating, given, strict=True):
+            found[place] = result
+    return tuple(found) if isinstance(results, tuple) else found[0]
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _detach(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+class ReentrantCheckpoint(torch.autograd.Function):
+    """The results of a checkpoint: where one of them gets a gradient, the others get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(r.clone() for r in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradients
+
+
+def _plain_generator(
+    genuine: Any, function: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any
+) -> Iterator[None]:
+    with _once(preserve_rng_state):
+        yield
+
+
+def _once(preserves_rng_state: bool) -> AbstractContextManager[Any]:
+    """Within it is refused what eager PyTorch repeats in backward, with another effect."""
+    return _Refused(preserves_rng_state) if torch.is_grad_enabled() else nullcontext()
+
+
+class _Refused(TorchDispatchMode):
+    """Refuses draws of other numbers, and writes into tensors that were there before."""
+
+    def __init__(self, preserves_rng_state: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._preserves_rng_state = preserves_rng_state
+        self._reason: str | None = None
+        self._recorded = False
+        # By storage; they are held, so that no other one gets their address.
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._preserves_rng_state and is_random(func, args, kwargs or {}):
+            raise UnsupportedOperatorError(
+                f"forward draws by {func} within checkpoint(preserve_rng_state=False), which "
+                "computes the gradient with other numbers than forward drew"
+            )
+        given = _storages((args, kwargs))
+        self._recorded |= any(t.requires_grad for t in given.values())
+        written = _storages(_written(func, args, kwargs or {}))
+        if func not in _THE_SAME_TWICE and not written.keys() <= self._made.keys():
+            self._reason = str(func)
+        results = func(*args, **(kwargs or {}))
+        made = _storages(results)
+        self._made.update({key: made[key] for key in made.keys() - given.keys()})
+        return results
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        # Backward computes again what autograd recorded, and nothing else.
+        if kind is None and self._recorded and self._reason:
+            raise UnsupportedOperatorError(
+                f"forward writes by {self._reason}, within a checkpoint, into a tensor that was "
+                "there before (a buffer of batch norm, say), which eager PyTorch does again in "
+                "backward: leave the checkpoint out, since compiled code saves memory by itself"
+            )
+
+
+def _storages(values: Any) -> dict[int, torch.Tensor]:
+    return {_storage(t): t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments of a call that it writes."""
+    if func in _BATCH_NORMS and args[5]:
+        return list(args[3:5])
+    return written_by(func, args, kwargs)

@@ -1,0 +1,69 @@
+"""PyTorch's preparation of its composite operators before it decomposes a program, made short.
+
+``run_decompositions`` gives each of some 500 composite operators a kernel for each of two dozen
+dispatch keys, and asks the dispatcher for their list once for each library of operators. For a
+small module that takes longer than all the rest of the tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._export.utils
+from torch._C import DispatchKey
+from torch._ops import OperatorBase
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+# Keys are left out of devices that a program has no values on.
+_LEFT_OUT = {
+    "ipu": (DispatchKey.IPU, DispatchKey.AutogradIPU),
+    "xla": (DispatchKey.XLA, DispatchKey.AutogradXLA),
+    "lazy": (DispatchKey.Lazy, DispatchKey.AutogradLazy),
+    "xpu": (DispatchKey.XPU, DispatchKey.AutogradXPU),
+    "mps": (DispatchKey.MPS, DispatchKey.AutogradMPS),
+    "hpu": (DispatchKey.HPU, DispatchKey.AutogradHPU),
+    "cuda": (DispatchKey.CUDA, DispatchKey.AutogradCUDA),
+}
+# Of backends that others may add; they have any name.
+_ADDED = (
+    DispatchKey.AutogradPrivateUse1,
+    DispatchKey.AutogradPrivateUse2,
+    DispatchKey.AutogradPrivateUse3,
+)
+
+
+@contextmanager
+def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
+    """Within it ``program.run_decompositions`` prepares for the devices of its values alone."""
+    unused = _unused_keys(_devices(program))
+
+    def py_impl(genuine: Callable[..., Any], op: Any, key: Any) -> Callable[..., Any]:
+        return _same if key in unused else genuine(op, key)
+
+    torch._export.utils._materialize_cpp_cia_ops()
+    with (
+        patched_here(torch._export.utils, "_materialize_cpp_cia_ops", lambda genuine: None),
+        patched_here(OperatorBase, "py_impl", py_impl),
+    ):
+        yield
+
+
+def _same(kernel: Any) -> Any:
+    return kernel
+
+
+def _devices(program: ExportedProgram) -> set[str]:
+    values = pytree.tree_leaves([node.meta.get("val") for node in program.graph.nodes])
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
+
+
+def _unused_keys(devices: set[str]) -> frozenset[DispatchKey]:
+    named = {key for device, keys in _LEFT_OUT.items() if device not in devices for key in keys}
+    known = devices <= {"cpu", "meta", *_LEFT_OUT}
+    return frozenset({*named, *_ADDED} if known else ())

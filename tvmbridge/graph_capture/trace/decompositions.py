@@ -1,0 +1,277 @@
+"""The decomposition table of the capture: what stays whole and what is taken apart, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._C import DispatchKey
+from torch._decomp import core_aten_decompositions
+from torch.export import default_decompositions
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tvmbridge.graph_capture.trace.attention import attention, attention_with_dropout, safe_softmax
+from tvmbridge.graph_capture.trace.extremes import EXTREMUM, extremum_taken_apart
+from tvmbridge.graph_capture.trace.promotion import promoting_as_kernels
+from tvmbridge.graph_capture.trace.recurrent import recurrent_decompositions
+
+aten = torch.ops.aten
+
+# Operators that stay whole: the frontend or a kernel does better with them than with their parts.
+# So does every random operator: its parts would draw other numbers than eager PyTorch.
+_KEPT_WHOLE = (
+    aten.linear.default,
+    aten.matmul.default,
+    aten.rms_norm.default,
+    # PyTorch 2.11 takes them for a clamp, which treats a bound of NaN in another way.
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_bicubic2d.vec,
+    # Their parts answer infinities otherwise: they multiply by weights of 0.
+    aten.upsample_linear1d.vec,
+    aten.upsample_trilinear3d.vec,
+    # Its parts take the sum away behind the product: two infinities, where the kernel has one.
+    aten._softmax_backward_data.default,
+    # Their parts let NaN through, which the kernels pass over.
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+    # Their parts compute something of values and indices that the kernels refuse.
+    aten.binary_cross_entropy.default,
+    aten.index_copy.default,
+    aten.max_unpool2d.default,
+    aten.max_unpool3d.default,
+    # Its parts read a 0-d index as a number.
+    aten.take.default,
+    # Their parts round another way, which shows where integers are asked for.
+    aten.linspace.default,
+    aten.linspace.Tensor_Tensor,
+    aten.linspace.Tensor_Scalar,
+    aten.linspace.Scalar_Tensor,
+    aten.logspace.default,
+    aten.logspace.Tensor_Tensor,
+    aten.logspace.Tensor_Scalar,
+    aten.logspace.Scalar_Tensor,
+    # A number that fills a tensor is one loop, sums of overlapping windows are one nest.
+    aten.fill.Scalar,
+    aten.col2im.default,
+)
+
+# Of halves: their kernels compute in float32 and round, or overflow, once.
+_ROUNDED_ONCE = (
+    aten._weight_norm_interface.default,
+    aten.huber_loss.default,
+    aten.index_add.default,
+    aten.logit.default,
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.special_entr.default,
+    aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar,
+    aten.special_xlog1py.self_scalar,
+    aten.xlogy.Tensor,
+    aten.xlogy.Scalar_Other,
+    aten.xlogy.Scalar_Self,
+)
+
+# Random only through the dropout among their parts, which is drawn as eager PyTorch draws it.
+_DRAWN_IN_PARTS = (
+    "aten.scaled_dot_product",
+    "aten._scaled_dot_product",
+    "aten.lstm",
+    "aten.gru",
+    "aten.rnn_relu",
+    "aten.rnn_tanh",
+)
+
+# What autograd writes that consists of moves and element-wise operators.
+_JOINT_TAKEN_APART = (
+    aten._unsafe_view.default,
+    aten.addcdiv.default,
+    aten.addcmul.default,
+    aten.baddbmm.default,
+    aten.detach.default,
+    aten.diagonal_backward.default,
+    aten.fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.native_dropout_backward.default,
+    aten.new_empty.default,
+    aten.select_backward.default,
+    aten.select_scatter.default,
+    aten.silu.default,
+    aten.slice_backward.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.zero.default,
+)
+
+
+def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]]:
+    """Overload -> decomposition, for ``ExportedProgram.run_decompositions``.
+
+    Args:
+        differentiated: attention is taken apart, because TVM's Gradient needs its parts and
+            because its dropout must be drawn outside; otherwise it stays one kernel.
+    """
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    return dict(_table_with(differentiated, tuple(registered)))
+
+
+@lru_cache(maxsize=2)
+def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
+    """The table while PyTorch knows these operators; it takes longer to make than a small module
+    to be traced."""
+    table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
+    random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
+    for op in (*_KEPT_WHOLE, *random):
+        if not str(op).startswith(_DRAWN_IN_PARTS):
+            table.pop(op, None)
+    table = promoting_as_kernels(table)
+    table.update(recurrent_decompositions(table))
+    table[aten.sort.default] = sort_as_eager
+    table.update({op: _unless_half(table[op]) for op in _ROUNDED_ONCE if op in table})
+    table[aten._safe_softmax.default] = safe_softmax
+    sdpa = aten.scaled_dot_product_attention.default
+    if differentiated:
+        table[sdpa] = attention
+        # The product rule would add infinities of both signs where the cotangent is one.
+        table[aten.silu.default] = _of_halves(table[aten.silu.default])
+    else:
+        table[sdpa] = attention_with_dropout
+    table[aten.rrelu.default] = _rrelu
+    table[EXTREMUM] = extremum_taken_apart
+    for op in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
+        if op in table:
+            table[op] = _index_fill(table[op])
+    return table
+
+
+def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """The parts of a dense operand: of another they write into a tensor with its strides.
+
+    Rows are counted from behind too, which those of ``index_copy`` in the parts are not.
+    """
+
+    def decompose(x: torch.Tensor, dim: int, index: torch.Tensor, *value: Any) -> Any:
+        rows = x.shape[dim] if x.dim() else 1
+        index = torch.where(index < 0, index + rows, index)
+        if x.stride() == torch.empty(x.shape, device="meta").stride():
+            return parts(x, dim, index, *value)
+        result = parts(x.clone(memory_format=torch.contiguous_format), dim, index, *value)
+        return _copy(torch.empty_like(x), result)
+
+    return decompose
+
+
+def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Half precision stays whole."""
+
+    def decompose(*args: Any, **kwargs: Any) -> Any:
+        dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
+        halves = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+        return NotImplemented if halves else parts(*args, **kwargs)
+
+    return decompose
+
+
+def _of_halves(parts: Callable[..., Any]) -> Callable[..., Any]:
+    """Only half precision is taken apart."""
+
+    def decompose(x: torch.Tensor) -> Any:
+        return parts(x) if x.dtype in (torch.float16, torch.bfloat16) else NotImplemented
+
+    return decompose
+
+
+def _rrelu(
+    x: torch.Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Randomized leaky ReLU by its draw: a slope for each element, 1 where it is positive."""
+    if not training:
+        return aten.leaky_relu(x, (lower + upper) / 2)
+    slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
+    functional = aten.rrelu_with_noise_functional
+    return functional(x, slopes, lower, upper, True, generator=generator)[0]
+
+
+# PyTorch takes them apart before a table is asked.
+_WHOLE_UNDER_AUTOGRAD = (aten.multi_margin_loss.default,)
+
+
+@contextmanager
+def kept_whole_under_autograd() -> Iterator[None]:
+    """Within it tracing leaves operators whole for which PyTorch has a decomposition of its own."""
+    with ExitStack() as stack:
+        for op in _WHOLE_UNDER_AUTOGRAD:
+            stack.enter_context(mock.patch.dict(op.py_kernels))
+            op.py_kernels.pop(DispatchKey.Autograd, None)
+            op._dispatch_cache.clear()
+            stack.callback(op._dispatch_cache.clear)
+        yield
+
+
+def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
+    """Overload -> decomposition, for a joint function that PyTorch's autograd has written.
+
+    What is not in it stays PyTorch's own kernel, with PyTorch's own result.
+    """
+    whole = core_aten_decompositions()
+    table = {op: whole[op] for op in _JOINT_TAKEN_APART}
+    losses = (aten.mse_loss.default, aten.mse_loss_backward.default)
+    return table | {
+        **{op: _unless_half(whole[op]) for op in losses},
+        aten.copy.default: _copy,
+        EXTREMUM: extremum_taken_apart,
+        aten.sort.default: sort_as_eager,
+        aten.view.default: _view,
+        aten._safe_softmax.default: safe_softmax,
+    }
+
+
+def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
+    """Equal elements that lie in one place stay in order in eager, which knows the stride of 0."""
+    if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
+        return NotImplemented
+    return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
+
+
+def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
+    """A view also where another decomposition has made ``x`` with strides that allow none."""
+    with _disable_current_modes():
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        try:
+            meta.view(shape)
+        except RuntimeError:
+            pass
+        else:
+            return NotImplemented
+    return x.clone(memory_format=torch.contiguous_format).view(shape)
+
+
+def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device.
+
+    The order of ``x``'s strides is kept: where ``x`` is a view of a tensor that is written, that
+    tensor is a view of the result.
+    """
+    result = source.to(x.device, x.dtype).expand(x.shape)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    if order == list(range(x.dim())) or result.stride() == x.stride():
+        return result
+    back = [order.index(d) for d in range(x.dim())]
+    return result.permute(order).contiguous().permute(back)

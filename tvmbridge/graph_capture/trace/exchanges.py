@@ -1,0 +1,87 @@
+"""Buffers that forward exchanges for others, taken for writes into them.
+
+``self.average = 0.9 * self.average + ...`` gives a module another tensor. torch.export follows that
+in the outermost module alone, in the order of the assignments, of which one may read what another
+has written meanwhile. Within a trace the tensors that were assigned are written, together and at
+the end, into those that were there before.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.export._trace
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+
+class ExchangesWritten:
+    """A forward after which ``module`` holds the buffers that it held before, with new values.
+
+    Args:
+        forward: the forward of ``module``, or what stands for it.
+        module: whose buffers, and whose submodules' ones, are looked at.
+    """
+
+    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
+        self._forward = forward
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = list(_buffers(self._module))
+        results = self._forward(*args, **kwargs)
+        exchanged = [held for held in before if held[1].get(held[2]) is not held[3]]
+        # All are read before one is written: two may have been exchanged for each other.
+        values = [_value(before, *held) for held in exchanged]
+        for (_, place, key, tensor), value in zip(exchanged, values, strict=True):
+            tensor.copy_(value)
+            place[key] = tensor
+        return results
+
+
+_Place = dict[str, torch.Tensor | None]
+_Held = tuple[str, _Place, str, torch.Tensor]
+
+
+def _buffers(module: nn.Module) -> Iterator[_Held]:
+    """The dotted names of all buffers, where they are held, under which key, and the tensors."""
+    for path, owner in module.named_modules():
+        for key, tensor in owner._buffers.items():
+            if tensor is not None:
+                yield f"{path}.{key}".removeprefix("."), owner._buffers, key, tensor
+
+
+def _value(
+    before: list[_Held], name: str, place: _Place, key: str, tensor: torch.Tensor
+) -> torch.Tensor:
+    """What is to be written into ``tensor``.
+
+    Raises:
+        CaptureError: no tensor like it has taken its place, or it is in another place too.
+    """
+    value = place.get(key)
+    if value is None or value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise CaptureError(
+            f"forward exchanges the buffer {name} for what has another shape or dtype at each call"
+        )
+    if sum(other is tensor for *_, other in before) > 1:
+        raise CaptureError(f"forward exchanges the buffer {name}, which has another name too")
+    return value.detach().clone()
+
+
+@contextmanager
+def exchanges_left_alone() -> Iterator[None]:
+    """Within it torch.export does not look for exchanged buffers itself."""
+    with patched_here(torch.export._trace, "register_buffer_assignment_hook", _no_hook):
+        yield
+
+
+def _no_hook(genuine: Callable[..., Any], *args: Any) -> RemovableHandle:
+    return RemovableHandle(OrderedDict())

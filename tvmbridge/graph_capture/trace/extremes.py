@@ -1,0 +1,71 @@
+"""The largest, the least and the middle of all elements, with the gradient that eager gives them.
+
+Eager PyTorch asks whether the result is NaN, and fills the cotangent into zeros where elements
+equal the result. On fake tensors it cannot ask, and multiplies by a mask instead: where a cotangent
+is infinite or NaN, every other element would get NaN. So while a module is traced they are one
+operator, whose gradient is the former.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.custom_operator import NAMESPACE
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_LIBRARY.define("extremum(Tensor input, str kind) -> Tensor")
+EXTREMUM = torch.ops.tvmbridge.extremum.default
+
+_KINDS: dict[Any, str] = {
+    function: name
+    for name in ("max", "min", "median", "nanmedian")
+    for function in (getattr(torch, name), getattr(torch.Tensor, name))
+}
+
+
+def extremum_taken_apart(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """The value of the operator in PyTorch's own."""
+    if kind in ("max", "min") and x.numel():
+        return torch.amax(x) if kind == "max" else torch.amin(x)
+    result: torch.Tensor = getattr(torch, kind)(x)
+    return result
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _gradient(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+    x, value = ctx.saved_tensors
+    chosen = torch.where(value.isnan(), x.isnan(), x == value)
+    share = cotangent / chosen.sum()
+    return torch.zeros_like(x).masked_fill(chosen, share), None
+
+
+_LIBRARY.impl("extremum", extremum_taken_apart, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{NAMESPACE}::extremum", lambda x, kind: x.new_empty([]), lib=_LIBRARY)
+torch.library.register_autograd(
+    f"{NAMESPACE}::extremum", _gradient, setup_context=_set_up, lib=_LIBRARY
+)
+
+
+class ExtremesOfAll(TorchFunctionMode):
+    """Within it ``x.max()`` and the like are calls of the operator where a gradient may flow."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        kind = _KINDS.get(func)
+        operands = [*args, *named.values()]
+        if (
+            kind is not None
+            and len(operands) == 1
+            and torch.is_grad_enabled()
+            and isinstance(operands[0], torch.Tensor)
+            and operands[0].requires_grad
+            and operands[0].numel()
+        ):
+            return EXTREMUM(operands[0], kind)
+        return func(*args, **named)

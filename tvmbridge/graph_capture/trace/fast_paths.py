@@ -1,0 +1,225 @@
+"""Fast paths of PyTorch's attention modules, spelled out while a module is traced.
+
+In eval mode, where nothing is recorded, ``nn.MultiheadAttention`` and
+``nn.TransformerEncoderLayer`` call fused kernels whose results differ from those of their other
+path in what nobody should look at, but who does must find the same: rows that may attend to nothing
+are NaN, masks of numbers count as masks of truths, and ``nn.TransformerEncoder`` leaves zeros where
+a sequence is padded.
+
+The modules leave these paths when they are traced. Here they stay on them, and the fused kernels
+are taken apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import activation, transformer
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.patches import forward_patched_here, patched_here
+
+_ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
+
+
+@contextmanager
+def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
+    """Within it attention modules take the path they take in eager PyTorch, in plain operators.
+
+    Args:
+        module: what is traced; a forward that its encoders hold themselves is replaced too.
+    """
+    with ExitStack() as stack:
+        # The modules ask these two whether they are traced.
+        stack.enter_context(patched_here(torch.overrides, "has_torch_function", _no))
+        stack.enter_context(patched_here(activation, "_is_make_fx_tracing", _no))
+        stack.enter_context(forward_patched_here(module, nn.TransformerEncoder, _encoder))
+        if _has_plain_layers(module):
+            stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
+        stack.enter_context(_FusedAttention())
+        yield
+
+
+def _no(genuine: Any, *args: Any) -> bool:
+    return False
+
+
+def _has_plain_layers(module: nn.Module) -> bool:
+    """Whether to every layer of a transformer a causal mask means what the word for it does."""
+    plain = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    stacks = [
+        m for m in module.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder)
+    ]
+    return all(type(layer) in plain for m in stacks for layer in m.layers)
+
+
+def _detected(
+    genuine: Any,
+    mask: torch.Tensor | None,
+    is_causal: bool | None = None,
+    size: int | None = None,
+) -> bool:
+    """Whether a mask is causal, as nobody said; a causal mask serves as well as the word for it."""
+    if is_causal is None and mask is not None and not mask.requires_grad:
+        return False
+    known: bool = genuine(mask, is_causal, size)
+    return known
+
+
+class _FusedAttention(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._native_multi_head_attention:
+            return _attention(*args, **(kwargs or {}))
+        if func is torch._transformer_encoder_layer_fwd:
+            if torch.is_autocast_enabled("cpu"):
+                raise UnsupportedOperatorError(
+                    "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "
+                    "PyTorch, with a result of another dtype than its parts; call it outside of "
+                    "autocast"
+                )
+            return _layer(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``aten::_native_multi_head_attention``, which is called with one tensor for all three."""
+    batch, length, _ = query.shape
+    parts = functional.linear(query, qkv_weight, qkv_bias).chunk(3, dim=-1)
+    q, k, v = (p.reshape(batch, length, num_head, -1).transpose(1, 2) for p in parts)
+    seen = None if mask is None else _seen(mask, mask_type)
+    weights = None
+    if need_weights:
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+        if seen is not None:
+            scores = scores.masked_fill(~seen, -math.inf)
+        weights = scores.softmax(-1)
+        context = weights @ v
+        weights = weights.mean(dim=1) if average_attn_weights else weights
+    else:
+        context = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        if seen is not None:
+            context = context.masked_fill(~seen.any(-1, keepdim=True), math.nan)
+    joined = context.transpose(1, 2).reshape(batch, length, -1)
+    return functional.linear(joined, proj_weight, proj_bias), weights
+
+
+def _seen(mask: torch.Tensor, mask_type: int | None) -> torch.Tensor:
+    """Where a query may look: truths that broadcast to (batch, heads, queries, keys)."""
+    hidden = mask if mask.dtype is torch.bool else mask != 0
+    return ~(hidden[:, None, None, :] if mask_type == _ONE_MASK_OF_KEYS else hidden)
+
+
+def _layer(
+    src: torch.Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: torch.Tensor,
+    norm_bias_1: torch.Tensor,
+    norm_weight_2: torch.Tensor,
+    norm_bias_2: torch.Tensor,
+    ffn_weight_1: torch.Tensor,
+    ffn_bias_1: torch.Tensor,
+    ffn_weight_2: torch.Tensor,
+    ffn_bias_2: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    mask_type: int | None = None,
+) -> torch.Tensor:
+    """``aten::_transformer_encoder_layer_fwd``."""
+    projections = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+    activated = functional.gelu if use_gelu else functional.relu
+
+    def attended(x: torch.Tensor) -> torch.Tensor:
+        return _attention(
+            x, x, x, embed_dim, num_heads, *projections, mask, False, mask_type=mask_type
+        )[0]
+
+    def fed_forward(x: torch.Tensor) -> torch.Tensor:
+        inner = activated(functional.linear(x, ffn_weight_1, ffn_bias_1))
+        return functional.linear(inner, ffn_weight_2, ffn_bias_2)
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (embed_dim,), norm_weight_1, norm_bias_1, eps)
+
+    def second(x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(x, (embed_dim,), norm_weight_2, norm_bias_2, eps)
+
+    if norm_first:
+        x = src + attended(first(src))
+        return x + fed_forward(second(x))
+    x = first(src + attended(src))
+    return second(x + fed_forward(x))
+
+
+def _encoder(
+    genuine: Any,
+    self: nn.TransformerEncoder,
+    src: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+) -> torch.Tensor:
+    """``nn.TransformerEncoder.forward``, with its nested tensors' zeros where it makes some.
+
+    It packs the sequences where their padding stands at their ends, and lets each layer compute
+    what is not padded; padded to its shape again, the result has zeros. (Eager PyTorch raises
+    where nothing at all is left; here all is zero.)
+    """
+    if src_key_padding_mask is None or not _nests(self, src, mask):
+        result: torch.Tensor = genuine(self, src, mask, src_key_padding_mask, is_causal)
+        return result
+    if not getattr(self, "mask_check", True):
+        raise UnsupportedOperatorError(
+            "nn.TransformerEncoder with mask_check=False packs padded sequences without a look at "
+            "the mask, which compiled code cannot follow; construct it with "
+            "enable_nested_tensor=False"
+        )
+    output = src
+    for layer in self.layers:
+        output = layer(output, src_key_padding_mask=src_key_padding_mask)
+    seen = src_key_padding_mask.logical_not()
+    at_ends = (seen[:, :-1] | ~seen[:, 1:]).all()
+    output = output.masked_fill((at_ends & ~seen).unsqueeze(-1), 0.0)
+    return output if self.norm is None else self.norm(output)
+
+
+def _nests(encoder: nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether the encoder makes a nested tensor of ``src`` where its mask lets it."""
+    first = encoder.layers[0]
+    read = (src, *first.parameters())
+    return (
+        torch.backends.mha.get_fastpath_enabled()
+        and getattr(encoder, "use_nested_tensor", False)
+        and mask is None
+        and src.dim() == 3
+        and not first.training
+        and not torch.is_autocast_enabled()
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in read))
+    )

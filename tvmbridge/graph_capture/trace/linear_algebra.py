@@ -1,0 +1,112 @@
+"""Linear algebra that raises for some values, such as the inverse of a singular matrix.
+
+``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a
+check of that, which a trace takes for an effect. While a module is traced the check is an operator
+that the result passes through; it raises what PyTorch raises.
+
+Determinants are those of a dense matrix. PyTorch's kernel factors a matrix that lies by columns as
+it is and a dense one transposed, and its gradient, which asks the trace how the matrix lies, uses
+the factors accordingly. Compiled code has all matrices dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
+
+
+def _checked(
+    result: torch.Tensor, failed: torch.Tensor, name: str, is_matrix: bool
+) -> torch.Tensor:
+    torch._linalg_check_errors(failed, name, is_matrix=is_matrix)
+    return result.clone()
+
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+register(
+    _LIBRARY,
+    CustomOperator(
+        "linalg_checked",
+        "Tensor result, Tensor failed, str name, bool is_matrix",
+        _checked,
+        lambda result, **_: torch.empty_like(result),
+    ),
+)
+
+
+def _inverse(A: torch.Tensor) -> torch.Tensor:
+    result, failed = torch.linalg.inv_ex(A)
+    return _passed(result, failed, "linalg.inv", A)
+
+
+def _solved(A: torch.Tensor, B: torch.Tensor, *, left: bool = True) -> torch.Tensor:
+    result, failed = torch.linalg.solve_ex(A, B, left=left)
+    return _passed(result, failed, "torch.linalg.solve", A)
+
+
+def _cholesky(A: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
+    result, failed = torch.linalg.cholesky_ex(A, upper=upper)
+    return _passed(result, failed, "linalg.cholesky", A)
+
+
+def _lu_factor(A: torch.Tensor, *, pivot: bool = True) -> Any:
+    result, pivots, failed = torch.linalg.lu_factor_ex(A, pivot=pivot)
+    passed = [_passed(each, failed, "torch.linalg.lu_factor", A) for each in (result, pivots)]
+    return torch.return_types.linalg_lu_factor(passed)  # type: ignore[attr-defined]
+
+
+def _ldl_factor(A: torch.Tensor, *, hermitian: bool = False) -> Any:
+    result, pivots, failed = torch.linalg.ldl_factor_ex(A, hermitian=hermitian)
+    passed = [_passed(each, failed, "torch.linalg.ldl_factor", A) for each in (result, pivots)]
+    return torch.return_types.linalg_ldl_factor(passed)  # type: ignore[attr-defined]
+
+
+def _power(A: torch.Tensor, n: int) -> torch.Tensor:
+    if n >= 0:
+        return torch.linalg.matrix_power(A, n)
+    return torch.linalg.matrix_power(_inverse(A), -n)
+
+
+def _of_dense(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda A: function(A.contiguous())
+
+
+def _passed(result: torch.Tensor, failed: torch.Tensor, name: str, A: torch.Tensor) -> torch.Tensor:
+    passed: torch.Tensor = torch.ops.tvmbridge.linalg_checked(result, failed, name, A.dim() == 2)
+    return passed
+
+
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.linalg.inv: _inverse,
+    torch.inverse: _inverse,
+    torch.Tensor.inverse: _inverse,
+    torch.linalg.solve: _solved,
+    torch.linalg.cholesky: _cholesky,
+    torch.linalg.lu_factor: _lu_factor,
+    torch.linalg.ldl_factor: _ldl_factor,
+    torch.linalg.matrix_power: _power,
+    torch.matrix_power: _power,
+    torch.Tensor.matrix_power: _power,
+    **{
+        function: _of_dense(function)
+        for owner in (torch, torch.Tensor, torch.linalg)
+        for name in ("det", "slogdet", "logdet")
+        if (function := getattr(owner, name, None)) is not None
+    },
+}
+
+
+class LinearAlgebraChecked(TorchFunctionMode):
+    """Within it the functions above are made of ones that a trace can see."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        stand_in = _FUNCTIONS.get(func)
+        if stand_in is None or "out" in named:
+            return func(*args, **named)
+        return stand_in(*args, **{"A" if name == "input" else name: named[name] for name in named})

@@ -1,0 +1,84 @@
+"""Numbers beyond the range of a dtype, which some functions of PyTorch refuse at each call.
+
+``torch.add(x, y, alpha=1e40)`` raises for float32, where ``x * 1e40`` is an infinity. Traces do not
+look, so while a module is traced such a call is tried on zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+
+_REFUSED = "without overflow"
+# A try would draw.
+_DRAWS = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal",
+        "normal_",
+        "random_",
+        "randint_like",
+        "uniform_",
+    }
+)
+
+
+class NumbersOutOfRange(TorchFunctionMode):
+    """Within it calls raise that eager PyTorch refuses for a number beyond their dtype.
+
+    Raises:
+        UnsupportedOperatorError: forward makes such a call.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        large = any(_is_large(value) for value in (*args, *named.values()))
+        if large and getattr(func, "__name__", "") not in _DRAWS:
+            _try_on_zeros(func, args, named)
+        return func(*args, **named)
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a number may be beyond the range of some dtype."""
+    return type(value) in (int, float) and abs(value) > 127 and math.isfinite(value)
+
+
+def _try_on_zeros(func: Any, args: Any, named: dict[str, Any]) -> None:
+    leaves, structure = pytree.tree_flatten((args, named))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    numbers = [leaf for leaf in leaves if _is_large(leaf)]
+    if not any(_exceeds(number, tensor.dtype) for number in numbers for tensor in tensors):
+        return
+    with _disable_current_modes(), torch.no_grad():
+        zeros = [
+            torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+        positional, by_name = pytree.tree_unflatten(zeros, structure)
+        try:
+            func(*positional, **by_name)
+        except Exception as error:
+            if _REFUSED in str(error):
+                raise UnsupportedOperatorError(
+                    f"forward calls {getattr(func, '__name__', func)} with {numbers[0]}, which "
+                    f"eager PyTorch refuses: {error}"
+                ) from error
+
+
+def _exceeds(number: int | float, dtype: torch.dtype) -> bool:
+    """Whether ``number`` is beyond the range of ``dtype``."""
+    if dtype.is_complex or dtype is torch.bool:
+        return False
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    return not limits.min <= number <= limits.max

@@ -1,0 +1,273 @@
+"""Functions that ask their data a question, kept whole while a module is traced.
+
+``torch.cov`` asks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
+negative, ``one_hot`` whether each class exists: a trace cannot answer. Each becomes one operator of
+our own that calls the function itself at each call, and so raises what it raises; its gradient is
+the one that PyTorch's autograd gives it. Only functions are here whose results have a shape that
+the arguments' shapes tell.
+
+Products are here for their gradient: PyTorch's formula looks for zeros, and on fake tensors takes
+another branch, which differs where a row has both zeros and NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
+from tvmbridge.core.errors import UnsupportedOperatorError
+
+
+def _quantile(
+    input: torch.Tensor, q: Any, dim: int | None = None, keepdim: bool = False, **_: Any
+) -> torch.Tensor:
+    if dim is None:
+        kept = [1] * input.dim() if keepdim else []
+    else:
+        kept = list(input.shape)
+        if kept:
+            kept[dim : dim + 1 or None] = [1] if keepdim else []
+    several = list(q.shape) if isinstance(q, torch.Tensor) else []
+    return input.new_empty([*several, *kept])
+
+
+def _covariance(
+    input: torch.Tensor, aweights: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor:
+    variables = 1 if input.dim() < 2 else input.shape[0]
+    dtype = input.dtype if input.is_floating_point() else torch.get_default_dtype()
+    if aweights is not None:
+        dtype = torch.promote_types(dtype, aweights.dtype)
+    return input.new_empty([] if variables == 1 else [variables, variables], dtype=dtype)
+
+
+def _combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+    count = len(input) + r - 1 if with_replacement and r else len(input)
+    return input.new_empty([math.comb(count, r), r] if r else [0])
+
+
+def _ctc_loss(log_probs: torch.Tensor, reduction: str = "mean", **_: Any) -> torch.Tensor:
+    batch = log_probs.shape[1:-1]
+    return log_probs.new_empty(batch if reduction == "none" else [])
+
+
+def _gaussian_nll_loss(
+    input: torch.Tensor, target: torch.Tensor, var: Any, reduction: str = "mean", **_: Any
+) -> torch.Tensor:
+    operands = [input, target]
+    if isinstance(var, torch.Tensor):
+        per_row = var.dim() and var.shape != input.shape and var.shape == input.shape[:-1]
+        operands.append(var.unsqueeze(-1) if per_row else var)
+    total = sum(o.new_empty(o.shape) for o in operands) * 1.0
+    assert isinstance(total, torch.Tensor)
+    return total.new_empty(total.shape if reduction == "none" else [])
+
+
+def _product(
+    input: torch.Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if dim is None:
+        return torch.prod(input, dtype=dtype)
+    return torch.prod(input, dim, keepdim, dtype=dtype)
+
+
+def _put_by_mask(
+    input: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    return torch.index_put(input, (mask,), values, accumulate)
+
+
+def _one_hot(input: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    return input.new_empty([*input.shape, num_classes])
+
+
+def _istft(
+    input: torch.Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    center: bool = True,
+    length: int | None = None,
+    return_complex: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    if length is None:
+        hop = n_fft // 4 if hop_length is None else hop_length
+        length = n_fft + hop * (input.shape[-1] - 1) - (n_fft // 2 * 2 if center else 0)
+    dtype = input.dtype if return_complex else input.dtype.to_real()
+    return input.new_empty([*input.shape[:-2], length], dtype=dtype)
+
+
+_QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
+_CTC = "int blank=0, str reduction='mean', bool zero_infinity=False"
+_FRAMES = "int? hop_length=None, int? win_length=None, Tensor? window=None, bool center=True"
+_ISTFT = "bool normalized=False, bool? onesided=None, int? length=None, bool return_complex=False"
+_NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
+
+
+def _quantiles(function: Any) -> tuple[CustomOperator, CustomOperator]:
+    """The function for fractions in a tensor, and for one that is a number."""
+    name = function.__name__
+    by_tensor = CustomOperator(
+        name,
+        f"Tensor input, Tensor q, {_QUANTILE}",
+        function,
+        _quantile,
+        (function, getattr(torch.Tensor, name)),
+    )
+    schema = f"Tensor input, float q, {_QUANTILE}"
+    return by_tensor, CustomOperator(f"{name}.scalar", schema, function, _quantile)
+
+
+_FUNCTIONS = (
+    *_quantiles(torch.quantile),
+    *_quantiles(torch.nanquantile),
+    CustomOperator(
+        "cov",
+        "Tensor input, int correction=1, Tensor? fweights=None, Tensor? aweights=None",
+        torch.cov,
+        _covariance,
+        (torch.cov, torch.Tensor.cov),
+    ),
+    CustomOperator(
+        "corrcoef",
+        "Tensor input",
+        torch.corrcoef,
+        _covariance,
+        (torch.corrcoef, torch.Tensor.corrcoef),
+    ),
+    CustomOperator(
+        "combinations",
+        "Tensor input, int r=2, bool with_replacement=False",
+        torch.combinations,
+        _combinations,
+        (torch.combinations,),
+    ),
+    CustomOperator(
+        "ctc_loss",
+        f"Tensor log_probs, Tensor targets, int[] input_lengths, int[] target_lengths, {_CTC}",
+        functional.ctc_loss,
+        _ctc_loss,
+        (functional.ctc_loss,),
+    ),
+    CustomOperator(
+        "ctc_loss.Tensor",
+        f"Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, {_CTC}",
+        functional.ctc_loss,
+        _ctc_loss,
+    ),
+    CustomOperator(
+        "gaussian_nll_loss",
+        f"Tensor input, Tensor target, Tensor var, {_NLL}",
+        functional.gaussian_nll_loss,
+        _gaussian_nll_loss,
+        (functional.gaussian_nll_loss,),
+    ),
+    CustomOperator(
+        "gaussian_nll_loss.scalar",
+        f"Tensor input, Tensor target, float var, {_NLL}",
+        functional.gaussian_nll_loss,
+        _gaussian_nll_loss,
+    ),
+    CustomOperator(
+        "prod",
+        "Tensor input, int? dim=None, bool keepdim=False, ScalarType? dtype=None",
+        _product,
+        _product,
+        (torch.prod, torch.Tensor.prod),
+    ),
+    CustomOperator(
+        "cumprod",
+        "Tensor input, int dim, ScalarType? dtype=None",
+        torch.cumprod,
+        torch.cumprod,
+        (torch.cumprod, torch.Tensor.cumprod),
+    ),
+    CustomOperator(
+        "istft",
+        f"Tensor input, int n_fft, {_FRAMES}, {_ISTFT}",
+        torch.istft,
+        _istft,
+        (torch.istft, torch.Tensor.istft),
+    ),
+    CustomOperator(
+        "one_hot",
+        "Tensor input, int num_classes",
+        functional.one_hot,
+        _one_hot,
+        (functional.one_hot,),
+    ),
+    CustomOperator(
+        "put_by_mask",
+        "Tensor input, Tensor mask, Tensor values, bool accumulate=False",
+        _put_by_mask,
+        lambda input, **_: input.new_empty(input.shape),
+    ),
+)
+
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+for _whole in _FUNCTIONS:
+    register(_LIBRARY, _whole)
+
+_OPERATORS: dict[Any, Any] = {
+    spelling: getattr(torch.ops.tvmbridge, whole.name)
+    for whole in _FUNCTIONS
+    for spelling in whole.spellings
+}
+
+
+_QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
+_ASSERTIONS = (
+    torch._assert_async,  # of a form that is not noted, or by another name
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten._assert_async.msg,
+)
+_PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
+
+
+class FunctionsKeptWhole(TorchFunctionMode):
+    """Within it the functions above are calls of the operators that stand for them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
+        if func in _ASSERTIONS:
+            raise UnsupportedOperatorError(
+                f"forward asserts something of values ({func}), which compiled code would not"
+            )
+        if func is torch.Tensor.cumprod_ and _by_gradient(*args, **named):
+            # Of a clone, for its gradient reads what is written now.
+            product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **named)
+            return args[0].copy_(product)
+        operator = _OPERATORS.get(func)
+        if (
+            operator is None
+            or "out" in named
+            or (func in _QUANTILES and _by_learned(*args, **named))
+            or (func is functional.one_hot and not _with_classes(*args, **named))
+            or (func in _PRODUCTS and not _by_gradient(*args, **named))
+        ):
+            return func(*args, **named)
+        return operator(*args, **named)
+
+
+def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
+    """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
+    return isinstance(q, torch.Tensor) and q.requires_grad
+
+
+def _with_classes(input: torch.Tensor, num_classes: int = -1) -> bool:
+    """Whether the shape of the result is known, and the classes are looked at."""
+    return num_classes > 0
+
+
+def _by_gradient(input: torch.Tensor, *_: Any, **__: Any) -> bool:
+    """Whether a gradient is to flow through the call; else the plain operator serves as well."""
+    return torch.is_grad_enabled() and input.requires_grad

@@ -1,0 +1,82 @@
+"""Views of a captured program as reshapes, which do not depend on how their operand lies.
+
+A program is recorded with the strides that PyTorch's kernels give their results, and PyTorch drops
+``contiguous()`` where these make it needless. The parts that an operator is taken apart into may
+lie otherwise: those of attention are dense, where the fused kernel's result lies as its query. A
+``view`` that was possible when it was recorded is then an error; a ``reshape`` copies.
+
+Of memory that is written it matters whether a ``reshape`` is a view or a copy: it stays what it was
+when it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.writes import written_by
+
+aten = torch.ops.aten
+
+
+# They give a view where their operand's strides allow one, and a copy otherwise.
+_VIEW_OR_COPY = (
+    aten.reshape.default,
+    aten.reshape_as.default,
+    aten.flatten.using_ints,
+    aten.ravel.default,
+    aten.contiguous.default,
+)
+
+
+def reshape_instead_of_view(program: ExportedProgram) -> None:
+    """Change the views of ``program`` into reshapes, but for those of memory that is written.
+
+    A write through a view that became a copy would be lost. Of that memory no reshape is left whose
+    parts decide whether it is a view.
+    """
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    written = {s for graph in graphs for node in graph.nodes for s in _written_by(node)}
+    for graph in graphs:
+        for node in graph.find_nodes(op="call_function", target=aten.view.default):
+            if written.isdisjoint(_storages(node)):
+                node.target = aten.reshape.default
+        for target in _VIEW_OR_COPY if written else ():
+            for node in graph.find_nodes(op="call_function", target=target):
+                if not written.isdisjoint((*_storages(node), *_storages(node.args[0]))):
+                    _decide(graph, node)
+
+
+def _decide(graph: fx.Graph, node: fx.Node) -> None:
+    """Make ``node`` the view, or the copy, that it was when it was recorded."""
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    shape = list(node.meta["val"].shape)
+    with graph.inserting_before(node):
+        if set(_storages(node)).isdisjoint(_storages(operand)):
+            operand = graph.call_function(
+                aten.clone.default, (operand,), {"memory_format": torch.contiguous_format}
+            )
+            operand.meta = dict(node.meta)
+        view = graph.call_function(aten.view.default, (operand, shape))
+    view.meta = dict(node.meta)
+    node.replace_all_uses_with(view)
+    graph.erase_node(node)
+
+
+def _written_by(node: fx.Node) -> Iterator[int]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        yield from _storages(written_by(node.target, node.args, node.kwargs))
+
+
+def _storages(value: Any) -> Iterator[int]:
+    """The memory that the nodes in ``value`` lie in, as it was when they were recorded."""
+    for node in pytree.tree_leaves(value):
+        found = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(found, torch.Tensor):
+            yield found.untyped_storage()._cdata

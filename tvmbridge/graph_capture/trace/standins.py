@@ -1,0 +1,298 @@
+"""Stand-ins: a module for tracing that shares nothing with the user's but the tensors.
+
+Tracing runs forward on fake tensors, with the module's own ones exchanged, and forward may write
+attributes. None of that may be seen by the user, nor by other threads that run the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.contents import all_held, contents
+from tvmbridge.core.structure import map_tensors
+from tvmbridge.graph_capture.trace.generators import Generators
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+logger = logging.getLogger(__name__)
+
+# In the memo of a deep copy it says that a stand-in is being made, which has no dispatch.
+STAND_IN = "tvmbridge.stand_in"
+
+
+def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
+    """A copy of ``module`` in all but its tensors, which are the very same.
+
+    None where it cannot be copied: an attribute refuses, or the copy has other submodules.
+
+    Args:
+        module: what is copied.
+        originals: gets the modules that were copied, by the ids of their copies.
+    """
+    memo: dict[Any, Any] = {STAND_IN: True}
+    try:
+        with ExitStack() as stack:
+            for tensor_type in (torch.Tensor, nn.Parameter):
+                stack.enter_context(patched_here(tensor_type, "__deepcopy__", _itself))
+            copied = copy.deepcopy(module, memo)
+    except Exception as error:
+        logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
+        return None
+    pairs = zip(module.named_modules(), copied.named_modules(), strict=False)
+    alike = all(n == m and type(a) is type(b) for (n, a), (m, b) in pairs)
+    if not alike or len(list(module.modules())) != len(list(copied.modules())):
+        return None
+    if originals is not None:
+        # There copy.deepcopy keeps what it has copied.
+        found = [m for m in memo.get(id(memo), ()) if isinstance(m, nn.Module)]
+        originals.update({id(memo[id(m)]): m for m in found})
+    return copied
+
+
+def has_own_call(module: nn.Module) -> bool:
+    """Whether the class of ``module`` has a ``__call__`` of its own, around hooks and forward."""
+    own = type(module).__call__ is not nn.Module.__call__
+    return own and not isinstance(module, torch.fx.GraphModule)
+
+
+def without_own_call(module: nn.Module) -> None:
+    """Let calls of a stand-in lead to its forward alone, as what is compiled replaces forward."""
+    if has_own_call(module):
+        kind = type(module)
+        body = {"__call__": nn.Module.__call__, "__module__": kind.__module__}
+        module.__class__ = type(kind.__name__, (kind,), body)
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """Within it a call of ``module`` is one of its forward: hooks run around what is compiled.
+
+    So it is for the modules that PyTorch itself puts around it, or makes of it, in a trace.
+    """
+
+    def call(genuine: Callable[..., Any], owner: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if owner is module or type(owner).__module__.startswith(("torch.export", "torch.fx")):
+            return owner.forward(*args, **kwargs)
+        return genuine(owner, *args, **kwargs)
+
+    with patched_here(nn.Module, "_call_impl", call):
+        yield
+
+
+def without_inference_tensors(value: Any) -> Any:
+    """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
+    return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
+
+
+def without_repetitions(value: Any) -> Any:
+    """``value``, a structure of arguments, in which each tensor is another one.
+
+    A trace takes two that are one tensor for one that is written twice.
+    """
+    seen: set[int] = set()
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(once, value)
+
+
+def without_inference_state(module: nn.Module) -> None:
+    """Exchange the inference tensors of a stand-in for copies that may be traced under autograd."""
+    own = {id(t): t for t in tensors_of(module).values() if t.is_inference()}
+    _exchange(module, {key: _copied(t) for key, t in own.items()})
+
+
+def copied_values(
+    values: Mapping[Any, Any], instead: Mapping[int, nn.Module] | None = None
+) -> dict[Any, Any]:
+    """Copies that no change of the originals reaches; they hold the very same tensors and modules.
+
+    What cannot be copied (a lock, say) stays as it is, and what holds it is copied around it.
+
+    Args:
+        values: what is copied.
+        instead: modules that the copies hold in place of others, by the ids of those.
+    """
+    others = instead or {}
+    copies = {}
+    with ExitStack() as stack:
+        for held_type in (torch.Tensor, nn.Parameter):
+            stack.enter_context(patched_here(held_type, "__deepcopy__", _itself))
+        for key, value in values.items():
+            modules = {id(m): others.get(id(m), m) for m in modules_held(value)}
+            copies[key] = _copied_value(value, modules)
+    return copies
+
+
+def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        logger.debug("%s cannot be copied as a whole", type(value).__name__)
+    try:
+        return copy.deepcopy(value, {**memo, **_uncopyable(value)})
+    except Exception:
+        return value
+
+
+def _uncopyable(value: Any) -> dict[int, Any]:
+    """What ``value`` holds that holds nothing and cannot be copied, by its id."""
+    found = {}
+    for held in all_held(value):
+        if not contents(held):
+            try:
+                copy.deepcopy(held)
+            except Exception:
+                found[id(held)] = held
+    return found
+
+
+def modules_held(value: Any) -> list[nn.Module]:
+    """``value`` itself if it is a module, and the modules that it holds."""
+    return [held for held in all_held(value) if isinstance(held, nn.Module)]
+
+
+def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    return tensor
+
+
+def tensors_of(module: nn.Module, *, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and tensors that are plain attributes, by dotted name.
+
+    Those of a submodule that is in several places have several names, but for ``remove_duplicate``.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, owner in module.named_modules(remove_duplicate=remove_duplicate):
+        prefix = f"{path}." if path else ""
+        for held in (owner._parameters, owner._buffers, owner.__dict__):
+            for name, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    found[prefix + name] = value
+    return found
+
+
+def anything_requires_grad(module: nn.Module, values: Any) -> bool:
+    """Whether a tensor of ``module``, or among the structure ``values``, requires a gradient."""
+    tensors = [*tensors_of(module).values(), *pytree.tree_leaves(values)]
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Run forward for real on copies of all tensors; attributes that it sets remain set.
+
+    Tensors and the global generators are as before afterwards, also when forward raises.
+    """
+    own = {id(t): t for t in tensors_of(module).values()}
+    copies = {key: _copied(t) for key, t in own.items()}
+    args, kwargs = map_tensors(_copied, (args, dict(kwargs)))
+    _exchange(module, copies)
+    generators = Generators()
+    try:
+        with torch.no_grad(), without_autocast():
+            module.forward(*args, **kwargs)
+    finally:
+        generators.restore()
+        _exchange(module, {id(copy): own[key] for key, copy in copies.items()})
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied
+
+
+def _exchange(module: nn.Module, held: Mapping[int, torch.Tensor]) -> None:
+    replaced = _Replaced(held)
+    for owner in module.modules():
+        for attributes in (owner.__dict__, owner._parameters, owner._buffers):
+            for name, value in attributes.items():
+                if name not in ("_parameters", "_buffers"):
+                    attributes[name] = replaced(value)
+
+
+@contextmanager
+def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Within it the module holds other tensors (by the id of its own); then all is as before.
+
+    Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
+    too, and attributes that forward sets are taken back.
+    """
+    replaced = _Replaced(held)
+    with attributes_put_back(module):
+        for owner in module.modules():
+            attributes = owner.__dict__
+            attributes.update({name: replaced(value) for name, value in attributes.items()})
+            for name in ("_parameters", "_buffers", "_modules"):
+                attributes[name] = dict(attributes[name])
+        yield
+
+
+@contextmanager
+def attributes_put_back(module: nn.Module) -> Iterator[None]:
+    """Within it attributes may be set; then the module has what it had, the same containers too."""
+    saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for attributes, before in saved:
+            attributes.clear()
+            attributes.update(before)
+
+
+class _Replaced:
+    """Gives ``held`` for the tensors with its ids, and copies of the containers that hold these.
+
+    Modules that share a container share its copy: what one writes into it another may read.
+    """
+
+    def __init__(self, held: Mapping[int, torch.Tensor]) -> None:
+        self._held = held
+        self._copies: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        held = self._held
+        if isinstance(value, torch.Tensor):
+            return held.get(id(value), value)
+        if type(value) is dict and any(id(v) in held for v in value.values()):
+            copied: Any = {k: held.get(id(v), v) for k, v in value.items()}
+        elif type(value) in (list, tuple) and any(id(v) in held for v in value):
+            copied = type(value)(held.get(id(v), v) for v in value)
+        else:
+            return value
+        return self._copies.setdefault(id(value), copied)
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Within it autocast is off, as it is wherever compiled code is called."""
+    with torch.autocast("cpu", enabled=False):
+        if torch.cuda.is_available():
+            with torch.autocast("cuda", enabled=False):
+                yield
+        else:
+            yield
+
+
+@contextmanager
+def as_captured(told: bool = True) -> Iterator[None]:
+    """Within it modules are ``told`` that they are traced, as they were when they were captured.
+
+    They must take the same way through their code; and what they keep for later calls (in caches
+    of functions) must not be made of fake tensors.
+    """
+    place = torch.compiler
+    with mock.patch.multiple(place, _is_compiling_flag=told, _is_exporting_flag=told):
+        yield

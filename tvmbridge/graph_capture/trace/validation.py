@@ -1,0 +1,63 @@
+"""What forward demands of values, checked at each call: it raises where they are others.
+
+``torch._assert_async`` does so, and a distribution of ``torch.distributions`` looks at the values
+of its parameters (``if not all(valid): raise``), which cannot be traced. While forward is traced
+each of these checks passes and is noted; it becomes one more result of the compiled code, which is
+looked at after the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tvmbridge.core.assumptions import Check
+from tvmbridge.graph_capture.trace.callers import calling_python_module
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+Noted = list[tuple[torch.Tensor, Check]]
+
+_DISTRIBUTION = Check(
+    ValueError,
+    "a parameter or a value of a torch.distributions object does not satisfy its "
+    "constraint; call the module without TVM to see which",
+)
+_UNNAMED = "Expected Tensor with single nonzero value, but got zero"
+
+
+@contextmanager
+def noted_checks() -> Iterator[Noted]:
+    """Collects the checks, each a tensor of one bool. Real ones are judged too."""
+    found: Noted = []
+
+    def noting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
+        passed = genuine(*args, **kwargs)
+        # The patch's call and its stub stand between this function and who calls it.
+        if not (calling_python_module(3) or "").startswith("torch.distributions"):
+            return passed
+        found.append((passed, _DISTRIBUTION))
+        return True if isinstance(passed, FakeTensor) else passed
+
+    def asserting(genuine: Any, input: Any, assert_msg: str = _UNNAMED) -> None:
+        one = isinstance(input, torch.Tensor) and input.numel() == 1
+        if not (one and isinstance(input, FakeTensor)):
+            genuine(input, assert_msg)
+        # Not the tensor itself, which may be written later.
+        found.append(((input.detach() != 0).reshape(()), Check(RuntimeError, assert_msg)))
+
+    with (
+        patched_here(torch, "_is_all_true", noting),
+        patched_here(torch, "_assert_async", asserting),
+    ):
+        yield found
+
+
+def raise_unless_passed(passed: Sequence[torch.Tensor], checks: Sequence[Check]) -> None:
+    """Raise what the first of the ``checks`` raises that a call did not pass."""
+    for one, check in zip(passed, checks, strict=True):
+        if not one:
+            raise check.error(check.message)

@@ -1,0 +1,295 @@
+"""One autograd function over the compiled forward and backward."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch._C as _C
+
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.graph_capture.surroundings import in_checkpoint
+from tvmbridge.runtime.output_hooks import let_hooks_wait
+from tvmbridge.runtime.second_order import SecondOrderCall, refuse
+from tvmbridge.runtime.siblings import Watched, readers_of
+
+_NO_GRADIENT_FOR_HOOK = (
+    "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
+    "output that this backward starts from depends on {name}. Remove the hook, use the output that "
+    "does, or call remove_tvm_dispatch(module)"
+)
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: compiled code reads parameters and inputs in backward, and hooks on saved tensors "
+    "kept them without a copy"
+)
+
+# Arguments of the autograd function that are none of the compiled code.
+_BEFORE_PRIMALS = 3
+_CALLED_ALONE = "the code was called alone"
+_numbers = itertools.count(1)
+
+
+class TrainingCall:
+    """How to run forward and backward of a compiled module as one autograd function.
+
+    Args:
+        compiled: a module compiled with gradients.
+        packing: where its packed weights are, which backward reads; None: there are none.
+    """
+
+    def __init__(self, compiled: CompiledModule, packing: Packing | None = None) -> None:
+        parts = compiled.split
+        assert parts is not None
+        position = {name: i for i, name in enumerate(parts.primals)}
+        self.compiled = compiled
+        self.packing = nullcontext() if packing is None else packing
+        self.parts = parts
+        self.number = next(_numbers)
+        self.reads = [position[name] for name in parts.reads]
+        # Autograd notices writes by the version of a parameter, which its packed values lack.
+        self.guarded = [
+            i for i in _packed_into(compiled, set(self.reads)) if i not in set(self.reads)
+        ]
+        self.gradient_of = [position[name] for name in parts.wanted]
+        self.num_primals = len(parts.primals)
+        # Autograd would call the hooks of what no gradient reaches.
+        self.unreached = [
+            i
+            for i, d in enumerate(_primals(compiled))
+            if d.requires_grad and i not in set(self.gradient_of)
+        ]
+        self.overwritten = _overwritten(compiled)
+        self.constant_outputs = [
+            i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
+        ]
+        self.readers = readers_of(compiled.captured, parts.cotangent_of)
+        computed = [o for o in compiled.captured.outputs if o.is_computed]
+        self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
+        self.orders = {
+            n: layout.order for n, layout in compiled.layouts.outputs.items() if layout.moves
+        }
+
+    def __call__(
+        self,
+        primals: Sequence[torch.Tensor],
+        strides: Strides = None,
+        again: SecondOrderCall | str = _CALLED_ALONE,
+    ) -> tuple[torch.Tensor, ...]:
+        """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
+
+        ``strides`` are those that the outputs get at this call; None: those of the sample's.
+        ``again`` gives gradients that can be differentiated, or says why there are none.
+        """
+        if self.unreached:
+            primals = list(primals)
+            for i in self.unreached:
+                primals[i] = primals[i].detach()
+        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, again, *primals)  # type: ignore[no-untyped-call]
+        if len(self.parts.cotangent_of) > 1:
+            let_hooks_wait(results[i] for i in self.parts.cotangent_of)
+        node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
+        if node is not None:
+            node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
+        return results
+
+    def marks(self) -> tuple[torch.Tensor, ...]:
+        """What is saved first in a checkpoint, so that nothing else is taken for this code's.
+
+        A checkpoint puts what its repetition saves in place of what was saved, by position and
+        shape. Where forward itself or other code runs the repetition, this shape differs.
+        """
+        if not in_checkpoint():
+            return ()
+        return (torch.empty((0, self.number), dtype=torch.bool, device="cpu"),)
+
+    def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The primals that backward reads; copies of those that are written into meanwhile."""
+        return [primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads]
+
+
+def _primals(compiled: CompiledModule) -> list[InputDescriptor]:
+    """The primals, but for packed weights, which are the last ones."""
+    return [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
+
+
+def _packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
+    """Positions of the parameters whose packed values are among the primals ``reads``."""
+    assert compiled.split is not None
+    position = {
+        d.target: i for i, d in enumerate(_primals(compiled)) if d.kind is InputKind.PARAMETER
+    }
+    first = len(compiled.split.primals) - len(compiled.packs)
+    packs = (names for i, names in enumerate(compiled.packs, start=first) if i in reads)
+    return [position[name] for names in packs for name in names]
+
+
+def _overwritten(compiled: CompiledModule) -> frozenset[int]:
+    """Positions of the primals that are written into after forward: statistics, arguments."""
+    captured = compiled.captured
+    written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
+    return frozenset(
+        i
+        for i, d in enumerate(_primals(compiled))
+        if (OutputKind.INPUT_MUTATION, d.name) in written
+        or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
+    )
+
+
+class _CompiledFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: TrainingCall,
+        strides: Strides,
+        again: SecondOrderCall | str,
+        *primals: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        parts = call.parts
+        results = call.compiled.forward(primals, strides)
+        outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
+        kept = [outputs[number] for number, _ in parts.kept_outputs]
+        ctx.call = call
+        ctx.again = again
+        ctx.watched = None
+        # Not saved for backward: it reads none of them, and they may be written into meanwhile.
+        ctx.sources = [p for p in primals if p.requires_grad]
+        guards = [primals[i] for i in call.guarded]
+        read = call.kept_primals(primals)
+        kept_by_hooks = _C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.marks = call.marks() if kept_by_hooks else ()
+        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
+        ctx.signs = [(weakref.ref(t), version_of(t)) for t in read] if kept_by_hooks else ()
+        ctx.save_for_backward(*ctx.marks, *read, *kept, *residuals, *guards)
+        ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        call: TrainingCall = ctx.call
+        refuse_unusual(cotangents)
+        if ctx.watched is not None:
+            ctx.watched.refuse_hooks(cotangents)
+        with torch.no_grad():
+            saved = ctx.saved_tensors
+        reason = _not_again(ctx)
+        if reason is None:
+            gradients = _recorded_gradients(ctx, cotangents)
+        else:
+            saved = saved[len(ctx.marks) : len(saved) - len(call.guarded)]
+            _refuse_written(saved, ctx.signs)
+            with torch.no_grad(), call.packing:
+                gradients = _run_backward(call, saved, cotangents)
+        if any(gradient is None for gradient in gradients):
+            _refuse_hooks_without_gradient(ctx, gradients)
+        if torch.is_grad_enabled():
+            if reason is not None:
+                arrived = [c for c in cotangents if c is not None]
+                gradients = refuse(gradients, [*ctx.sources, *arrived], reason)
+        elif not _C._autograd._get_current_graph_task_keep_graph():
+            ctx.sources, ctx.again = (), "backward has run"
+        placed: list[torch.Tensor | None] = [None] * call.num_primals
+        for position, gradient in zip(call.gradient_of, gradients, strict=True):
+            if ctx.needs_input_grad[position + _BEFORE_PRIMALS]:
+                placed[position] = gradient
+        return (*(None,) * _BEFORE_PRIMALS, *placed)
+
+
+def _not_again(ctx: Any) -> str | None:
+    """Why backward runs compiled code and not the own forward again; None: it does the latter."""
+    if not torch.is_grad_enabled():
+        return "its gradients need no derivative"
+    again: SecondOrderCall | str = ctx.again
+    return again if isinstance(again, str) else again.refused(_wanted(ctx))
+
+
+def _recorded_gradients(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """Gradients that can be differentiated, in the order of those of compiled code."""
+    wanted = _wanted(ctx)
+    arrived = {i: c for i, c in enumerate(cotangents) if c is not None}
+    found = dict(zip(wanted, ctx.again.gradients(wanted, arrived), strict=True))
+    return [found.get(position) for position in ctx.call.gradient_of]
+
+
+def _wanted(ctx: Any) -> list[int]:
+    """The primals that the compiled code has gradients of and this backward wants them of."""
+    return [p for p in ctx.call.gradient_of if ctx.needs_input_grad[p + _BEFORE_PRIMALS]]
+
+
+def _refuse_written(
+    saved: Sequence[torch.Tensor], signs: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+) -> None:
+    """Refuse what is the memory of a tensor that was written since forward."""
+    for tensor, (reference, version) in zip(saved, signs, strict=False):
+        original = reference()
+        if original is None or version_of(original) == version:
+            continue
+        if original.data_ptr() == tensor.data_ptr():
+            raise RuntimeError(_WRITTEN)
+
+
+def _run_backward(
+    call: TrainingCall,
+    saved: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+) -> Sequence[torch.Tensor | None]:
+    """The gradients; None where eager gives none, rather than zeros: optimizers skip these."""
+    parts, partial = call.parts, call.compiled.partial_backwards
+    values = list(saved)
+    for i, (number, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
+        order = call.orders.get(number)
+        values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
+    arriving = [cotangents[number] for number in parts.cotangent_of]
+    absent = frozenset(i for i, c in enumerate(arriving) if c is None)
+    specs = zip(arriving, call.cotangent_specs, strict=True)
+    filled = [_zeros(s) if c is None or c._is_zerotensor() else c for c, s in specs]
+    if call.orders:
+        orders = [call.orders.get(number) for number in parts.cotangent_of]
+        filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
+    if not absent:
+        return call.compiled.backward([*values, *filled])
+    assert partial is not None
+    flowing = [bool(reads - absent) for reads in parts.gradient_reads]
+    if not any(flowing):
+        return [None] * len(flowing)
+    backward = partial.known(absent)
+    if backward is None:
+        gradients = call.compiled.backward([*values, *filled])
+        if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
+            return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
+        backward = partial.without(absent)
+    values += [c for i, c in enumerate(filled) if i not in absent]
+    return backward(values, len(flowing))
+
+
+def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuse what autograd would do with primals that no gradient reaches: call their hooks."""
+    call: TrainingCall = ctx.call
+    wanted = [i for i in range(call.num_primals) if ctx.needs_input_grad[i + _BEFORE_PRIMALS]]
+    sources = dict(zip(wanted, ctx.sources, strict=False))
+    for position, gradient in zip(call.gradient_of, gradients, strict=True):
+        source = sources.get(position)
+        if gradient is not None or source is None:
+            continue
+        if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
+            descriptor = _primals(call.compiled)[position]
+            name = descriptor.target or descriptor.name
+            raise BridgeError(_NO_GRADIENT_FOR_HOOK.format(name=name))
+
+
+def _zeros(spec: TensorSpec | None) -> torch.Tensor:
+    assert spec is not None
+    return spec.empty().zero_()

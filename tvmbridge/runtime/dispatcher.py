@@ -1,0 +1,284 @@
+"""The dispatcher: the forward of a dispatched module, which chooses TVM or the original."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.turns import compiling
+from tvmbridge.graph_capture.observe.arguments import Arguments
+from tvmbridge.graph_capture.observe.hooks import hooked_submodule
+from tvmbridge.graph_capture.observe.plain import unusual_in
+from tvmbridge.graph_capture.surroundings import refused_now
+from tvmbridge.graph_capture.trace.standins import STAND_IN, anything_requires_grad
+from tvmbridge.runtime.entry import Checks, Variant
+from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.guards.forwards import (
+    StandsForForward,
+    calling_module,
+    forward_of_class,
+    original_forward,
+    rebound,
+)
+from tvmbridge.runtime.guards.mode import Mode, flags_of
+from tvmbridge.runtime.specialization import Specialization
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatcher(StandsForForward):
+    """The forward of a dispatched module.
+
+    It lives in the module's ``__dict__`` under ``forward``, which is all that a dispatched module
+    differs by. A deep copy of the module has a dispatch of its own, with the same code and
+    counters at zero; an unpickled module has none, since compiled code is not pickled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        own: Callable[..., Any] | None,
+        target: Any,
+        options: CompileOptions,
+    ) -> None:
+        self.module = module
+        self.own = own
+        self.target = target
+        self.options = options
+        self.specializations: tuple[Specialization, ...] = ()
+        self.fallbacks: Counter[str] = Counter()
+        self.packing = Packing(module)
+        self.compiler = Compiler(module, own, target, options, self.packing)
+        self.checker: Checks | None = None
+        self.dropped = 0
+        self._process = os.getpid()
+        self._uses = itertools.count(1)
+        self._counting = threading.Lock()
+        functools.update_wrapper(self, self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The module's own forward: of the instance, or the one that its class has now."""
+        return self.own or forward_of_class(self.module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__func__" and sys._getframe(1).f_globals["__name__"].startswith("torch.jit"):
+            raise BridgeError(
+                f"torch.jit.script cannot read the forward of a dispatched {self._name()}: call "
+                "remove_tvm_dispatch on it first, or script it before it is dispatched"
+            )
+        # What looks at functions (their code, defaults, globals) sees the module's own forward.
+        if name.startswith("__") and "module" in self.__dict__:
+            return getattr(self.original, name)
+        raise AttributeError(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if self.own is not None:
+                return self.own(*args, **kwargs)
+            return type(self.module).forward(self.module, *args, **kwargs)
+        caller = calling_module(sys._getframe(1))
+        if caller is not None and caller is not self.module:
+            return self._serve_copy(caller, args, kwargs)
+        reason = refused_now()
+        if reason is not None:
+            return self._fall_back(reason, args, kwargs)
+        with self.packing:
+            return self._call(args, kwargs)
+
+    def _serve_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of a module that has taken over the attributes of this one, and changed some."""
+        self._count("it was made through a shallow copy or a replica of the module")
+        own = self.own or forward_of_class(module)
+        return own(*args, **kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        reason = otherwise = None
+        for specialization in self.specializations:
+            leaves = specialization.signature.match(args, kwargs)
+            if isinstance(leaves, str):
+                otherwise = leaves
+                continue
+            mode = self._mode(specialization, leaves)
+            if isinstance(mode, str):
+                reason = mode
+                break
+            variant = specialization.chosen(mode, leaves)
+            if variant is None:
+                found = self._compiled(specialization, mode, leaves, (args, kwargs))
+                if isinstance(found, str):
+                    reason = found
+                    break
+                variant = found
+            tensors = variant.state.tensors()
+            reason = variant.mismatch(leaves, tensors)
+            if reason is not None:
+                instead = self._instead(specialization, mode, variant, leaves, (args, kwargs))
+                if isinstance(instead, Variant):
+                    variant, tensors = instead, instead.state.tensors()
+                    reason = variant.mismatch(leaves, tensors)
+                else:
+                    reason = instead or reason
+            if reason is None:
+                specialization.last_use = next(self._uses)
+                if self.checker is not None:
+                    return self.checker.run(self.module, variant, leaves, tensors, (args, kwargs))
+                return variant.run(leaves, tensors, (args, kwargs))
+        return self._fall_back(reason or otherwise or "nothing is compiled", args, kwargs)
+
+    def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
+        """The mode of this call; or why nothing that was compiled can serve it."""
+        if os.getpid() != self._process:
+            return "the process was forked after dispatch"
+        device = specialization.signature.device_type
+        if torch.is_autocast_enabled(device):
+            return "autocast is on"
+        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        needs_grad = recording and self.anything_requires_grad(specialization, leaves)
+        return Mode.of_now(self.module.training, needs_grad)
+
+    def _compiled(
+        self,
+        specialization: Specialization,
+        mode: Mode,
+        leaves: list[Any],
+        arguments: Arguments,
+    ) -> Variant | str:
+        """The code for the mode and flags of this call, compiled now if it is the first; or why
+        there is none."""
+        flags = flags_of(self.module, leaves)
+        known = specialization.known(mode, flags)
+        if known is not None:
+            return known
+        with compiling():
+            # The module may be on its way: this is no failure for good.
+            unusual = unusual_in(self.module)
+            if unusual is not None:
+                return unusual
+            if hooked_submodule(self.module) is not None:
+                return "a submodule has hooks"
+            most = self.options.max_specializations
+            known = specialization.known(mode, flags) or specialization.full(mode, most)
+            if known is not None:
+                return known
+            try:
+                return self.compile(specialization, mode, *arguments)
+            except Exception as error:
+                # Whatever it is, the module's own forward may do better.
+                reason = specialization.failures[mode, flags] = f"{mode}: {error}"
+                logger.warning("%s stays with its own forward: %s", self._name(), error)
+                return reason
+
+    def _instead(
+        self,
+        specialization: Specialization,
+        mode: Mode,
+        unfit: Variant,
+        leaves: list[Any],
+        arguments: Arguments,
+    ) -> Variant | str | None:
+        """Code in place of one that the call does not fit, where it may be compiled at a call.
+
+        That is code which the first call has outdated, for it filled a cache, and code for another
+        ``requires_grad``. None: the call differs otherwise.
+        """
+        if unfit.is_to_be_renewed():
+            with compiling():
+                specialization.remove(unfit)
+                renewed = self._compiled(specialization, mode, leaves, arguments)
+                if isinstance(renewed, Variant):
+                    renewed.fills_first = False
+                    return renewed
+            return None
+        if not unfit.differs_in_flags_alone(leaves, unfit.state.tensors()):
+            return None
+        return self._compiled(specialization, mode, leaves, arguments)
+
+    def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
+        """Whether an argument or a tensor of the module requires a gradient."""
+        if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
+            return True
+        states = [variant.state for _, variant in specialization.compiled()]
+        if any(state.requires_grad() for state in states):
+            return True
+        # What was compiled for tells nothing of submodules that were inserted since.
+        if any(state.is_whole() for state in states):
+            return False
+        return anything_requires_grad(self.module, ())
+
+    def compile(
+        self,
+        specialization: Specialization,
+        mode: Mode,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Variant:
+        """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
+        variant = self.compiler.variant(specialization.signature, mode, tuple(args), kwargs)
+        dropped = specialization.add(mode, variant, self.options.max_specializations)
+        if dropped:
+            with self._counting:
+                self.dropped += dropped
+        return variant
+
+    def add(self, specialization: Specialization) -> None:
+        """Keep ``specialization``; those that were not used for longest go where too many."""
+        with self._counting:
+            specialization.last_use = next(self._uses)
+            kept = sorted((*self.specializations, specialization), key=lambda s: s.last_use)
+            excess = max(0, len(kept) - self.options.max_specializations)
+            self.specializations = tuple(kept[excess:])
+            self.dropped += excess
+        for dropped in kept[:excess]:
+            logger.info("dropped the specialisation %s, not used for longest", dropped.signature)
+
+    def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._count(reason)
+        return self.original(*args, **kwargs)
+
+    def _count(self, reason: str) -> None:
+        with self._counting:
+            first = not self.fallbacks[reason]
+            self.fallbacks[reason] += 1
+        if first:
+            logger.info("%s runs its own forward: %s", self._name(), reason)
+
+    def renew_after_fork(self) -> None:
+        """Forget code that was compiled in another process, whose threads are not in this one."""
+        if os.getpid() != self._process:
+            self._process = os.getpid()
+            self.specializations = ()
+
+    def _name(self) -> str:
+        return type(self.module).__name__
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        module = memo.get(id(self.module))
+        if module is None:
+            return self
+        own = None if self.own is None else rebound(self.own, self.module, module, memo)
+        if STAND_IN in memo:
+            return own or forward_of_class(module)
+        duplicate = Dispatcher(module, own, self.target, self.options)
+        duplicate.specializations = tuple(
+            s.rebound(memo, duplicate.packing) for s in self.specializations
+        )
+        duplicate.packing.claim_like(self.packing)
+        duplicate.checker = None if self.checker is None else self.checker.renewed()
+        return duplicate
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return original_forward, (self.module, self.own)

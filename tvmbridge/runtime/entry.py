@@ -1,0 +1,245 @@
+"""A variant: the code of one specialisation for one mode and for some tensors that learn."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.assumptions import Question
+from tvmbridge.core.types import InputKind
+from tvmbridge.graph_capture.epilogue import try_tail
+from tvmbridge.graph_capture.noise import draw_noise
+from tvmbridge.graph_capture.observe.arguments import Arguments
+from tvmbridge.graph_capture.observe.plain import other_answer
+from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
+from tvmbridge.graph_capture.trace.generators import no_draws_by
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.kernels.aten_call import foreign_among
+from tvmbridge.kernels.dtypes import as_pairs
+from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.guards.layout import LayoutGuard
+from tvmbridge.runtime.guards.mode import Flags
+from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.runtime.outputs import Outputs
+from tvmbridge.runtime.second_order import SecondOrder
+
+
+class Variant:
+    """The code of one specialisation for one mode and flags, ready to be called.
+
+    Args:
+        state: the dispatched module's state, which is read at each call.
+        compiled: the code.
+        packing: the module's packed weights.
+        flags: ``requires_grad`` of all tensors, which the code was compiled for.
+    """
+
+    def __init__(
+        self, state: ModuleState, compiled: CompiledModule, packing: Packing, flags: Flags = ()
+    ) -> None:
+        captured = compiled.captured
+        self.state = state
+        self.flags = flags
+        self.compiled = compiled
+        self.calls = 0
+        self.checked = 0
+        self.checked_gradients = 0
+        self._counting = threading.Lock()
+        # Forward has yet to fill a cache: with tensors, which are then others than were traced.
+        self.fills_first = False
+        self._declined = 0
+        users = [d for d in captured.inputs if d.kind is InputKind.USER]
+        self._positions = [d.position or 0 for d in users]
+        self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
+        noise = captured.noise
+        self._has_complex = any(
+            spec.dtype.is_complex
+            for spec in (*(d.spec for d in captured.inputs), *(n.spec for n in noise))
+        )
+        self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
+        self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
+        given = {d.name: i for i, d in enumerate(captured.inputs)}
+        reads = captured.head.reads if captured.head is not None else ()
+        self._head_reads = [given[name] for name in reads]
+        self._outputs = Outputs(state, captured)
+        self._asks = captured.asks
+        # Gradients that forward turns on flow where tensors require them.
+        self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.asks
+        self._layouts = LayoutGuard(state, compiled)
+        self._packing = packing
+        self._packs = [
+            (names, [state.names.index(name) for name in names]) for names in compiled.packs
+        ]
+        self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self.second_order = SecondOrder(state, captured, self.mismatch)
+        self._records_writes = self._training is not None and self._outputs.writes
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The inputs and parameters whose gradients the code computes, by name."""
+        if self.compiled.split is None:
+            return ()
+        inputs = self.compiled.captured.inputs
+        return tuple(d.target or d.name for d in inputs if d.requires_grad)
+
+    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Variant:
+        """The same code for a deep copy of the module, with counters at zero."""
+        copied = Variant(self.state.rebound(memo), self.compiled, packing, self.flags)
+        copied.fills_first = self._awaits_first()
+        return copied
+
+    def is_to_be_renewed(self) -> bool:
+        """Whether the first call, which forward served itself, has not made the code fit."""
+        if not self._awaits_first() or repeated_by_checkpoint():
+            return False
+        self._declined += 1
+        return self._declined == 2 and self.state.is_otherwise()
+
+    def _awaits_first(self) -> bool:
+        """Whether no call has been served yet, of which forward itself serves the first."""
+        return self.fills_first and not self.calls
+
+    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
+        """Why the code cannot serve this call; None when it can."""
+        # The calls that add a dispatch may be in another mode than those that come.
+        if Question.INFERENCE in self._asks and not torch.is_inference_mode_enabled():
+            return "forward returns tensors that it makes in inference mode"
+        if Question.STARTED in self._asks and torch.is_grad_enabled():
+            return "forward makes a tensor require a gradient, and nothing given requires one"
+        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
+            return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
+        if self._awaits_first() and repeated_by_checkpoint():
+            return "a checkpoint repeats a call that forward itself served"
+        reason = self.state.changed(tensors, check_grad=self._flags_matter)
+        if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
+            return "requires_grad of an input differs"
+        if reason is None:
+            reason = self._outputs.mismatch(leaves, tensors)
+        if reason is None and self._asks:
+            reason = other_answer(self._asks, leaves, tensors)
+        return reason or self._layouts.mismatch(leaves, tensors)
+
+    def fits_flags(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether ``requires_grad``, where it matters, is what the code was compiled for."""
+        if not self._flags_matter:
+            return True
+        return self._inputs_fit_flags(leaves) and self.state.fits_flags(tensors)
+
+    def _inputs_fit_flags(self, leaves: Sequence[Any]) -> bool:
+        for position, requires_grad in self._input_grads:
+            if leaves[position].requires_grad is not requires_grad:
+                return False
+        return True
+
+    def differs_in_flags_alone(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> bool:
+        """Whether ``requires_grad`` is all that keeps the module of now from fitting the code."""
+        fits = self.fits_flags(leaves, tensors)
+        return not fits and self.state.changed_beside_flags(tensors) is None
+
+    def try_out(self, leaves: Sequence[Any]) -> None:
+        """Run forward and backward once and throw the results away.
+
+        What cannot run must show itself now, when the module still has its own forward, and not
+        in the middle of a training step. State, arguments and random state stay as they are.
+        """
+        with torch.random.fork_rng(devices=[]):
+            tensors: Sequence[Any] = self._sample_state()
+            primals = [p.detach() for p in self._primals(leaves, tensors)]
+            primals = without_inference_tensors(primals)
+            # Nothing is moved before the code is known to run.
+            primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
+            with no_draws_by(foreign_among(self.compiled.aten_calls)):
+                self._try(primals, leaves)
+
+    def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
+        if self._training is None:
+            self._try_tail(self.compiled.forward(primals), leaves)
+            return
+        wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
+        with torch.enable_grad():
+            results = self._training(primals)
+        self._try_tail(results, leaves)
+        outputs = [o for o in results if o.requires_grad]
+        cotangents = [torch.zeros_like(o) for o in outputs]
+        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+
+    def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
+        tail = self.compiled.captured.tail
+        if tail is not None:
+            try_tail(tail, self._outputs.before_tail(results, leaves))
+
+    def _sample_state(self) -> list[torch.Tensor]:
+        """The module's tensors; zeros where forward has yet to make one, or another kind."""
+        specs = [d.spec for d in self.compiled.captured.inputs if d.kind.is_of_module]
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+            if t is None or t.shape != torch.Size(spec.shape) or t.dtype != spec.dtype
+            else t
+            for t, spec in zip(self.state.tensors(), specs, strict=True)
+        ]
+
+    def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """User inputs, state, draws and masks, in the order of the compiled code."""
+        captured = self.compiled.captured
+        primals = [leaves[p] for p in self._positions]
+        primals += tensors
+        noise = draw_noise(captured.noise, captured.head, [primals[i] for i in self._head_reads])
+        primals += [noise[i] for i in self._noise_order]
+        return list(map(as_pairs, primals)) if self._has_complex else primals
+
+    def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
+        """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
+        return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
+
+    def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """Draw the noise and run the code: the computed outputs, in order."""
+        again = self.second_order.call(leaves, tensors) if self._training is not None else ""
+        primals = self._primals(leaves, tensors)
+        for names, slots in self._packs:
+            primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
+        strides = self._layouts.strides(leaves, tensors)
+        if self._training is not None:
+            results: Sequence[torch.Tensor] = self._training(primals, strides, again)
+        else:
+            results = self.compiled.forward(primals, strides)
+        with self._counting:
+            self.calls += 1
+        return results
+
+    def assemble(
+        self,
+        results: Sequence[torch.Tensor],
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
+    ) -> Any:
+        """Write mutations back, and rebuild what forward returns from the computed outputs."""
+        return self._outputs.assemble(results, leaves, tensors, arguments)
+
+
+class Checks(Protocol):
+    """Serves calls in place of :meth:`Variant.run`, and checks some of them."""
+
+    unchecked: Counter[str]
+
+    def run(
+        self,
+        module: nn.Module,
+        variant: Variant,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
+    ) -> Any:
+        """What the call returns."""
+
+    def renewed(self) -> Checks:
+        """The same for a copy of the module."""

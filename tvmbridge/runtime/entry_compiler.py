@@ -1,0 +1,105 @@
+"""The compiler of a dispatched module: code for a call, tried before it may serve one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tvmbridge.compiler.compiled import CompiledModule, compile_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.runtime.entry import Variant
+from tvmbridge.runtime.guards.forwards import with_own_forward
+from tvmbridge.runtime.guards.mode import Mode, flags_of
+from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.state import ModuleState
+
+
+@dataclass(frozen=True, eq=False)
+class Compiler:
+    """Compiles one module.
+
+    Args:
+        module: the module, which is left as it was.
+        own: the forward of the instance, where it has one.
+        target: what is compiled for; None is this machine's CPU.
+        options: how it is compiled.
+        packing: the module's packed weights.
+    """
+
+    module: nn.Module
+    own: Callable[..., Any] | None
+    target: Any
+    options: CompileOptions
+    packing: Packing
+
+    def variant(
+        self,
+        signature: Signature,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Variant:
+        """Code for arguments of this signature, in ``mode``, in which the module must stand.
+
+        Raises:
+            CaptureError, UnsupportedOperatorError, PassError, BuildError: there is none.
+        """
+        flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
+        with tracing_here(), undisturbed():
+            args, kwargs = without_inference_tensors((args, dict(kwargs)))
+            compiled = self._compiled(mode, args, kwargs)
+            state = ModuleState(self.module, compiled.captured)
+            variant = Variant(state, compiled, self.packing, flags)
+            try:
+                variant.try_out(signature.flatten(args, kwargs) or [])
+            except Exception as error:
+                raise_if_forward_refuses(self.module, args, kwargs)
+                raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
+        for names in compiled.packs:
+            self.packing.claim(names)
+        variant.fills_first = state.is_otherwise()
+        return variant
+
+    def _compiled(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> CompiledModule:
+        try:
+            return self._compiled_apart(mode, args, kwargs)
+        except (BridgeError, OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise_if_forward_refuses(self.module, args, kwargs)
+            name = type(self.module).__name__
+            raise BuildError(
+                f"tvmbridge fails on {name} ({type(error).__name__}: {first_line(error)}), which "
+                "is a mistake of its own: please report it"
+            ) from error
+
+    def _compiled_apart(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> CompiledModule:
+        """Code from the trace of a stand-in, or of the module itself where there can be none."""
+        compile_ = functools.partial(
+            compile_module,
+            self.module,
+            args,
+            kwargs,
+            needs_grad=mode.needs_grad,
+            target=self.target,
+            options=self.options,
+            packing=self.packing,
+        )
+        try:
+            return compile_(apart=True)
+        except NotApartError:
+            with with_own_forward(self.module, self.own):
+                return compile_(apart=False)

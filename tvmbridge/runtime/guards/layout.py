@@ -1,0 +1,186 @@
+"""The layouts of a call's tensors: whether compiled code serves them, and how its outputs then lie.
+
+Compiled code takes tensors of any layout, but what eager PyTorch returns follows that of what it
+reads: a convolution of a ``channels_last`` tensor is ``channels_last``. How outputs lie for the
+sample was observed at capture; where tensors of another layout come, forward is observed again, on
+fake tensors like these. What cannot be served for them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.core.assumptions import Question
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.turns import compiling
+from tvmbridge.core.types import InputKind, OutputKind
+from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.graph_capture.noise import memory_order
+from tvmbridge.graph_capture.observe.observation import Observation
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.observe.staging import staged
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.runtime.guards.state import ModuleState
+
+_SORTS = frozenset({"aten.sort.default", "aten.sort.stable"})
+# Of more layouts than that calls are not served: observing each would take longer than its call.
+_MAX_LAYOUTS = 64
+
+_Kind = tuple[tuple[int, int], ...]
+
+
+class LayoutGuard:
+    """What must hold for the layouts of tensors, and the strides of outputs that follow from them.
+
+    Arguments are looked at, and those of the module's tensors that have an order of dimensions.
+
+    Args:
+        state: the tensors of the module.
+        compiled: the code that serves calls.
+    """
+
+    def __init__(self, state: ModuleState, compiled: CompiledModule) -> None:
+        captured = compiled.captured
+        self._state = state
+        self._compiled = compiled
+        users = [d for d in captured.inputs if d.kind is InputKind.USER]
+        held = [d for d in captured.inputs if d.kind.is_of_module]
+        # Random numbers stand in the order of memory, which follows that of the inputs.
+        noise = bool(captured.noise)
+        self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
+        self._held_orders = [memory_order(d.spec) for d in held] if noise else []
+        self._asks = Question.LAYOUT in captured.asks
+        # Eager sorts equal elements otherwise where they lie in one place.
+        sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
+        self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
+        self._positions = [d.position or 0 for d in users]
+        self._wide = [i for i, d in enumerate(held) if len(d.spec.shape) > 1]
+        self._sample = [(d.position or 0, d.spec.stride) for d in users]
+        self._held_sample = [(i, held[i].spec.stride) for i in self._wide]
+        self._known: dict[tuple[_Kind, ...], dict[int, tuple[int, ...]] | str] = {}
+
+    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> str | None:
+        """Why the code cannot serve tensors that lie as these do; None when it can."""
+        for tensor, order in zip(tensors, self._held_orders, strict=False):
+            if tensor is not None and memory_order(tensor) != order:
+                return "a parameter is laid out otherwise, so that random numbers would differ"
+        if self._lie_as_sample(leaves, tensors):
+            return None
+        looked_at = self._looked_at(leaves, tensors)
+        return self._mismatch_of_others(leaves) or self._unserved(looked_at, leaves)
+
+    def strides(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Strides:
+        """The strides of outputs at this call where they are not those of the sample's, by number.
+
+        The call must have no mismatch.
+        """
+        if not self._known:
+            return None
+        if self._lie_as_sample(leaves, tensors):
+            return None
+        strides = self._known[tuple(map(_kind, self._looked_at(leaves, tensors)))]
+        assert not isinstance(strides, str)
+        return strides
+
+    def _lie_as_sample(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
+        # At each call.
+        for position, stride in self._sample:
+            if leaves[position].stride() != stride:
+                return False
+        for i, stride in self._held_sample:
+            tensor = tensors[i]
+            if tensor is not None and tensor.stride() != stride:
+                return False
+        return True
+
+    def _looked_at(
+        self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        found = [leaves[position] for position in self._positions]
+        if self._wide:
+            found += [tensors[i] for i in self._wide]
+        return found
+
+    def _mismatch_of_others(self, leaves: Sequence[Any]) -> str | None:
+        for position, order in self._orders:
+            if memory_order(leaves[position]) != order:
+                return "an input is laid out otherwise, so that random numbers would differ"
+        if self._asks:
+            return "an input is laid out otherwise, and forward asks for that"
+        for position, repeated in self._repeats:
+            if _repeated(leaves[position].stride()) != repeated:
+                return "an input is expanded otherwise, so that equal elements would be sorted so"
+        return None
+
+    def _unserved(self, looked_at: Sequence[torch.Tensor], leaves: Sequence[Any]) -> str | None:
+        """Learn how outputs lie for such tensors if it is not known, or why that cannot be."""
+        kinds = tuple(map(_kind, looked_at))
+        known = self._known.get(kinds)
+        if known is None:
+            with compiling():
+                known = self._known.get(kinds)
+                if known is None and len(self._known) >= _MAX_LAYOUTS:
+                    return f"inputs have been laid out in more than {_MAX_LAYOUTS} ways"
+                if known is None:
+                    known = self._known[kinds] = self._learned(leaves)
+        return known if isinstance(known, str) else None
+
+    def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | str:
+        captured = self._compiled.captured
+        arguments = unflatten(leaves, captured.in_spec)
+        try:
+            with tracing_here(), undisturbed():
+                args, kwargs = without_inference_tensors(arguments)
+                stage = staged(self._state.module, args, kwargs, self._compiled.recorded)
+        except Exception as error:
+            return f"an input is laid out otherwise: {first_paragraph(error)}"
+        if stage.observation is None:
+            return f"an input is laid out otherwise: {first_paragraph(stage.failure)}"
+        return self._compared(stage.observation)
+
+    def _compared(self, seen: Observation) -> dict[int, tuple[int, ...]] | str:
+        """The strides that differ from the sample's; a reason where more than these differs."""
+        captured = self._compiled.captured
+        users = [o for o in captured.outputs if o.kind is OutputKind.USER]
+        aliases = (*seen.sharing.aliases, *(None for _ in captured.bases))
+        if tuple(o.alias for o in users) != aliases or captured.bases != seen.sharing.bases:
+            return "an input is laid out otherwise, so that other outputs would share memory"
+        if {o.target for o in captured.outputs if o.rebinds} != seen.rebound.keys():
+            return "an input is laid out otherwise, so that other buffers would be exchanged"
+        strides = iter((*seen.strides, *(None for _ in captured.bases)))
+        found: dict[int, tuple[int, ...]] = {}
+        number = 0
+        for output in captured.outputs:
+            stride = seen.rebound.get(output.target or "") if output.rebinds else None
+            if output.kind is OutputKind.USER:
+                stride = next(strides)
+            if not output.is_computed:
+                continue
+            if stride is not None and output.spec is not None and stride != output.spec.stride:
+                found[number] = stride
+            number += 1
+        return found
+
+
+def _repeated(stride: Sequence[int]) -> tuple[bool, ...]:
+    return tuple(step == 0 for step in stride)
+
+
+def _kind(tensor: torch.Tensor) -> _Kind:
+    """What the layout of results may depend on: the order of dimensions in memory, from innermost,
+    and for each whether its elements share memory (0), follow one another (1) or leave gaps (2)."""
+    kinds: list[tuple[int, int]] = []
+    reached = 1
+    shape, stride = tensor.shape, tensor.stride()
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        if stride[dim] == 0:
+            kinds.append((dim, 0))
+            continue
+        kinds.append((dim, 1 if stride[dim] == reached else 2))
+        reached = stride[dim] * max(shape[dim], 1)
+    return tuple(kinds)

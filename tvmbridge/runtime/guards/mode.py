@@ -1,0 +1,46 @@
+"""The mode and flags of a call: what code for the same arguments is compiled for separately."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from tvmbridge.graph_capture.trace.standins import tensors_of
+
+Flags: TypeAlias = tuple[bool, ...]
+
+
+def flags_of(module: nn.Module, leaves: Sequence[Any]) -> Flags:
+    """``requires_grad`` of the tensors among the arguments, and of the module's, in their order."""
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tuple(t.requires_grad for t in (*given, *tensors_of(module).values()))
+
+
+class Mode(NamedTuple):
+    """What the same signature is compiled for separately.
+
+    ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
+    ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
+    default one, which new tensors get.
+    """
+
+    training: bool
+    needs_grad: bool
+    deterministic: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def of_now(cls, training: bool, needs_grad: bool) -> Mode:
+        """The mode of a call made now."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(training, needs_grad, deterministic, torch.get_default_dtype())
+
+    def __str__(self) -> str:
+        text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
+        text += ", deterministic" * self.deterministic
+        if self.dtype is not torch.float32:
+            text += f", default {str(self.dtype).removeprefix('torch.')}"
+        return text

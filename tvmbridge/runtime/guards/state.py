@@ -1,0 +1,285 @@
+"""The live state of a module: its tensors at each call, and what must not have changed.
+
+Parameters are looked up by name in their owners at every call, so replaced, retied, loaded and
+optimised parameters are always seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.guards import TensorGuards
+
+from tvmbridge.core.contents import MISSING
+from tvmbridge.core.libraries import acts
+from tvmbridge.core.types import CapturedGraph, InputKind
+from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS
+from tvmbridge.graph_capture.observe.plain import PLAIN
+from tvmbridge.graph_capture.trace.old_norms import OldNorms
+from tvmbridge.runtime.guards.answers import AnswerGuard
+from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
+from tvmbridge.runtime.guards.forwards import stands_for
+from tvmbridge.runtime.guards.values import ValueGuard
+
+_HELD = ("_parameters", "_buffers", "_modules")
+
+
+class ModuleState:
+    """Finds the tensors that compiled code reads, and says what has changed since capture.
+
+    Args:
+        module: the dispatched module.
+        captured: its graph; the inputs that are tensors of the module, its tied weights, and the
+            attributes that forward read are taken from it.
+    """
+
+    def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
+        inputs = [d for d in captured.inputs if d.kind.is_of_module]
+        self.names = tuple(d.target or "" for d in inputs)
+        self._expected = [
+            (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
+        ]
+        self._flags = [d.requires_grad for d in inputs]
+        # Says at once that all tensors are as at the last full comparison.
+        self._all_alike: TensorGuards | None = None
+        based = [o.alias for o in captured.outputs if o.alias is not None]
+        beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
+        self._ties = list(captured.aliases.items())
+        self._answers = AnswerGuard(captured.answers)
+        beside += self._answers.names
+        self._places = {
+            name: entry_of(module, name)
+            for name in (*self.names, *beside, *(n for tie in self._ties for n in tie))
+        }
+        self._modules = list(module.modules())
+        places = [self._places[name] for name in self.names]
+        read = {(id(e.owner), e.held, e.key) for e in places}
+        # What the first call is yet to make is None now, and must be there later.
+        self._structure = [
+            e for e in structure_of(module) if (id(e.owner), e.held, e.key) not in read
+        ]
+        self._sizes = [
+            (m, held, len(m.__dict__[held]))
+            for m in self._modules
+            for held in _HELD
+            if held in m.__dict__
+        ]
+        self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
+        self._values = ValueGuard.of(module, captured.values, captured.outside)
+        self._assigned = [
+            (module.get_submodule(path), name, value)
+            for (path, name), value in captured.assigned.items()
+        ]
+        self.norms = OldNorms.of(module, captured.normed)
+        constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
+        self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
+        self._bind({})
+
+    def _bind(self, memo: Mapping[int, Any]) -> None:
+        """Look up the dicts that are read at each call, or their copies in ``memo``."""
+
+        def copied(value: Any) -> Any:
+            return memo.get(id(value), value)
+
+        def dict_of(owner: nn.Module, held: str) -> dict[str, Any]:
+            # A copy that is being made has no entries yet, but those of its dicts are made.
+            return copied(owner.__dict__[held]) if held else copied(owner).__dict__
+
+        self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
+        self._slots = [self._found[name] for name in self.names]
+        self._entries = [
+            (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure
+        ]
+        self._assignments = [(dict_of(o, ""), n, value) for o, n, value in self._assigned]
+        self._dicts = [dict_of(m, held) for m, held, _ in self._sizes]
+        self._lengths = [length for _, _, length in self._sizes]
+        # Who iterates over submodules depends on their order.
+        several = [m for m in self._modules if len(m._modules) > 1]
+        self._families = [dict_of(m, "_modules") for m in several]
+        self._orders = [tuple(m._modules) for m in several]
+        children = self._modules[1:]
+        self._members = [copied(m) for m in self._modules]
+        self._types = [type(m) for m in self._modules]
+        self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
+        self._hooks += GLOBAL_HOOKS if children else ()
+
+    def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
+        """The same expectations of a deep copy of the module, found through the copy's ``memo``.
+
+        Everything looked up here is older in the module's ``__dict__`` than its dispatch, so it
+        has been copied before.
+        """
+        other = copy.copy(self)
+        other._bind(memo)
+        other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
+        other._values = self._values.rebound(memo)
+        other._modules = [memo[id(m)] for m in self._modules]
+        other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
+        other._structure = [
+            replace(e, owner=memo[id(e.owner)], expected=memo.get(id(e.expected), e.expected))
+            for e in self._structure
+        ]
+        # A copy of what was written before is not what was captured either.
+        fresh = [
+            (memo.get(id(t), t), _written(t) == signs, requires_grad)
+            for t, signs, requires_grad in self._constants
+        ]
+        other._constants = [(t, _written(t) if same else (-1, -1), g) for t, same, g in fresh]
+        other.norms = self.norms.rebound(memo)
+        other._sizes = [(memo[id(m)], held, length) for m, held, length in self._sizes]
+        return other
+
+    @property
+    def module(self) -> nn.Module:
+        """The dispatched module."""
+        return self._modules[0]
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The tensors of now, in the order of :attr:`names`; None where missing."""
+        return [owner.get(name) for owner, name in self._slots]
+
+    def requires_grad(self) -> bool:
+        """Whether a tensor that compiled code reads, or has as a constant, requires a gradient."""
+        tensors = [*self.tensors(), *(t for t, *_ in self._constants)]
+        return any(t.requires_grad for t in tensors if t is not None)
+
+    def is_whole(self) -> bool:
+        """Whether all of the module's tensors that forward reads are looked up here."""
+        return all(t is not None for t in self.tensors()) and self._restructured() is None
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """The tensor of now that has this name, and that an output shares memory with."""
+        owner, key = self._found[name]
+        return owner.get(key)
+
+    def rebind(self, name: str, tensor: torch.Tensor) -> None:
+        """Let the module hold another tensor."""
+        owner, key = self._found[name]
+        owner[key] = tensor
+
+    def assign(self) -> None:
+        """Give attributes the values that each call of forward gives them."""
+        for attributes, name, value in self._assignments:
+            attributes[name] = value
+
+    def replaced(self) -> bool:
+        """Whether a submodule is no longer the one that was captured."""
+        return any(
+            reason == REPLACED and place.get(key) is not expected
+            for place, key, expected, reason in self._entries
+        )
+
+    def _restructured(self) -> str | None:
+        for place, key, expected, reason in self._entries:
+            if place.get(key, MISSING) is not expected:
+                now = place.get(key, MISSING)
+                if reason is not PATCHED or stands_for(now) is not stands_for(expected):
+                    return reason
+        # Whole lists at once: this runs at every call.
+        if list(map(len, self._dicts)) != self._lengths:
+            return "a submodule, parameter or buffer was added or removed"
+        if list(map(tuple, self._families)) != self._orders:
+            return "the order of submodules changed"
+        if list(map(type, self._members)) != self._types:
+            return "the class of a submodule changed"
+        for class_, forward in self._classes:
+            if class_.forward is not forward:
+                return PATCHED
+        if any(self._hooks) and any(acts(self.norms.others(h.values())) for h in self._hooks):
+            return "a submodule has hooks"
+        return self.norms.changed()
+
+    def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
+        """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
+        reason = self._restructured() or self._exchanged(tensors, check_grad)
+        return reason or self._changed_beside(check_grad)
+
+    def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
+        """The same, whatever ``requires_grad`` of the ``tensors`` is."""
+        # Not by the comparison that is remembered, which stands for one that asks for it.
+        reason = self._restructured() or self._of_other_kind(tensors, check_grad=False)
+        return reason or self._changed_beside(check_grad=True)
+
+    def fits_flags(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether ``requires_grad`` of the ``tensors`` is what the code was compiled for."""
+        return [t is not None and t.requires_grad for t in tensors] == self._flags
+
+    def _changed_beside(self, check_grad: bool) -> str | None:
+        """What has changed beside the structure and the tensors that are looked up."""
+        for alias, name in self._ties:
+            if self.tensor(alias) is not self.tensor(name):
+                return "tied parameters were untied"
+        for constant, signs, requires_grad in self._constants:
+            if _written(constant) != signs:
+                return "a tensor that forward has as a constant was written"
+            if check_grad and constant.requires_grad is not requires_grad:
+                return "requires_grad of a tensor that forward has as a constant changed"
+        value = self.value_changed()
+        return f"{value} changed" if value else None
+
+    def _exchanged(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
+        """In what ``tensors`` are others than the code was compiled for."""
+        if self._all_alike is not None and self._all_alike.check(*tensors):
+            return None
+        reason = self._of_other_kind(tensors, check_grad)
+        if reason is None:
+            self._all_alike = _guards_of(tensors)
+        return reason
+
+    def _of_other_kind(
+        self, tensors: Sequence[torch.Tensor | None], check_grad: bool
+    ) -> str | None:
+        for tensor, (shape, dtype, device, requires_grad) in zip(
+            tensors, self._expected, strict=True
+        ):
+            if type(tensor) not in PLAIN:
+                return _not_plain(tensor)
+            assert tensor is not None
+            if tensor.dtype is not dtype:
+                return "the dtype of a parameter or buffer changed"
+            if tensor.layout is not torch.strided:
+                return "the layout of a parameter or buffer changed"
+            if not torch._C._has_storage(tensor):
+                return "a parameter or buffer has left a function transform"
+            if tensor.device != device:
+                return "the device of a parameter or buffer changed"
+            if tensor.shape != shape:
+                return "the shape of a parameter or buffer changed"
+            if check_grad and tensor.requires_grad is not requires_grad:
+                return "requires_grad of a parameter changed"
+        return None
+
+    def value_changed(self) -> str | None:
+        """What forward reads, beside tensors, and is not as it was captured."""
+        return self._values.changed() or self._answers.changed(self.tensor)
+
+    def is_otherwise(self) -> bool:
+        """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
+        exchanged = self._of_other_kind(self.tensors(), check_grad=False)
+        return exchanged is not None or self.value_changed() is not None
+
+
+def _written(tensor: torch.Tensor) -> tuple[int, int]:
+    """Signs that ``tensor`` is as it was: its version and where its memory is."""
+    return version_of(tensor), tensor.data_ptr()
+
+
+def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:
+    """Compares type, dtype, layout, device, shape and requires_grad of all in one call."""
+    plain = [t for t in tensors if t is not None]
+    # As PyTorch's own guards call it; the annotations there lack the list of tensors.
+    shapes: Any = [list(t.shape) for t in plain]
+    strides: Any = [[None] * t.dim() for t in plain]
+    return TensorGuards(*plain, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+
+
+def _not_plain(tensor: Any) -> str:
+    if tensor is None:
+        return "a parameter or buffer is missing"
+    return "a parameter or buffer is not a plain tensor"

@@ -1,0 +1,239 @@
+"""The guard of values: whether attributes and what else forward reads are as they were."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy
+from torch import nn
+
+from tvmbridge.core.assumptions import Holder, OutsideValue
+from tvmbridge.core.contents import (
+    CONTAINERS,
+    DEPTH,
+    MISSING,
+    attributes_of,
+    contents,
+    is_constant,
+    may_grow,
+    same_value,
+    slots_of,
+    state_of,
+)
+from tvmbridge.graph_capture.observe.attributes import own_names
+from tvmbridge.graph_capture.observe.data import is_of_users
+
+
+class _Names:
+    """Of a module its ``__dict__`` is looked up: which attributes there are."""
+
+    def __init__(self, owner: nn.Module) -> None:
+        self._owner = owner
+
+    def get(self, name: str, default: Any) -> Any:
+        return own_names(self._owner)
+
+
+class _Watched:
+    """One value: where it is, what it was, and quick signs that it is the same still.
+
+    Args:
+        owner: whose attribute it is; None: it is found in ``holder``.
+        name: of the attribute.
+        label: what it is called in messages.
+        expected: the value.
+        holder: where the value is looked up; by default the owner's ``__dict__``.
+        itself: it must be that very object, whose contents do not matter.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module | type[nn.Module] | None,
+        name: str,
+        label: str,
+        expected: Any,
+        *,
+        holder: Holder | None = None,
+        itself: bool = False,
+    ) -> None:
+        self.owner = owner
+        if holder is None and isinstance(owner, nn.Module) and name == "__dict__":
+            holder = _Names(owner)
+        self.holder: Holder = owner.__dict__ if holder is None else holder
+        self.itself = itself
+        self.name = name
+        self.label = label
+        self.expected = expected
+        # The value at the last full comparison, and the containers in it.
+        self.last: Any = self
+        self.held: list[Any] = []
+
+    def changed(self) -> bool:
+        """A full comparison; remembers the signs if nothing that matters changed."""
+        value = self.holder.get(self.name, MISSING)
+        if self.itself:
+            self.last = value
+            return value is not self.expected
+        if not same_value(value, self.expected):
+            return True
+        self.held = []
+        self._hold(value, DEPTH)
+        self.last = value
+        return False
+
+    def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
+        """The same of a deep copy of the module, found through the copy's ``memo``."""
+        if self.owner is None:
+            return _Watched(
+                None,
+                self.name,
+                self.label,
+                self.expected,
+                holder=self.holder,
+                itself=self.itself,
+            )
+        # Tensors that the expected value holds have been copied with the module.
+        expected = copy.deepcopy(self.expected, dict(memo))
+        # A class is its own copy.
+        return _Watched(memo.get(id(self.owner), self.owner), self.name, self.label, expected)
+
+    def _hold(self, value: Any, depth: int) -> None:
+        held = state_of(value)
+        if depth == 0 or held is None or not (held or may_grow(value)):
+            return
+        if not isinstance(value, tuple | frozenset):
+            self.held.append(value)
+        for item in held:
+            self._hold(item, depth - 1)
+
+
+def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
+    """The attribute of a class that is read where its instance has none, if it is data.
+
+    Classes that could come to hide it are watched too; those of PyTorch have no data of users.
+    """
+    classes = cls.__mro__
+    place = next((i for i, c in enumerate(classes) if name in c.__dict__), None)
+    if place is None:
+        own = [c for c in classes if is_of_users(c)]
+        return [_Watched(c, name, label, MISSING) for c in own]
+    if classes[place].__module__.startswith("torch."):
+        return []
+    value = classes[place].__dict__[name]
+    if not is_constant(value) and not isinstance(value, CONTAINERS):
+        return []
+    hidden = [_Watched(c, name, label, MISSING) for c in classes[:place]]
+    return [*hidden, _Watched(classes[place], name, label, copy.deepcopy(value))]
+
+
+class _Container:
+    """A container or plain object, and what it held: the same objects under the same keys?"""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.watched: list[_Watched] = []
+        self._read = _reader(value)
+        now = self._read(value)
+        self._keys = list(now) if isinstance(now, dict) else None
+        self._held = list(now if self._keys is None else now.values())
+        # What is made anew for each look is compared by value.
+        self._same = same_value if self._read is state_of else operator.is_
+
+    def changed(self) -> bool:
+        now = self._read(self.value)
+        if len(now) != len(self._held):
+            return True
+        if self._keys is None:
+            return not all(map(self._same, now, self._held))
+        return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
+
+
+def _reader(value: Any) -> Callable[[Any], Any]:
+    """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
+    if type(value) in (list, dict):
+        return lambda same: same
+    if isinstance(value, CONTAINERS):
+        return contents
+    if not hasattr(value, "__dict__") or isinstance(value, numpy.ndarray):
+        return state_of
+    return attributes_of if slots_of(type(value)) else vars  # type: ignore[arg-type]
+
+
+class ValueGuard:
+    """Says whether the values that forward read are as they were.
+
+    What objects hold is looked at to a depth of four; deeper changes are not seen.
+    """
+
+    def __init__(self, watched: list[_Watched]) -> None:
+        self._watched = watched
+        self._refresh()
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        expected: Mapping[tuple[str, str], Any],
+        outside: Iterable[OutsideValue] = (),
+    ) -> ValueGuard:
+        """A guard of ``module``'s attributes, and of what forward reads beside them.
+
+        Args:
+            module: the dispatched module.
+            expected: values by (submodule's name, attribute's name), as :func:`values_read` has
+                them; objects among them must be copies, which no change reaches.
+            outside: values that are not the module's.
+        """
+        watched: dict[tuple[int, str], _Watched] = {}
+        for (path, name), value in expected.items():
+            owner = module.get_submodule(path)
+            label = f"the attribute {path}.{name}".replace(" .", " ")
+            found = [_Watched(owner, name, label, value)]
+            if value is MISSING:
+                found += _of_class(type(owner), name, label)
+            for each in found:
+                watched.setdefault((id(each.owner), name), each)
+        beside = [
+            _Watched(
+                v.owner,
+                v.name,
+                f"{v.label} outside of the module",
+                v.expected,
+                holder=v.holder,
+                itself=v.itself,
+            )
+            for v in outside
+        ]
+        return cls([*watched.values(), *beside])
+
+    def rebound(self, memo: Mapping[int, Any]) -> ValueGuard:
+        """The same expectations of a deep copy of the module, found through the copy's memo."""
+        return ValueGuard([watched.of_copy(memo) for watched in self._watched])
+
+    def _refresh(self) -> None:
+        for watched in self._watched:
+            watched.changed()
+        self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
+        containers: dict[int, _Container] = {}
+        for watched in self._watched:
+            for value in watched.held:
+                # One configuration is often an attribute of many submodules.
+                containers.setdefault(id(value), _Container(value)).watched.append(watched)
+        self._containers = list(containers.values())
+
+    def changed(self) -> str | None:
+        """What has another value now, by its name; None: nothing."""
+        suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
+        for container in self._containers:
+            if container.changed():
+                suspects += container.watched
+        if not suspects:
+            return None
+        for watched in suspects:
+            if watched.changed():
+                return watched.label
+        self._refresh()
+        return None

@@ -1,0 +1,134 @@
+"""Outputs: what a call writes and returns, made of what compiled code has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tvmbridge.core.types import CapturedGraph, InputKind, OutputAlias, OutputDescriptor, OutputKind
+from tvmbridge.graph_capture.memory.aliasing import made_again
+from tvmbridge.graph_capture.memory.views import shares_elements
+from tvmbridge.graph_capture.observe.arguments import Arguments, rebuild
+from tvmbridge.runtime.guards.state import ModuleState
+
+
+class Outputs:
+    """Writes back what forward writes, and rebuilds what it returns.
+
+    Args:
+        state: the dispatched module's state, which is read and written at each call.
+        captured: the graph that is computed.
+    """
+
+    def __init__(self, state: ModuleState, captured: CapturedGraph) -> None:
+        self._state = state
+        self._captured = captured
+        outputs = captured.outputs
+        users = [d for d in captured.inputs if d.kind is InputKind.USER]
+        self._position_of = {d.name: d.position or 0 for d in users}
+        self._number_of = {name: i for i, name in enumerate(state.names)}
+        returned = [o for o in outputs if o.kind is OutputKind.USER]
+        # Views of outputs come after what they are views of.
+        aliases = [(i, o.alias) for i, o in enumerate(returned) if o.alias is not None]
+        self._aliases = sorted(aliases, key=lambda numbered: numbered[1].kind is None)
+        views = [alias for _, alias in self._aliases if alias.shape is not None]
+        rebound = [(o.target or "", o.alias) for o in outputs if o.rebinds]
+        self._rebound_views = [(name, alias) for name, alias in rebound if alias is not None]
+        views += [alias for _, alias in self._rebound_views if alias.shape is not None]
+        self._views = [alias for alias in views if alias.kind is not None]
+        self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
+        # Whether a call leaves anything behind but what it returns.
+        self.writes = len(returned) < len(outputs)
+
+    def mismatch(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
+        """Why they cannot be made for these arguments and tensors of the module; None: they can."""
+        if self._written and self._overlap(leaves, tensors):
+            return "a tensor that forward writes shares memory, with another or in itself"
+        for alias in self._views:
+            base = self._base(alias, leaves)
+            if base is None or base.stride() != alias.base_stride:
+                return "a tensor of which a view is returned has other strides"
+        return None
+
+    def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> bool:
+        """Whether a tensor that is written shares memory with another that the code reads.
+
+        Or elements of it do: eager may write the one and leave the other.
+        """
+        read = [*(leaves[p] for p in self._position_of.values()), *tensors]
+        storages = [t.untyped_storage().data_ptr() for t in read if t.numel()]
+        targets = [self._target(o, leaves, tensors) for o in self._written]
+        if any(map(shares_elements, targets)):
+            return True
+        written = set(map(id, targets))
+        changing = {t.untyped_storage().data_ptr() for t in read if id(t) in written and t.numel()}
+        return sum(s in changing for s in storages) > len(changing)
+
+    def _target(
+        self, output: OutputDescriptor, leaves: Sequence[Any], tensors: Sequence[Any]
+    ) -> torch.Tensor:
+        """The tensor that is written with this output."""
+        if output.kind is OutputKind.INPUT_MUTATION:
+            return leaves[self._position_of[output.target or ""]]
+        return tensors[self._number_of[output.target or ""]]
+
+    def _base(self, alias: OutputAlias, leaves: Sequence[Any]) -> torch.Tensor | None:
+        if alias.kind is InputKind.USER:
+            return leaves[int(alias.key)]
+        return self._state.tensor(str(alias.key))
+
+    def assemble(
+        self,
+        results: Sequence[torch.Tensor],
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        arguments: Arguments,
+    ) -> Any:
+        """Write mutations back, and rebuild what forward returns from the computed ``results``."""
+        captured = self._captured
+        computed = iter(results)
+        flat: list[Any] = []
+        for output in captured.outputs:
+            value = next(computed) if output.is_computed else output.value
+            if output.kind is OutputKind.USER:
+                flat.append(value)
+            elif output.rebinds and output.alias is None:
+                self._state.rebind(output.target or "", value.detach())
+            elif not output.rebinds:
+                with torch.no_grad():
+                    self._target(output, leaves, tensors).copy_(value)
+        self._state.assign()
+        self._state.norms.renew()
+        # Last, because they show what was written.
+        self._make_again(flat, leaves)
+        held = [self._of(alias, flat, leaves) for _, alias in self._rebound_views]
+        for (name, _), tensor in zip(self._rebound_views, held, strict=True):
+            self._state.rebind(name, tensor)
+        flat = self._without_bases(flat)
+        if captured.tail is not None:
+            flat = captured.tail.resolve(flat)
+        changed, checks = captured.changed_arguments, captured.checks
+        return rebuild(flat, captured.out_spec, changed, arguments, checks)
+
+    def before_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
+        """What the eager tail gets of the computed ``results``; nothing is written."""
+        computed = iter(results)
+        outputs = self._captured.outputs
+        values = [(o.kind, next(computed) if o.is_computed else o.value) for o in outputs]
+        flat = [value for kind, value in values if kind is OutputKind.USER]
+        self._make_again(flat, leaves)
+        return self._without_bases(flat)
+
+    def _make_again(self, flat: list[Any], leaves: Sequence[Any]) -> None:
+        for number, alias in self._aliases:
+            flat[number] = self._of(alias, flat, leaves)
+
+    def _of(self, alias: OutputAlias, flat: Sequence[Any], leaves: Sequence[Any]) -> torch.Tensor:
+        base = flat[int(alias.key)] if alias.kind is None else self._base(alias, leaves)
+        assert base is not None
+        return made_again(alias, base)
+
+    def _without_bases(self, flat: Sequence[Any]) -> list[Any]:
+        return list(flat[: len(flat) - len(self._captured.bases)])

@@ -1,0 +1,199 @@
+"""Second derivatives, which compiled backward has none of: PyTorch's own, of the own forward.
+
+Where a backward is itself to be differentiated (``create_graph=True``: gradient penalties, forces
+that are trained on, Hessians), the module's own forward runs again on what compiled code was
+called with, and PyTorch differentiates that, as often as anybody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.structure import opened, unflatten
+from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
+from tvmbridge.graph_capture.memory.bases import WithBases
+from tvmbridge.graph_capture.surroundings import refused_now
+from tvmbridge.graph_capture.trace.standins import without_autocast
+from tvmbridge.runtime.guards.forwards import own_forward
+from tvmbridge.runtime.guards.mode import Mode
+from tvmbridge.runtime.guards.state import ModuleState
+
+Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
+
+
+class SecondOrder:
+    """The own forward of a module, to be differentiated in place of the code of one variant.
+
+    Args:
+        state: the module's state.
+        captured: what the code computes.
+        mismatch: says, of the arguments' leaves and the module's tensors, why the code would not
+            serve a call with them now.
+    """
+
+    def __init__(self, state: ModuleState, captured: CapturedGraph, mismatch: Mismatch) -> None:
+        users = [d.position or 0 for d in captured.inputs if d.kind is InputKind.USER]
+        returned = [o for o in captured.outputs if o.kind is OutputKind.USER]
+        self._state = state
+        self._captured = captured
+        self._mismatch = mismatch
+        self._positions = users
+        # The places, among the leaves of what forward returns, of the computed outputs.
+        self._places = [i for i, o in enumerate(returned) if o.is_computed]
+        self._refused = _refused(captured)
+        self.draws = bool(captured.noise)
+        self.backwards = 0
+
+    def call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> SecondOrderCall | str:
+        """What is kept of a call with these arguments' leaves and tensors of the module.
+
+        A string says why nothing is: forward must not run again.
+        """
+        return self._refused or SecondOrderCall(self, leaves, tensors)
+
+    def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
+        """Why forward would do another thing now than at the call; None: it would not."""
+        now = self._state.tensors()
+        if any(a is not b for a, b in zip(now, tensors, strict=True)):
+            return "a tensor of the module was exchanged since"
+        return refused_now() or self._mismatch(leaves, tensors)
+
+    def mode(self) -> Mode:
+        """The mode of a call made now."""
+        return Mode.of_now(self._state.module.training, needs_grad=True)
+
+    def primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+        """The inputs of compiled code that gradients may be asked for by, in its order."""
+        return [*(leaves[p] for p in self._positions), *tensors]
+
+    def outputs(self, leaves: Sequence[Any], generator: torch.Tensor | None) -> list[torch.Tensor]:
+        """The computed outputs, by the module's own forward.
+
+        Args:
+            leaves: of its arguments.
+            generator: the state of PyTorch's generator from which it draws; None: it does not.
+        """
+        own = own_forward(self._state.module)
+        forward = WithBases(lambda *a, **k: opened(own(*a, **k)), self._captured.bases)
+        args, kwargs = unflatten(leaves, self._captured.in_spec)
+        with ExitStack() as stack:
+            stack.enter_context(without_autocast())
+            stack.enter_context(torch.enable_grad())
+            if generator is not None:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.set_rng_state(generator)
+            results = pytree.tree_leaves(forward(*args, **kwargs))
+        self.backwards += 1
+        return [results[place] for place in self._places]
+
+
+class SecondOrderCall:
+    """One call, with its arguments: it gives gradients that can be differentiated."""
+
+    def __init__(self, own: SecondOrder, leaves: Sequence[Any], tensors: Sequence[Any]) -> None:
+        self._own = own
+        self._leaves = leaves
+        self._tensors = tensors
+        self._primals = own.primals(leaves, tensors)
+        self._mode = own.mode()
+        self._signs = self._signs_now()
+        self._generator = torch.get_rng_state() if own.draws else None
+
+    def _signs_now(self) -> list[int] | None:
+        """The versions of all tensors and where their memory is; None where that is not known."""
+        tensors = self._primals
+        try:
+            return [*(t._version for t in tensors), *(t.data_ptr() for t in tensors)]
+        except RuntimeError:  # tensors of inference mode have no version
+            return None
+
+    def refused(self, wanted: Sequence[int]) -> str | None:
+        """Why gradients by the primals ``wanted`` cannot be had in this way; None: they can."""
+        if self._signs is None or self._signs != self._signs_now():
+            return "an input or a tensor of the module was written since"
+        if self._mode != self._own.mode():
+            return "the module was put into another mode since, or PyTorch"
+        first = len(self._primals) - len(self._tensors)
+        held = [self._primals[i] for i in wanted if i >= first]
+        if any(t._backward_hooks or t.retains_grad for t in held):
+            return "a tensor of the module has a hook, which would be called twice"
+        return self._own.changed(self._leaves, self._tensors)
+
+    def gradients(
+        self, wanted: Sequence[int], cotangents: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Gradients by the primals ``wanted``, recorded by autograd; None where there is none.
+
+        Args:
+            wanted: numbers of primals that require a gradient.
+            cotangents: what arrived, by the number of the computed output.
+        """
+        primals = self._primals
+        kept = {id(t) for t in self._tensors}
+        with torch.enable_grad():
+            # The inner derivative ends at views, so that hooks of arguments are called once.
+            views = {id(t): t.view_as(t) for t in primals if id(t) not in kept and t.requires_grad}
+        leaves = [views.get(id(leaf), leaf) for leaf in self._leaves]
+        outputs = self._own.outputs(leaves, self._generator)
+        sources = {id(primals[i]): views.get(id(primals[i]), primals[i]) for i in wanted}
+        arriving = {n: c for n, c in cotangents.items() if outputs[n].requires_grad}
+        found = torch.autograd.grad(
+            [outputs[n] for n in arriving],
+            list(sources.values()),
+            list(arriving.values()),
+            create_graph=True,
+            allow_unused=True,
+        )
+        gradients = dict(zip(sources, found, strict=True))
+        # A tensor that was given twice gets its gradient once.
+        return [gradients.pop(id(primals[i]), None) for i in wanted]
+
+
+def _refused(captured: CapturedGraph) -> str | None:
+    """Why running the own forward again would not do what the call has done; None: it would."""
+    if captured.noise and captured.device.type != "cpu":
+        return "forward draws random numbers on another device than the CPU"
+    if captured.changed_arguments or any(o.kind is not OutputKind.USER for o in captured.outputs):
+        return "forward writes into buffers or arguments"
+    if captured.tail is not None:
+        return "a part of forward runs eagerly after the compiled code"
+    if any(d.spec.dtype.is_complex for d in captured.inputs):
+        return "it has complex inputs"
+    return None
+
+
+def refuse(
+    gradients: Sequence[torch.Tensor | None], sources: Sequence[torch.Tensor], reason: str
+) -> Sequence[torch.Tensor | None]:
+    """Gradients that raise, for the ``reason``, where they are differentiated by ``sources``."""
+    if not any(s.requires_grad for s in sources):
+        return gradients
+    present = [g for g in gradients if g is not None]
+    refused = iter(_Refused.apply(len(present), reason, *present, *sources))  # type: ignore[no-untyped-call]
+    return [None if g is None else next(refused) for g in gradients]
+
+
+class _Refused(torch.autograd.Function):
+    """The identity of the first ``count`` tensors, which cannot be differentiated by any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, count: int, reason: str, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.reason = reason
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        raise BridgeError(
+            "tvmbridge does not support double backward here: its compiled backward has no "
+            f"derivative, and the module's own forward cannot be run again, because {ctx.reason}. "
+            "Call remove_tvm_dispatch(module), or run the module's own forward, for "
+            "create_graph=True"
+        )

@@ -1,0 +1,144 @@
+"""Siblings: outputs that other outputs are computed from.
+
+In eager PyTorch ``features, logits = model(x)`` are connected: the gradient of ``logits`` flows
+through ``features``, where ``retain_grad`` and hooks see it (Grad-CAM, attention maps). Compiled
+code is one step to autograd, and its outputs stand side by side: such a hook would silently see
+less than in eager, so backward refuses instead; and so it does where a gradient is asked for by
+such an output.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from types import FrameType
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.types import CapturedGraph
+
+# Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
+_STARTS_BACKWARD = _engine_run_backward.__code__
+_UNSEEN = (
+    "output {number} of a dispatched module has a hook or retain_grad, and another output is "
+    "computed from it: tvmbridge's compiled code does not hand over the gradient that flows "
+    "between them. Dispatch the submodules before and behind that output, each for itself, or "
+    "call remove_tvm_dispatch(module)"
+)
+_NO_PATH = (
+    "a gradient is asked for by output {number} of a dispatched module, which another output is "
+    "computed from: tvmbridge's compiled code does not hand over the gradient that flows between "
+    "them. Dispatch the submodules before and behind that output, each for itself, or call "
+    "remove_tvm_dispatch(module)"
+)
+
+
+def readers_of(captured: CapturedGraph, differentiable: Collection[int]) -> dict[int, set[int]]:
+    """For each computed output that others are computed from, by number: which.
+
+    Args:
+        captured: the graph.
+        differentiable: the numbers of the outputs that gradients arrive for.
+    """
+    nodes = {n.name: n for n in captured.program.graph.nodes}
+    names = [o.name for o in captured.outputs if o.is_computed]
+    number_of = {nodes[names[i]]: i for i in differentiable if names[i] in nodes}
+    readers: dict[int, set[int]] = {}
+    for node, number in number_of.items():
+        for other in _operands(node):
+            found = number_of.get(other)
+            if found is not None and found != number and other.op == "call_function":
+                readers.setdefault(found, set()).add(number)
+    return readers
+
+
+def _operands(node: fx.Node) -> set[fx.Node]:
+    """What ``node`` is computed from, as far as gradients flow."""
+    found: set[fx.Node] = set()
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        operand = waiting.pop()
+        value = operand.meta.get("val")
+        stops = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        if operand not in found and not stops:
+            found.add(operand)
+            waiting += operand.all_input_nodes
+    return found
+
+
+class Watched:
+    """The outputs of one call that others are computed from."""
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], readers: Mapping[int, Collection[int]]
+    ) -> None:
+        self._readers = readers
+        self._outputs = {number: weakref.ref(outputs[number]) for number in readers}
+        for reader in set().union(*readers.values()):
+            outputs[reader].register_hook(_InputsWatch(self, reader))
+
+    def refuse_hooks(self, cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Refuse hooks that miss a gradient.
+
+        Raises:
+            BridgeError: one is on an output, and a cotangent arrived for one that reads it.
+        """
+        for number, reference in self._outputs.items():
+            output = reference()
+            if output is None or not (output.retains_grad or _has_hooks(output)):
+                continue
+            if any(cotangents[reader] is not None for reader in self._readers[number]):
+                raise BridgeError(_UNSEEN.format(number=number))
+
+    def refuse_inputs(self, reader: int) -> None:
+        """Refuse that a gradient is asked for by an output that ``reader`` is computed from.
+
+        It would miss what flows between them, and our backward does not run.
+
+        Raises:
+            BridgeError: backward, in which a cotangent arrived for ``reader``, is asked for that.
+        """
+        for asked in _inputs_of_backward():
+            edge = asked if isinstance(asked, GradientEdge) else get_gradient_edge(asked)
+            number = edge.output_nr
+            if getattr(edge.node, "watched", None) is self and reader in self._readers.get(
+                number, ()
+            ):
+                raise BridgeError(_NO_PATH.format(number=number))
+
+
+class _InputsWatch:
+    """A hook of an output that is computed from others; it changes nothing."""
+
+    # Who pickles the output need not be told that its hooks are lost.
+    __torch_unserializable__ = True
+
+    def __init__(self, watched: Watched, reader: int) -> None:
+        self._watched = watched
+        self._reader = reader
+
+    def __call__(self, cotangent: torch.Tensor | None) -> None:
+        if cotangent is not None:
+            self._watched.refuse_inputs(self._reader)
+
+
+def _has_hooks(output: torch.Tensor) -> bool:
+    hooks = output._backward_hooks or {}
+    return not all(isinstance(hook, _InputsWatch) for hook in hooks.values())
+
+
+def _inputs_of_backward() -> Sequence[torch.Tensor | GradientEdge]:
+    """What the gradients are asked for by, of the backward that runs; none where it is for all.
+
+    PyTorch does not tell; the function that starts it has it as an argument, in this thread.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _STARTS_BACKWARD:
+            return tuple(frame.f_locals["args"][3])
+        frame = frame.f_back
+    return ()
