@@ -79,8 +79,8 @@ def dispatched(
     )
     chosen = {} if policy is None else {"residual_policy": policy}
     add_tvm_dispatch(ours, sample, options={"joint": joint, **chosen})
-    ((_, variant),) = _dispatcher_of(ours).specializations[0].compiled()
-    return ours, variant.compiled
+    ((_, entry),) = _dispatcher_of(ours).specializations[0].compiled()
+    return ours, entry.compiled
 
 
 def assert_served(module: nn.Module, calls: int) -> None:

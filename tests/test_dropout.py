@@ -91,8 +91,8 @@ def dispatched(form: Form, x: torch.Tensor) -> tuple[nn.Module, nn.Module]:
 
 
 def assert_masks_of_one_byte(module: nn.Module) -> None:
-    for _, variant in _dispatcher_of(module).specializations[0].compiled():
-        assert all(n.spec.dtype is torch.bool for n in variant.compiled.captured.noise)
+    for _, entry in _dispatcher_of(module).specializations[0].compiled():
+        assert all(n.spec.dtype is torch.bool for n in entry.compiled.captured.noise)
 
 
 @pytest.mark.parametrize("form", FORMS)

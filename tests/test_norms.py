@@ -120,8 +120,8 @@ def test_evaluation_runs_natively(name: str) -> None:
     with torch.no_grad():
         add_tvm_dispatch(ours, args)
         torch.testing.assert_close(ours(*args), module.eval()(*args), rtol=1e-12, atol=1e-12)
-    ((_, variant),) = _dispatcher_of(ours).specializations[0].compiled()
-    assert variant.compiled.aten_calls == {}
+    ((_, entry),) = _dispatcher_of(ours).specializations[0].compiled()
+    assert entry.compiled.aten_calls == {}
 
 
 def test_one_value_per_channel_is_refused_as_by_eager() -> None:

@@ -98,8 +98,8 @@ def test_runs_in_the_pipeline(guide: ModuleType, training: bool) -> None:
     options = CompileOptions(extra_passes=(guide.MergeScales(),))
     with torch.set_grad_enabled(training):
         add_tvm_dispatch(module, x, options=options)
-    ((_, variant),) = _dispatcher_of(module).specializations[0].compiled()
-    records = [r for r in variant.compiled.records if r.name == "MergeScales"]
+    ((_, entry),) = _dispatcher_of(module).specializations[0].compiled()
+    records = [r for r in entry.compiled.records if r.name == "MergeScales"]
     assert [(r.rewrites >= 1, r.options) for r in records] == [(True, "rounding=False")]
     with torch.set_grad_enabled(training):
         torch.testing.assert_close(module(x), torch.exp(x * 0.25))

@@ -95,14 +95,14 @@ def _find_or_add(
         if isinstance(leaves, str):
             continue
         mode = _mode(dispatcher, specialization, leaves)
-        variant = specialization.chosen(mode, leaves)
-        if variant is None:
+        entry = specialization.chosen(mode, leaves)
+        if entry is None:
             return specialization, mode
-        tensors = variant.state.tensors()
-        if variant.mismatch(leaves, tensors) is None:
+        tensors = entry.state.tensors()
+        if entry.mismatch(leaves, tensors) is None:
             return specialization, None
         # Code for the same arguments that the module has changed under serves other calls.
-        if variant.differs_in_flags_alone(leaves, tensors):
+        if entry.differs_in_flags_alone(leaves, tensors):
             return specialization, mode
     specialization = Specialization(Signature(args, kwargs, dispatcher.original))
     leaves = specialization.signature.flatten(args, kwargs) or []
@@ -149,28 +149,26 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
         SpecializationReport(
             mode=str(mode),
             signature=str(specialization.signature),
-            target=str(variant.compiled.target),
-            joint=variant.compiled.joint,
-            joint_reason=variant.compiled.joint_reason,
-            calls=variant.calls,
-            checked=variant.checked,
-            checked_gradients=variant.checked_gradients,
-            seconds=dict(variant.compiled.seconds),
-            residual_bytes=variant.compiled.residual_bytes,
-            residuals=variant.compiled.residuals,
-            native_operators=dict(variant.compiled.native_calls),
-            aten_operators=dict(variant.compiled.aten_calls),
-            kernels=variant.compiled.coverage,
-            eager_functions=dict(variant.compiled.eager_functions),
-            passes=variant.compiled.records,
-            partial_backwards=0
-            if (p := variant.compiled.partial_backwards) is None
-            else p.compiled,
-            second_order_backwards=variant.second_order.backwards,
-            gradients=variant.gradients,
+            target=str(entry.compiled.target),
+            joint=entry.compiled.joint,
+            joint_reason=entry.compiled.joint_reason,
+            calls=entry.calls,
+            checked=entry.checked,
+            checked_gradients=entry.checked_gradients,
+            seconds=dict(entry.compiled.seconds),
+            residual_bytes=entry.compiled.residual_bytes,
+            residuals=entry.compiled.residuals,
+            native_operators=dict(entry.compiled.native_calls),
+            aten_operators=dict(entry.compiled.aten_calls),
+            kernels=entry.compiled.coverage,
+            eager_functions=dict(entry.compiled.eager_functions),
+            passes=entry.compiled.records,
+            partial_backwards=0 if (p := entry.compiled.partial_backwards) is None else p.compiled,
+            second_order_backwards=entry.second_order.backwards,
+            gradients=entry.gradients,
         )
         for specialization in dispatcher.specializations
-        for mode, variant in specialization.compiled()
+        for mode, entry in specialization.compiled()
     ]
     return DispatchReport(
         tvm_calls=sum(r.calls for r in reports),

@@ -118,8 +118,8 @@ def fails(*args: object, **kwargs: object) -> None:
 
 def partial_of(module: nn.Module) -> PartialBackwards:
     [specialization] = _dispatcher_of(module).specializations
-    [(_, variant)] = specialization.compiled()
-    partial = variant.compiled.partial_backwards
+    [(_, entry)] = specialization.compiled()
+    partial = entry.compiled.partial_backwards
     assert partial is not None
     return partial
 

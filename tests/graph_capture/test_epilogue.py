@@ -1,4 +1,4 @@
-"""The eager tail: what depends on values that only a call knows, as eager PyTorch computes it."""
+"""The eager epilogue: what depends on values that only a call knows, as in eager PyTorch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from tests.graph_capture.trace.test_opaque_ops import Called
 from tvmbridge import add_tvm_dispatch, dispatch_report, explain
 from tvmbridge.core.errors import BridgeError, CaptureError, UnsupportedOperatorError
-from tvmbridge.core.types import Tail
+from tvmbridge.core.types import Epilogue
 from tvmbridge.graph_capture.capture import capture
-from tvmbridge.graph_capture.epilogue import TailWatch
+from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 
 
 class Chosen(nn.Module):
@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "the type": (_type, "asks for the type of .*what __getitem__ returned"),
     "an augmented assignment": (_added, "in place"),
     "a method in place": (lambda x: x[x > 0].add_(1), "calls add_ .*in place"),
-    "a write before the tail": (_written_later, "has read"),
+    "a write before the epilogue": (_written_later, "has read"),
     "a number put into a tensor": (_stored, "__setitem__.*in place"),
     "dropout": (lambda x: functional.dropout(x[x > 0]), "random"),
     "another gradient mode": (_without_gradient, "gradient mode"),
@@ -268,10 +268,10 @@ def test_draws_that_no_name_tells_are_seen() -> None:
 
 
 def test_constants_stay_python_numbers() -> None:
-    watch = TailWatch(lambda x: x * torch.tensor(3).item(), differentiated=False)
+    watch = EpilogueRecorder(lambda x: x * torch.tensor(3).item(), differentiated=False)
     with torch._subclasses.fake_tensor.FakeTensorMode():
         watch(torch.randn(2))
-    assert watch.tail is None
+    assert watch.epilogue is None
 
 
 class Cache:
@@ -317,7 +317,7 @@ def test_containers_of_tensors_with_a_part_that_the_tail_makes_are_refused() -> 
 
 
 def test_a_tail_marks_its_results_among_the_others() -> None:
-    watch = TailWatch(lambda x: [x, x.item(), x + 1, (x * 2).item()], differentiated=False)
+    watch = EpilogueRecorder(lambda x: [x, x.item(), x + 1, (x * 2).item()], differentiated=False)
     flat, read = watch(torch.tensor(4))
-    assert isinstance(watch.tail, Tail)
-    assert watch.tail.resolve([*flat, *read]) == [4, 4, 5, 8]
+    assert isinstance(watch.epilogue, Epilogue)
+    assert watch.epilogue.resolve([*flat, *read]) == [4, 4, 5, 8]

@@ -80,10 +80,10 @@ def test_a_draw_that_nothing_reads_moves_the_generator() -> None:
 
 def test_masks_are_one_byte_an_element() -> None:
     module = add_tvm_dispatch(nn.Dropout(0.5).train(), sample().requires_grad_())
-    ((_, variant),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
-    (noise,) = variant.compiled.captured.noise
+    ((_, entry),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
+    (noise,) = entry.compiled.captured.noise
     assert noise.spec.dtype is torch.bool
-    assert variant.compiled.residual_bytes == sample().numel()
+    assert entry.compiled.residual_bytes == sample().numel()
 
 
 class DrawsInBackward(torch.autograd.Function):

@@ -107,22 +107,24 @@ def test_draws_without_a_derivative_are_made_in_evaluation() -> None:
 
 def test_the_head_is_what_draws_read_and_no_more(double: Draws) -> None:
     captured = capture(double.eval().requires_grad_(False), sample(4, 6))
-    assert captured.head is not None
+    assert captured.prologue is not None
     assert len(captured.noise) == 13
-    targets = [str(n.target) for n in captured.head.module.graph.nodes if n.op == "call_function"]
+    targets = [
+        str(n.target) for n in captured.prologue.module.graph.nodes if n.op == "call_function"
+    ]
     # Ten draws and the operators before them; but not what is done with the last ones.
     assert not any("gather" in t or "sum" in t for t in targets)
     assert targets.count("aten.multinomial.default") == 1
     inputs = {d.name: d for d in captured.inputs}
-    values = [sample(*inputs[name].spec.shape).abs() for name in captured.head.reads]
-    drawn = draw_noise(captured.noise, captured.head, values)
+    values = [sample(*inputs[name].spec.shape).abs() for name in captured.prologue.reads]
+    drawn = draw_noise(captured.noise, captured.prologue, values)
     assert [tuple(d.shape) for d in drawn] == [n.spec.shape for n in captured.noise]
 
 
 def test_draws_of_metadata_alone_need_no_head() -> None:
     captured = capture(nn.Sequential(nn.Linear(3, 3), nn.Dropout()).train(), torch.ones(2, 3))
     assert captured.noise
-    assert captured.head is None
+    assert captured.prologue is None
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor, bool], torch.Tensor], str]] = {

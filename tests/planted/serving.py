@@ -99,7 +99,7 @@ SERVING = (
         ("tests/test_dropout.py", "tests/graph_capture/test_noise.py"),
     ),
     Plant(
-        "the draws of an eager head made twice",
+        "the draws of an eager prologue made twice",
         "runtime",
         "tvmbridge.graph_capture.noise",
         "        drawn = head.module(*(tensor.detach() for tensor in inputs))",

@@ -123,7 +123,7 @@ def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.Monke
     def then_renewed_by_another() -> Iterator[None]:
         with turns():
             yield
-        specialization.variants.clear()
+        specialization.entries.clear()
 
     monkeypatch.setattr(dispatcher, "compiling", then_renewed_by_another)
     with torch.no_grad():

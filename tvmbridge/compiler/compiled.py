@@ -83,7 +83,7 @@ class CompiledModule:
     @property
     def eager_functions(self) -> Mapping[str, int]:
         """What runs in eager PyTorch after the compiled code, counted by name."""
-        return self.captured.tail.functions if self.captured.tail is not None else {}
+        return self.captured.epilogue.functions if self.captured.epilogue is not None else {}
 
     @property
     def residual_bytes(self) -> int:

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 
 from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
 
-# Stands, among the results of a traced forward, for one that the tail computes.
+# Stands, among the results of a traced forward, for one that the epilogue computes.
 DEFERRED = "tvmbridge.deferred."
 
 
@@ -116,7 +116,7 @@ class NoiseDescriptor:
 
 
 @dataclass(frozen=True)
-class EagerHead:
+class EagerPrologue:
     """The part of a captured graph that draws need, which PyTorch runs before the compiled code.
 
     ``module`` makes all draws in program order, each as eager PyTorch does, and what they read;
@@ -128,7 +128,7 @@ class EagerHead:
 
 
 @dataclass(frozen=True)
-class Tail:
+class Epilogue:
     """What runs eagerly after the compiled code.
 
     ``graph`` has one placeholder for each of the ``num_read`` tensors that are the last results of
@@ -200,7 +200,7 @@ class OutputAlias:
 
 
 @dataclass(frozen=True)
-class HiddenBase:
+class IntermediateBase:
     """A tensor that is not returned, but of which outputs are views: that of ``output``, a number.
 
     ``order`` are its dimensions in the order of memory, from the outermost to the innermost.
@@ -242,17 +242,17 @@ class CapturedGraph:
     first name of it. ``values`` are the attributes that forward read, by (submodule's name,
     attribute's name), and ``assigned`` those that each call gives a value, with it.
     ``changed_arguments`` are the places of the container arguments that forward
-    changes: their content is among the outputs. ``head`` makes the draws where one of
+    changes: their content is among the outputs. ``prologue`` makes the draws where one of
     them reads values; None where none does. The last user outputs tell whether the ``checks``
-    have passed. ``tail`` is what runs eagerly after the compiled code, on the last of the outputs,
-    and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the tensors that
-    forward reads though nobody gives them to it; the graph has them as constants. ``bases`` are
-    further user outputs behind all others, from which views among the outputs are made again.
+    have passed. ``epilogue`` is what runs eagerly after the compiled code, on the last of the
+    outputs, and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the
+    tensors that forward reads though nobody gives them to it; the graph has them as constants.
+    ``bases`` are further user outputs behind all others, from which views among the outputs are made again.
     ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
     that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
     that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``:
-    what forward was told where it asked what buffers hold. ``told``: whether forward was told that
-    it is traced.
+    what forward was told where it asked what buffers hold. ``is_compiling``: what
+    ``torch.compiler.is_compiling()`` said.
     """
 
     program: ExportedProgram
@@ -268,16 +268,16 @@ class CapturedGraph:
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     changed_arguments: tuple[int | str, ...] = ()
-    head: EagerHead | None = None
+    prologue: EagerPrologue | None = None
     checks: tuple[Check, ...] = ()
-    tail: Tail | None = None
+    epilogue: Epilogue | None = None
     foreign: tuple[torch.Tensor, ...] = ()
-    bases: tuple[HiddenBase, ...] = ()
+    bases: tuple[IntermediateBase, ...] = ()
     outside: tuple[OutsideValue, ...] = ()
     asks: frozenset[Question] = frozenset()
     normed: tuple[str, ...] = ()
     answers: tuple[Answer, ...] = ()
-    told: bool = True
+    is_compiling: bool = True
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.graph_capture.epilogue import TailWatch
+from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
@@ -108,12 +108,12 @@ class Rehearsal:
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(run_on_fakes(self.module, self.captured.told))
+            stack.enter_context(run_on_fakes(self.module, self.captured.is_compiling))
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             watched = ArgumentWatch(self.module.forward)
-            told = Answering(watched, buffers, lambda: buffers_of(self.module))
-            forward = TailWatch(told, differentiated=differentiated)
+            answering = Answering(watched, buffers, lambda: buffers_of(self.module))
+            forward = EpilogueRecorder(answering, differentiated=differentiated)
             with_bases = WithBases(forward, self.captured.bases)
             results = pytree.tree_leaves(_called(with_bases, args, kwargs))
             return self._ordered(results, leaves)

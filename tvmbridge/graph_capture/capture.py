@@ -17,8 +17,8 @@ from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.structure import children
-from tvmbridge.core.types import CapturedGraph, HiddenBase, Tail
-from tvmbridge.graph_capture.epilogue import TailWatch
+from tvmbridge.core.types import CapturedGraph, Epilogue, IntermediateBase
+from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.arguments import ArgumentWatch, watched_forward
@@ -35,7 +35,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     user_line,
 )
 from tvmbridge.graph_capture.observe.staging import Stage, staged
-from tvmbridge.graph_capture.prologue import cut_head
+from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.graph_capture.trace.answers import Answering, buffers_of, small_buffers
 from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
@@ -58,8 +58,8 @@ from tvmbridge.graph_capture.trace.standins import (
     without_repetitions,
 )
 
-# The program, what became of its arguments, its tail, and what it was told of buffers.
-_Exported = tuple[ExportedProgram, ArgumentWatch, Tail | None, tuple[Answer, ...]]
+# The program, what became of its arguments, its epilogue, and what it was told of buffers.
+_Exported = tuple[ExportedProgram, ArgumentWatch, Epilogue | None, tuple[Answer, ...]]
 
 
 def normalize_sample(
@@ -116,7 +116,7 @@ def capture_staged(
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, tail, answers = _export(stage, args, kwargs, needs_grad, bases)
+    program, watch, epilogue, answers = _export(stage, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -129,7 +129,7 @@ def capture_staged(
         program=program,
         training=module.training,
         in_spec=in_spec,
-        out_spec=seen.structure if tail is None else children(seen.structure)[0],
+        out_spec=seen.structure if epilogue is None else children(seen.structure)[0],
         inputs=inputs,
         outputs=with_aliases(describe_outputs(program), seen),
         noise=noise,
@@ -140,15 +140,15 @@ def capture_staged(
         assigned=seen.assigned,
         changed_arguments=watch.changed,
         checks=watch.checks,
-        head=cut_head(program.graph, noise, constant_tensors),
-        tail=tail,
+        prologue=cut_prologue(program.graph, noise, constant_tensors),
+        epilogue=epilogue,
         bases=bases,
         foreign=seen.foreign,
         outside=seen.outside,
         asks=seen.asks,
         normed=seen.normed,
         answers=answers,
-        told=stage.told,
+        is_compiling=stage.is_compiling,
     )
 
 
@@ -157,7 +157,7 @@ def _export(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
-    bases: Sequence[HiddenBase],
+    bases: Sequence[IntermediateBase],
 ) -> _Exported:
     try:
         return _exported(stage, args, kwargs, needs_grad, bases)
@@ -180,7 +180,7 @@ def _exported(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
-    bases: Sequence[HiddenBase],
+    bases: Sequence[IntermediateBase],
 ) -> _Exported:
     """The program and what became of forward in it; errors are torch.export's."""
     module = stage.module
@@ -198,14 +198,14 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
             # Only now is forward what is to be traced.
-            traced = as_captured(stage.told)(NormsPutBack(module))
+            traced = as_captured(stage.is_compiling)(NormsPutBack(module))
             watch = ArgumentWatch(ExchangesWritten(traced, module))
             asked = Answering(watch, small_buffers(module), lambda: buffers_of(module))
-            tails = TailWatch(asked, differentiated=needs_grad)
-            with watched_forward(module, WithBases(tails, bases)):
+            epilogues = EpilogueRecorder(asked, differentiated=needs_grad)
+            with watched_forward(module, WithBases(epilogues, bases)):
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
-        return _taken_apart(program, table), watch, tails.tail, asked.answers
+        return _taken_apart(program, table), watch, epilogues.epilogue, asked.answers
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:

@@ -1,4 +1,4 @@
-"""The eager tail: what depends on values that only a call knows.
+"""The eager epilogue: what depends on values that only a call knows.
 
 The shape of ``torch.nonzero(mask)``, or the number ``x.item()``, depends on data, so that nothing
 that is made of it can be compiled. While a module is traced such a function returns a *deferred*
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.types import DEFERRED, Tail
+from tvmbridge.core.types import DEFERRED, Epilogue
 from tvmbridge.graph_capture.dependence import DependenceError, Ranges, depends_on_data, is_known
 
 # So much that little of forward is left to be compiled.
@@ -30,12 +30,12 @@ _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "poisson", "g
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 
 
-class TailWatch:
+class EpilogueRecorder:
     """A forward that returns, of what depends on data, what is needed to compute it.
 
-    Where nothing does, it returns what ``forward`` returns and ``tail`` is None. Otherwise it
+    Where nothing does, it returns what ``forward`` returns and ``epilogue`` is None. Otherwise it
     returns ``(results, read)``: marks stand for the deferred results, and ``read`` are the tensors
-    that ``tail`` makes them of.
+    that ``epilogue`` makes them of.
 
     Args:
         forward: the forward that is traced.
@@ -43,7 +43,7 @@ class TailWatch:
     """
 
     def __init__(self, forward: Callable[..., Any], *, differentiated: bool) -> None:
-        self.tail: Tail | None = None
+        self.epilogue: Epilogue | None = None
         self._forward = forward
         self._differentiated = differentiated
 
@@ -56,7 +56,7 @@ class TailWatch:
         if not found:
             recorder.check()
             return results
-        self.tail = recorder.finish(found)
+        self.epilogue = recorder.finish(found)
         numbers = iter(range(len(found)))
         marked = [
             f"{DEFERRED}{next(numbers)}" if type(leaf) is _Deferred else leaf for leaf in leaves
@@ -98,7 +98,7 @@ class _Recorder(TracerBase):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        """A node of the graph; what a tail cannot repeat is refused."""
+        """A node of the graph; what a epilogue cannot repeat is refused."""
         title = _title(target)
         reason = _reason_against(title, kwargs)
         if torch.is_grad_enabled() not in self._modes:
@@ -156,11 +156,11 @@ class _Recorder(TracerBase):
                     f"({', '.join(self._functions)}) has read"
                 )
 
-    def finish(self, results: Sequence[_Deferred]) -> Tail:
-        """The tail that computes ``results``."""
+    def finish(self, results: Sequence[_Deferred]) -> Epilogue:
+        """The epilogue that computes ``results``."""
         self.check()
         self.graph.output([r.node for r in results])
-        return Tail(self.graph, len(self.read), dict(self._functions))
+        return Epilogue(self.graph, len(self.read), dict(self._functions))
 
 
 def _title(target: Any) -> str:
@@ -256,18 +256,18 @@ def _deferred_among(value: Any) -> Iterator[_Deferred]:
         yield from _deferred_among(list(value.values()))
 
 
-def try_tail(tail: Tail, flat: Sequence[Any]) -> None:
-    """Run the tail once on copies of what it reads, and see that it has no effect.
+def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
+    """Run the epilogue once on copies of what it reads, and see that it has no effect.
 
     Raises:
         UnsupportedOperatorError: it draws random numbers, or writes into a tensor.
     """
-    before, first = torch.get_rng_state(), len(flat) - tail.num_read
+    before, first = torch.get_rng_state(), len(flat) - epilogue.num_read
     kept, read = flat[:first], flat[first:]
     copies = [t.detach().clone() for t in read]
     versions = [c._version for c in copies]
     with torch.no_grad():
-        tail.resolve([*kept, *copies])
+        epilogue.resolve([*kept, *copies])
     if not torch.equal(before, torch.get_rng_state()):
         raise UnsupportedOperatorError(
             "forward draws random numbers from what depends on the values of tensors"

@@ -17,7 +17,7 @@ from torch.export import ExportedProgram, ExportGraphSignature
 from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.types import ComputedTensor, EagerHead, NoiseDescriptor, TensorSpec
+from tvmbridge.core.types import ComputedTensor, EagerPrologue, NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
 
@@ -257,23 +257,23 @@ def computed_by(value: Any) -> Any:
 
 def draw_noise(
     noise: Sequence[NoiseDescriptor],
-    head: EagerHead | None = None,
+    prologue: EagerPrologue | None = None,
     inputs: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Make the draws with PyTorch's generators; contiguous tensors, in order.
 
     Args:
         noise: the draws.
-        head: what makes them, where one of them reads values.
-        inputs: what the head reads.
+        prologue: what makes them, where one of them reads values.
+        inputs: what the prologue reads.
 
     Raises:
         UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
     """
-    if head is None:
+    if prologue is None:
         return [_draw(descriptor).contiguous() for descriptor in noise]
     with torch.no_grad():
-        drawn = head.module(*(tensor.detach() for tensor in inputs))
+        drawn = prologue.module(*(tensor.detach() for tensor in inputs))
     for draw, descriptor in zip(drawn, noise, strict=True):
         found, foretold = TensorSpec.of(draw), descriptor.spec
         if (found.shape, found.dtype) != (foretold.shape, foretold.dtype):

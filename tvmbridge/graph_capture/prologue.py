@@ -1,4 +1,4 @@
-"""The eager head: what random draws read is computed by PyTorch, before the compiled code runs.
+"""The eager prologue: what random draws read is computed by PyTorch, before the compiled code runs.
 
 A draw such as ``multinomial(softmax(x))`` reads values that the graph computes. The part of the
 captured graph that leads to such draws is cut out, with all draws in program order, and PyTorch
@@ -15,15 +15,15 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from tvmbridge.core.types import ComputedTensor, EagerHead, NoiseDescriptor, TensorSpec
+from tvmbridge.core.types import ComputedTensor, EagerPrologue, NoiseDescriptor, TensorSpec
 from tvmbridge.graph_capture.noise import dropout_arguments
 
 aten = torch.ops.aten
 
 
-def cut_head(
+def cut_prologue(
     graph: fx.Graph, noise: Sequence[NoiseDescriptor], constants: Mapping[str, torch.Tensor]
-) -> EagerHead | None:
+) -> EagerPrologue | None:
     """The part of ``graph`` that the draws ``noise`` need; None where none of them reads values.
 
     Args:
@@ -43,7 +43,7 @@ def cut_head(
             cut.draw(node, is_read=node in needed)
         elif node in needed:
             cut.copy(node)
-    return cut.head()
+    return cut.prologue()
 
 
 def _drawing_node(node: fx.Node) -> fx.Node:
@@ -73,7 +73,7 @@ def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]
 
 
 class _Cut:
-    """A head that is being built: its graph, and what stands in it for the captured nodes."""
+    """A prologue that is being built: its graph, and what stands in it for the captured nodes."""
 
     def __init__(
         self,
@@ -143,8 +143,8 @@ class _Cut:
             {"dtype": value.dtype, "device": value.device},
         )
 
-    def head(self) -> EagerHead:
-        """The finished head."""
+    def prologue(self) -> EagerPrologue:
+        """The finished prologue."""
         self.graph.output(tuple(self._drawn))
         self.graph.lint()
-        return EagerHead(fx.GraphModule(self._root, self.graph), tuple(self._reads))
+        return EagerPrologue(fx.GraphModule(self._root, self.graph), tuple(self._reads))

@@ -24,7 +24,7 @@ from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN, anything_requires_grad
-from tvmbridge.runtime.entry import Checks, Variant
+from tvmbridge.runtime.entry import Checks, CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
@@ -116,27 +116,27 @@ class Dispatcher(StandsForForward):
             if isinstance(mode, str):
                 reason = mode
                 break
-            variant = specialization.chosen(mode, leaves)
-            if variant is None:
+            entry = specialization.chosen(mode, leaves)
+            if entry is None:
                 found = self._compiled(specialization, mode, leaves, (args, kwargs))
                 if isinstance(found, str):
                     reason = found
                     break
-                variant = found
-            tensors = variant.state.tensors()
-            reason = variant.mismatch(leaves, tensors)
+                entry = found
+            tensors = entry.state.tensors()
+            reason = entry.mismatch(leaves, tensors)
             if reason is not None:
-                instead = self._instead(specialization, mode, variant, leaves, (args, kwargs))
-                if isinstance(instead, Variant):
-                    variant, tensors = instead, instead.state.tensors()
-                    reason = variant.mismatch(leaves, tensors)
+                instead = self._instead(specialization, mode, entry, leaves, (args, kwargs))
+                if isinstance(instead, CompiledEntry):
+                    entry, tensors = instead, instead.state.tensors()
+                    reason = entry.mismatch(leaves, tensors)
                 else:
                     reason = instead or reason
             if reason is None:
                 specialization.last_use = next(self._uses)
                 if self.checker is not None:
-                    return self.checker.run(self.module, variant, leaves, tensors, (args, kwargs))
-                return variant.run(leaves, tensors, (args, kwargs))
+                    return self.checker.run(self.module, entry, leaves, tensors, (args, kwargs))
+                return entry.run(leaves, tensors, (args, kwargs))
         return self._fall_back(reason or otherwise or "nothing is compiled", args, kwargs)
 
     def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
@@ -156,7 +156,7 @@ class Dispatcher(StandsForForward):
         mode: Mode,
         leaves: list[Any],
         arguments: Arguments,
-    ) -> Variant | str:
+    ) -> CompiledEntry | str:
         """The code for the mode and flags of this call, compiled now if it is the first; or why
         there is none."""
         flags = flags_of(self.module, leaves)
@@ -186,10 +186,10 @@ class Dispatcher(StandsForForward):
         self,
         specialization: Specialization,
         mode: Mode,
-        unfit: Variant,
+        unfit: CompiledEntry,
         leaves: list[Any],
         arguments: Arguments,
-    ) -> Variant | str | None:
+    ) -> CompiledEntry | str | None:
         """Code in place of one that the call does not fit, where it may be compiled at a call.
 
         That is code which the first call has outdated, for it filled a cache, and code for another
@@ -199,7 +199,7 @@ class Dispatcher(StandsForForward):
             with compiling():
                 specialization.remove(unfit)
                 renewed = self._compiled(specialization, mode, leaves, arguments)
-                if isinstance(renewed, Variant):
+                if isinstance(renewed, CompiledEntry):
                     renewed.fills_first = False
                     return renewed
             return None
@@ -211,7 +211,7 @@ class Dispatcher(StandsForForward):
         """Whether an argument or a tensor of the module requires a gradient."""
         if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
             return True
-        states = [variant.state for _, variant in specialization.compiled()]
+        states = [entry.state for _, entry in specialization.compiled()]
         if any(state.requires_grad() for state in states):
             return True
         # What was compiled for tells nothing of submodules that were inserted since.
@@ -225,14 +225,14 @@ class Dispatcher(StandsForForward):
         mode: Mode,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-    ) -> Variant:
+    ) -> CompiledEntry:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
-        variant = self.compiler.variant(specialization.signature, mode, tuple(args), kwargs)
-        dropped = specialization.add(mode, variant, self.options.max_specializations)
+        entry = self.compiler.entry(specialization.signature, mode, tuple(args), kwargs)
+        dropped = specialization.add(mode, entry, self.options.max_specializations)
         if dropped:
             with self._counting:
                 self.dropped += dropped
-        return variant
+        return entry
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; those that were not used for longest go where too many."""

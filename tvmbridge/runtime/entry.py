@@ -1,4 +1,4 @@
-"""A variant: the code of one specialisation for one mode and for some tensors that learn."""
+"""A entry: the code of one specialisation for one mode and for some tensors that learn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.types import InputKind
-from tvmbridge.graph_capture.epilogue import try_tail
+from tvmbridge.graph_capture.epilogue import try_epilogue
 from tvmbridge.graph_capture.noise import draw_noise
 from tvmbridge.graph_capture.observe.arguments import Arguments
 from tvmbridge.graph_capture.observe.plain import other_answer
@@ -31,7 +31,7 @@ from tvmbridge.runtime.outputs import Outputs
 from tvmbridge.runtime.second_order import SecondOrder
 
 
-class Variant:
+class CompiledEntry:
     """The code of one specialisation for one mode and flags, ready to be called.
 
     Args:
@@ -66,8 +66,8 @@ class Variant:
         self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
         self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
         given = {d.name: i for i, d in enumerate(captured.inputs)}
-        reads = captured.head.reads if captured.head is not None else ()
-        self._head_reads = [given[name] for name in reads]
+        reads = captured.prologue.reads if captured.prologue is not None else ()
+        self._prologue_reads = [given[name] for name in reads]
         self._outputs = Outputs(state, captured)
         self._asks = captured.asks
         # Gradients that forward turns on flow where tensors require them.
@@ -89,9 +89,9 @@ class Variant:
         inputs = self.compiled.captured.inputs
         return tuple(d.target or d.name for d in inputs if d.requires_grad)
 
-    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Variant:
+    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> CompiledEntry:
         """The same code for a deep copy of the module, with counters at zero."""
-        copied = Variant(self.state.rebound(memo), self.compiled, packing, self.flags)
+        copied = CompiledEntry(self.state.rebound(memo), self.compiled, packing, self.flags)
         copied.fills_first = self._awaits_first()
         return copied
 
@@ -162,20 +162,20 @@ class Variant:
 
     def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
         if self._training is None:
-            self._try_tail(self.compiled.forward(primals), leaves)
+            self._try_epilogue(self.compiled.forward(primals), leaves)
             return
         wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
         with torch.enable_grad():
             results = self._training(primals)
-        self._try_tail(results, leaves)
+        self._try_epilogue(results, leaves)
         outputs = [o for o in results if o.requires_grad]
         cotangents = [torch.zeros_like(o) for o in outputs]
         torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
 
-    def _try_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        tail = self.compiled.captured.tail
-        if tail is not None:
-            try_tail(tail, self._outputs.before_tail(results, leaves))
+    def _try_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
+        epilogue = self.compiled.captured.epilogue
+        if epilogue is not None:
+            try_epilogue(epilogue, self._outputs.before_epilogue(results, leaves))
 
     def _sample_state(self) -> list[torch.Tensor]:
         """The module's tensors; zeros where forward has yet to make one, or another kind."""
@@ -192,7 +192,9 @@ class Variant:
         captured = self.compiled.captured
         primals = [leaves[p] for p in self._positions]
         primals += tensors
-        noise = draw_noise(captured.noise, captured.head, [primals[i] for i in self._head_reads])
+        noise = draw_noise(
+            captured.noise, captured.prologue, [primals[i] for i in self._prologue_reads]
+        )
         primals += [noise[i] for i in self._noise_order]
         return list(map(as_pairs, primals)) if self._has_complex else primals
 
@@ -227,14 +229,14 @@ class Variant:
 
 
 class Checks(Protocol):
-    """Serves calls in place of :meth:`Variant.run`, and checks some of them."""
+    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them."""
 
     unchecked: Counter[str]
 
     def run(
         self,
         module: nn.Module,
-        variant: Variant,
+        entry: CompiledEntry,
         leaves: Sequence[Any],
         tensors: Sequence[Any],
         arguments: Arguments,

@@ -16,7 +16,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
-from tvmbridge.runtime.entry import Variant
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.forwards import with_own_forward
 from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
@@ -41,13 +41,13 @@ class Compiler:
     options: CompileOptions
     packing: Packing
 
-    def variant(
+    def entry(
         self,
         signature: Signature,
         mode: Mode,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Variant:
+    ) -> CompiledEntry:
         """Code for arguments of this signature, in ``mode``, in which the module must stand.
 
         Raises:
@@ -58,16 +58,16 @@ class Compiler:
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             compiled = self._compiled(mode, args, kwargs)
             state = ModuleState(self.module, compiled.captured)
-            variant = Variant(state, compiled, self.packing, flags)
+            entry = CompiledEntry(state, compiled, self.packing, flags)
             try:
-                variant.try_out(signature.flatten(args, kwargs) or [])
+                entry.try_out(signature.flatten(args, kwargs) or [])
             except Exception as error:
                 raise_if_forward_refuses(self.module, args, kwargs)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
         for names in compiled.packs:
             self.packing.claim(names)
-        variant.fills_first = state.is_otherwise()
-        return variant
+        entry.fills_first = state.is_otherwise()
+        return entry
 
     def _compiled(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]

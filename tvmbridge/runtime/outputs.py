@@ -107,13 +107,13 @@ class Outputs:
         for (name, _), tensor in zip(self._rebound_views, held, strict=True):
             self._state.rebind(name, tensor)
         flat = self._without_bases(flat)
-        if captured.tail is not None:
-            flat = captured.tail.resolve(flat)
+        if captured.epilogue is not None:
+            flat = captured.epilogue.resolve(flat)
         changed, checks = captured.changed_arguments, captured.checks
         return rebuild(flat, captured.out_spec, changed, arguments, checks)
 
-    def before_tail(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
-        """What the eager tail gets of the computed ``results``; nothing is written."""
+    def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
+        """What the eager epilogue gets of the computed ``results``; nothing is written."""
         computed = iter(results)
         outputs = self._captured.outputs
         values = [(o.kind, next(computed) if o.is_computed else o.value) for o in outputs]

@@ -28,7 +28,7 @@ Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
 
 class SecondOrder:
-    """The own forward of a module, to be differentiated in place of the code of one variant.
+    """The own forward of a module, to be differentiated in place of the code of one entry.
 
     Args:
         state: the module's state.
@@ -161,7 +161,7 @@ def _refused(captured: CapturedGraph) -> str | None:
         return "forward draws random numbers on another device than the CPU"
     if captured.changed_arguments or any(o.kind is not OutputKind.USER for o in captured.outputs):
         return "forward writes into buffers or arguments"
-    if captured.tail is not None:
+    if captured.epilogue is not None:
         return "a part of forward runs eagerly after the compiled code"
     if any(d.spec.dtype.is_complex for d in captured.inputs):
         return "it has complex inputs"

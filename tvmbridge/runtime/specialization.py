@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tvmbridge.compiler.packing import Packing
-from tvmbridge.runtime.entry import Variant
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
 from tvmbridge.runtime.guards.signature import Signature
 
@@ -22,72 +22,72 @@ _FULL = (
 
 
 class Specialization:
-    """One signature and its variants by mode, in each mode by ``requires_grad`` of all tensors.
+    """One signature and its entries by mode, in each mode by ``requires_grad`` of all tensors.
 
-    Of a mode the variant that was used last is the first. What could not be compiled has a reason,
+    Of a mode the entry that was used last is the first. What could not be compiled has a reason,
     and so has what was dropped: neither is tried again by calls.
     """
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
-        self.variants: dict[Mode, tuple[Variant, ...]] = {}
+        self.entries: dict[Mode, tuple[CompiledEntry, ...]] = {}
         self.failures: dict[tuple[Mode, Flags], str] = {}
         self.last_use = 0
         self._changing = threading.Lock()
 
-    def compiled(self) -> list[tuple[Mode, Variant]]:
-        """The variants of now by mode; another thread may compile one meanwhile."""
-        return [(mode, v) for mode, variants in list(self.variants.items()) for v in variants]
+    def compiled(self) -> list[tuple[Mode, CompiledEntry]]:
+        """The entries of now by mode; another thread may compile one meanwhile."""
+        return [(mode, v) for mode, entries in list(self.entries.items()) for v in entries]
 
-    def chosen(self, mode: Mode, leaves: Sequence[Any]) -> Variant | None:
-        """The variant for a call in this mode; where none fits its flags, the one used last."""
-        variants = self.variants.get(mode)
-        if not variants:
+    def chosen(self, mode: Mode, leaves: Sequence[Any]) -> CompiledEntry | None:
+        """The entry for a call in this mode; where none fits its flags, the one used last."""
+        entries = self.entries.get(mode)
+        if not entries:
             return None
-        if len(variants) == 1:
-            return variants[0]
-        for variant in variants:
-            if variant.fits_flags(leaves, variant.state.tensors()):
-                if variant is not variants[0]:
-                    self._put_first(mode, variant)
-                return variant
-        return variants[0]
+        if len(entries) == 1:
+            return entries[0]
+        for entry in entries:
+            if entry.fits_flags(leaves, entry.state.tensors()):
+                if entry is not entries[0]:
+                    self._put_first(mode, entry)
+                return entry
+        return entries[0]
 
-    def _put_first(self, mode: Mode, variant: Variant) -> None:
+    def _put_first(self, mode: Mode, entry: CompiledEntry) -> None:
         with self._changing:
-            variants = self.variants.get(mode, ())
+            entries = self.entries.get(mode, ())
             # Another thread may have dropped it.
-            if variant in variants:
-                others = (v for v in variants if v is not variant)
-                self.variants[mode] = (variant, *others)
+            if entry in entries:
+                others = (v for v in entries if v is not entry)
+                self.entries[mode] = (entry, *others)
 
-    def known(self, mode: Mode, flags: Flags) -> Variant | str | None:
+    def known(self, mode: Mode, flags: Flags) -> CompiledEntry | str | None:
         """What was compiled for these flags, or why it is not there; None: it was not tried."""
-        variants = self.variants.get(mode, ())
-        found = next((v for v in variants if v.flags == flags), None)
+        entries = self.entries.get(mode, ())
+        found = next((v for v in entries if v.flags == flags), None)
         return found or self.failures.get((mode, flags))
 
     def full(self, mode: Mode, most: int) -> str | None:
         """Why calls may not compile further code in ``mode``; None: they may."""
         tried = sum(failed == mode for failed, _ in list(self.failures))
-        return _FULL if len(self.variants.get(mode, ())) + tried >= most else None
+        return _FULL if len(self.entries.get(mode, ())) + tried >= most else None
 
-    def add(self, mode: Mode, variant: Variant, most: int) -> int:
-        """Keep ``variant``; of more than ``most`` in a mode the others go, and are counted."""
+    def add(self, mode: Mode, entry: CompiledEntry, most: int) -> int:
+        """Keep ``entry``; of more than ``most`` in a mode the others go, and are counted."""
         with self._changing:
-            others = [v for v in self.variants.get(mode, ()) if v.flags != variant.flags]
-            kept = (variant, *others)
-            self.variants[mode] = kept[:most]
-            self.failures.pop((mode, variant.flags), None)
+            others = [v for v in self.entries.get(mode, ()) if v.flags != entry.flags]
+            kept = (entry, *others)
+            self.entries[mode] = kept[:most]
+            self.failures.pop((mode, entry.flags), None)
             for dropped in kept[most:]:
                 self.failures[mode, dropped.flags] = _DROPPED
         return len(kept[most:])
 
-    def remove(self, variant: Variant) -> None:
-        """Keep ``variant`` no longer."""
+    def remove(self, entry: CompiledEntry) -> None:
+        """Keep ``entry`` no longer."""
         with self._changing:
-            for mode, variants in list(self.variants.items()):
-                self.variants[mode] = tuple(v for v in variants if v is not variant)
+            for mode, entries in list(self.entries.items()):
+                self.entries[mode] = tuple(v for v in entries if v is not entry)
 
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
@@ -95,9 +95,9 @@ class Specialization:
         Code that no longer fits the module is not copied: the copy could not tell.
         """
         copy = Specialization(self.signature)
-        for mode, variants in list(self.variants.items()):
-            fitting = [v for v in variants if not v.state.replaced()]
-            copy.variants[mode] = tuple(v.rebound(memo, packing) for v in fitting)
+        for mode, entries in list(self.entries.items()):
+            fitting = [v for v in entries if not v.state.replaced()]
+            copy.entries[mode] = tuple(v.rebound(memo, packing) for v in fitting)
         copy.failures = dict(self.failures)
         copy.last_use = self.last_use
         return copy

@@ -16,8 +16,8 @@ from tvm import relax
 from tvmbridge import NumericsError, add_tvm_dispatch
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.frontend.registry import CONVERTERS
-from tvmbridge.runtime import entry as variant
-from tvmbridge.runtime.entry import Variant
+from tvmbridge.runtime import entry as entry
+from tvmbridge.runtime.entry import CompiledEntry
 
 aten = torch.ops.aten
 
@@ -112,9 +112,9 @@ def test_a_wrong_buffer_from_the_runtime(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_running_statistics_written_back_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Variant.assemble
+    right = CompiledEntry.assemble
 
-    def wrong(self: Variant, results: Any, leaves: Any, tensors: Any, arguments: Any) -> Any:
+    def wrong(self: CompiledEntry, results: Any, leaves: Any, tensors: Any, arguments: Any) -> Any:
         returned = right(self, results, leaves, tensors, arguments)
         with torch.no_grad():
             tensors[self.state.names.index("1.running_mean")].mul_(1.01)
@@ -122,18 +122,18 @@ def test_running_statistics_written_back_wrong(monkeypatch: pytest.MonkeyPatch) 
 
     x = torch.randn(6, 4)
     module = checked(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), x)
-    monkeypatch.setattr(Variant, "assemble", wrong)
+    monkeypatch.setattr(CompiledEntry, "assemble", wrong)
     with pytest.raises(NumericsError) as caught:
         module(x)
     assert ": 1.running_mean after the call departs from PyTorch by" in str(caught.value)
     assert "the departure is in no operator" in str(caught.value)
 
 
-def test_exchanged_masks(plant_variant: Callable[[Callable[[Variant], None]], None]) -> None:
+def test_exchanged_masks(plant_variant: Callable[[Callable[[CompiledEntry], None]], None]) -> None:
     x = torch.randn(5, 8)
 
-    def exchange(variant: Variant) -> None:
-        variant._noise_order.reverse()
+    def exchange(entry: CompiledEntry) -> None:
+        entry._noise_order.reverse()
 
     plant_variant(exchange)
     module = checked(Small(), x)
@@ -144,30 +144,30 @@ def test_exchanged_masks(plant_variant: Callable[[Callable[[Variant], None]], No
 @pytest.fixture
 def plant_variant(
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[Callable[[Variant], None]], None]:
-    """Changes each variant when it is made."""
+) -> Callable[[Callable[[CompiledEntry], None]], None]:
+    """Changes each entry when it is made."""
 
-    def plant(change: Callable[[Variant], None]) -> None:
-        right = Variant.__init__
+    def plant(change: Callable[[CompiledEntry], None]) -> None:
+        right = CompiledEntry.__init__
 
-        def wrong(self: Variant, *args: Any) -> None:
+        def wrong(self: CompiledEntry, *args: Any) -> None:
             right(self, *args)
             change(self)
 
-        monkeypatch.setattr(Variant, "__init__", wrong)
+        monkeypatch.setattr(CompiledEntry, "__init__", wrong)
 
     return plant
 
 
 def test_a_draw_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = variant.draw_noise
+    right = entry.draw_noise
 
     def wrong(*args: Any) -> list[torch.Tensor]:
         drawn = right(*args)
         torch.rand(1)
         return drawn
 
-    monkeypatch.setattr(variant, "draw_noise", wrong)
+    monkeypatch.setattr(entry, "draw_noise", wrong)
     x = torch.randn(5, 8)
     module = checked(Small(), x)
     with pytest.raises(NumericsError, match="generator after the call is in another state"):

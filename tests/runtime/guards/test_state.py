@@ -281,9 +281,9 @@ def test_another_sort_of_weight_is_noticed(layers: nn.Module, what: str) -> None
 
 def test_who_looks_past_requires_grad_does_not_make_others_do_so() -> None:
     module = add_tvm_dispatch(nn.Linear(6, 6).train(), _x())
-    ((_, variant),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
+    ((_, entry),) = module.forward.specializations[0].compiled()  # type: ignore[union-attr]
     module.weight.requires_grad_(False)
-    assert not variant.state.is_otherwise()
-    tensors = variant.state.tensors()
-    reason = variant.state.changed(tensors, check_grad=True)
+    assert not entry.state.is_otherwise()
+    tensors = entry.state.tensors()
+    reason = entry.state.changed(tensors, check_grad=True)
     assert reason == "requires_grad of a parameter changed"

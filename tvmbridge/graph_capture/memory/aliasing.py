@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.types import HiddenBase, InputKind, OutputAlias
+from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias
 from tvmbridge.graph_capture.memory.bases import bases_of, covers, hidden_base, overlap
 from tvmbridge.graph_capture.memory.views import (
     ViewWatch,
@@ -34,16 +34,16 @@ _Known = tuple[InputKind | None, int | str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Sharing:
-    """What each output shares memory with, and the hidden bases of some.
+    """What each output shares memory with, and the intermediate view bases of some.
 
-    The number of a hidden base, as the base of others, counts on behind the outputs. ``exchanged``
-    are tensors of the module that forward made of outputs, by name: parts of them, or without
-    their gradient. Outputs cannot be made of these, but these of outputs. Others of them are
+    The number of an intermediate view base, as the base of others, counts on behind the outputs.
+    ``exchanged`` are tensors of the module that forward made of outputs, by name: parts of them,
+    or without their gradient. Outputs cannot be made of these, but these of outputs. Others of them are
     memory of inputs, or of tensors of the module that were not exchanged.
     """
 
     aliases: tuple[OutputAlias | None, ...]
-    bases: tuple[HiddenBase, ...]
+    bases: tuple[IntermediateBase, ...]
     exchanged: Mapping[str, OutputAlias]
 
 
@@ -89,7 +89,7 @@ def aliases_of(
             _refuse_leaf(output)
             if output.numel():
                 groups.setdefault(_storage(output), []).append(number)
-    bases: list[HiddenBase] = []
+    bases: list[IntermediateBase] = []
     for members in groups.values():
         returned = [n for n in members if n < len(outputs)]
         number = len(outputs) + len(bases)
@@ -245,8 +245,8 @@ def _relate(
     found: list[OutputAlias | None],
     hidden_number: int,
     differentiated: bool,
-) -> HiddenBase | None:
-    """Describe ``members``, of one storage, by one that is all of it, or by a hidden base.
+) -> IntermediateBase | None:
+    """Describe ``members``, of one storage, by one that is all of it, or by an intermediate base.
 
     Only those that are ``returned`` can be it, or have it. Members that are apart are not
     described: each may have memory of its own.

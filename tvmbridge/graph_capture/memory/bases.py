@@ -1,8 +1,8 @@
 """Hidden bases: tensors that are not returned, but of which several outputs are views.
 
 ``return y[:2], y[1:]``: the outputs share elements of ``y``, so that who writes into one sees it in
-the other. Compiled code computes ``y`` as one more result, the *hidden base*, and the outputs are
-made again from it.
+the other. Compiled code computes ``y`` as one more result, the *intermediate view
+base*, and the outputs are made again from it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.types import HiddenBase
+from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.memory.views import in_order_of_memory, root
 
 _LARGEST_COMPARED = 1 << 22
@@ -30,7 +30,7 @@ class WithBases:
         bases: of which results the bases are wanted.
     """
 
-    def __init__(self, forward: Callable[..., Any], bases: Sequence[HiddenBase]) -> None:
+    def __init__(self, forward: Callable[..., Any], bases: Sequence[IntermediateBase]) -> None:
         self._forward = forward
         self._bases = bases
 
@@ -78,14 +78,14 @@ class _Made(TorchFunctionMode):
         )
 
 
-def bases_of(leaves: Sequence[Any], bases: Sequence[HiddenBase]) -> tuple[torch.Tensor, ...]:
-    """The hidden bases of ``leaves``, contiguous: their dimensions stand in the order of memory."""
+def bases_of(leaves: Sequence[Any], bases: Sequence[IntermediateBase]) -> tuple[torch.Tensor, ...]:
+    """The intermediate view bases of ``leaves``, contiguous: dimensions in the order of memory."""
     return tuple(root(leaves[base.output]).permute(base.order) for base in bases)
 
 
 def hidden_base(
     members: Sequence[int], returned: Sequence[int], outputs: Sequence[torch.Tensor]
-) -> HiddenBase | None:
+) -> IntermediateBase | None:
     """The tensor that all ``members``, of one storage, can be made again from, or None.
 
     It is the base of one of those that are ``returned``.
@@ -97,7 +97,7 @@ def hidden_base(
         if order is None or base.dtype != outputs[number].dtype or base.is_conj() or base.is_neg():
             continue
         if base.requires_grad == needs_grad and all(covers(base, outputs[n]) for n in members):
-            return HiddenBase(number, order)
+            return IntermediateBase(number, order)
     return None
 
 

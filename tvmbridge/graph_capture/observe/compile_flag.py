@@ -37,14 +37,14 @@ def goes_another_way(module: nn.Module, observe: Callable[..., Observation]) -> 
 
     Args:
         module: whose forward it is.
-        observe: observes forward once, ``within`` the given contexts and ``told`` or not.
+        observe: observes forward once, ``within`` the given contexts and ``is_compiling`` or not.
 
     Raises:
         CaptureError: what it does in a call cannot be told.
     """
     traced, called = _Operators(), _Operators()
     try:
-        ours, theirs = observe(within=[traced]), observe(within=[called], told=False)
+        ours, theirs = observe(within=[traced]), observe(within=[called], is_compiling=False)
     except Exception as error:
         raise CaptureError(
             f"forward of {type(module).__name__} asks whether it is compiled "

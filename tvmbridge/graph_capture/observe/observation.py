@@ -20,7 +20,7 @@ from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.epilogue import TailWatch
+from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.aliasing import (
     Sharing,
     aliases_of,
@@ -101,7 +101,7 @@ def observe(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     within: Iterable[AbstractContextManager[Any]] = (),
-    told: bool = True,
+    is_compiling: bool = True,
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does.
 
@@ -111,7 +111,7 @@ def observe(
         kwargs: keyword arguments.
         needs_grad: whether autograd records.
         within: further contexts, for forward alone.
-        told: whether forward is told that it is traced.
+        is_compiling: whether forward is told that it is traced.
     """
     made, handled = Made(), sys.exc_info()[1]
     with collections_put_off():
@@ -119,7 +119,7 @@ def observe(
             with saved_without_circles():
                 # The fakes have no name here: what is alive when it is done counts as kept.
                 seen = _observe(
-                    module, Fakes.of(module, args, kwargs), needs_grad, made, within, told
+                    module, Fakes.of(module, args, kwargs), needs_grad, made, within, is_compiling
                 )
         except BaseException as error:
             release_frames(error, handled)
@@ -162,8 +162,8 @@ class _Run:
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
         watched = ArgumentWatch(self._module.forward)
-        told = Answering(watched, self._buffers, lambda: self._fakes.buffers)
-        forward = TailWatch(told, differentiated=self._records)
+        answering = Answering(watched, self._buffers, lambda: self._fakes.buffers)
+        forward = EpilogueRecorder(answering, differentiated=self._records)
         with (
             made,
             self.foreign,
@@ -235,7 +235,7 @@ def _observe(
     needs_grad: bool,
     made: Made,
     within: Iterable[AbstractContextManager[Any]],
-    told: bool,
+    is_compiling: bool,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
     with ExitStack() as stack:
@@ -244,7 +244,7 @@ def _observe(
         assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
-        stack.enter_context(run_on_fakes(module, told))
+        stack.enter_context(run_on_fakes(module, is_compiling))
         stack.enter_context(tensors_replaced(module, fakes.held))
         # No fakes stand for what objects of other classes hold.
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))

@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 class Stage:
     """A module to be traced instead of the user's, with what was observed of it.
 
-    ``observation`` is None where forward cannot be run on fake tensors. ``told``: whether forward
-    is to be told that it is traced.
+    ``observation`` is None where forward cannot be run on fake tensors. ``is_compiling``: what
+    ``torch.compiler.is_compiling()`` is to say while it is traced.
     """
 
     module: nn.Module
     observation: Observation | None
     failure: BaseException | None = None
-    told: bool = True
+    is_compiling: bool = True
 
 
 def staged(
@@ -63,13 +63,13 @@ def staged(
     needs_grad: bool,
     *,
     apart: bool = True,
-    told: bool = True,
+    is_compiling: bool = True,
 ) -> Stage:
     """A stand-in for ``module`` in the state in which its calls find it, and how they behave.
 
     Attributes that forward writes once and then finds as it wants them (caches, shapes that it
     has seen) are so in the stand-in. Without ``apart`` the module itself is traced. Forward is
-    ``told`` that it is traced, unless it would do something else then.
+    ``is_compiling`` that it is traced, unless it would do something else then.
 
     Raises:
         NotApartError: the module cannot be copied.
@@ -83,13 +83,13 @@ def staged(
     originals: dict[int, nn.Module] = {}
     actor = _actor(module, originals) if apart else module
     try:
-        seen = observe(actor, args, kwargs, needs_grad, told=told)
+        seen = observe(actor, args, kwargs, needs_grad, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
         if leaves_traces and apart and not seen.impure:
             actor = _actor(module, originals)
             run_apart(actor, args, kwargs)
             restore_generators(seen.outside)
-            again = observe(actor, args, kwargs, needs_grad, told=told)
+            again = observe(actor, args, kwargs, needs_grad, is_compiling=is_compiling)
             # What it wrote must be in place at a call, although it may never read it.
             in_place = values_read(actor, {_split(name) for name in seen.writes})
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
@@ -100,11 +100,11 @@ def staged(
     except Exception as error:
         logger.debug("forward cannot be observed", exc_info=True)
         raise_if_forward_refuses(module, args, kwargs)
-        return Stage(_actor(module) if apart else module, None, error, told)
-    if told and Question.COMPILED in seen.asks:
+        return Stage(_actor(module) if apart else module, None, error, is_compiling)
+    if is_compiling and Question.COMPILED in seen.asks:
         observed = partial(observe, actor, args, kwargs, needs_grad)
         if goes_another_way(module, observed):
-            return staged(module, args, kwargs, needs_grad, apart=apart, told=False)
+            return staged(module, args, kwargs, needs_grad, apart=apart, is_compiling=False)
     seen = replace(seen, asks=seen.asks - {Question.COMPILED})
     if apart:
         _refuse_to_part(module, seen)
@@ -116,7 +116,9 @@ def staged(
     else:
         seen = replace(seen, values=copied_values(seen.values), assigned={})
     of_foreign = (each.watched(originals) for each in seen.foreign_constants)
-    return Stage(actor, replace(seen, outside=(*seen.outside, *of_foreign)), told=told)
+    return Stage(
+        actor, replace(seen, outside=(*seen.outside, *of_foreign)), is_compiling=is_compiling
+    )
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:

@@ -53,16 +53,16 @@ def functions_replaced(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def run_on_fakes(module: nn.Module, told: bool = True) -> Iterator[None]:
+def run_on_fakes(module: nn.Module, is_compiling: bool = True) -> Iterator[None]:
     """Within it forward runs on fake tensors as it is exported, with autograd as in eager.
 
     Args:
         module: what is run.
-        told: whether it is told that it is traced.
+        is_compiling: whether it is told that it is traced.
     """
     with (
         plain_checkpoints(),
-        as_captured(told),
+        as_captured(is_compiling),
         checks_of_numbers(),
         functions_replaced(module),
     ):

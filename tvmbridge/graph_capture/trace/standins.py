@@ -287,12 +287,14 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def as_captured(told: bool = True) -> Iterator[None]:
-    """Within it modules are ``told`` that they are traced, as they were when they were captured.
+def as_captured(is_compiling: bool = True) -> Iterator[None]:
+    """Within it ``torch.compiler.is_compiling()`` says what it said when they were captured.
 
     They must take the same way through their code; and what they keep for later calls (in caches
     of functions) must not be made of fake tensors.
     """
     place = torch.compiler
-    with mock.patch.multiple(place, _is_compiling_flag=told, _is_exporting_flag=told):
+    with mock.patch.multiple(
+        place, _is_compiling_flag=is_compiling, _is_exporting_flag=is_compiling
+    ):
         yield

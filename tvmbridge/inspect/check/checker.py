@@ -27,7 +27,7 @@ from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
 from tvmbridge.inspect.compare.inputs import title
-from tvmbridge.runtime.entry import Variant
+from tvmbridge.runtime.entry import CompiledEntry
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,9 @@ class Checker:
         self.options = options
         self.unchecked: Counter[str] = Counter()
         # What float64 has shown to be rounding: forward and backward of these.
-        self._settled: weakref.WeakKeyDictionary[Variant, set[str]] = weakref.WeakKeyDictionary()
+        self._settled: weakref.WeakKeyDictionary[CompiledEntry, set[str]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def renewed(self) -> Checker:
         """A checker for a copy of the module."""
@@ -56,7 +58,7 @@ class Checker:
     def run(
         self,
         module: nn.Module,
-        variant: Variant,
+        entry: CompiledEntry,
         leaves: Sequence[Any],
         tensors: Sequence[Any],
         arguments: Arguments,
@@ -66,29 +68,29 @@ class Checker:
         Raises:
             NumericsError: the compiled code departs from the module's own forward.
         """
-        if not self.policy.due(variant.calls + 1):
-            return variant.run(leaves, tensors, arguments)
-        if variant.compiled.captured.tail is not None:
+        if not self.policy.due(entry.calls + 1):
+            return entry.run(leaves, tensors, arguments)
+        if entry.compiled.captured.epilogue is not None:
             self.unchecked["a part of forward runs eagerly after the compiled code"] += 1
-            return variant.run(leaves, tensors, arguments)
+            return entry.run(leaves, tensors, arguments)
         if in_checkpoint():  # which takes what the check saves for what the call does
             self.unchecked["a checkpoint watches what the call saves"] += 1
-            return variant.run(leaves, tensors, arguments)
+            return entry.run(leaves, tensors, arguments)
         try:
-            captured = variant.compiled.captured
-            bases = captured.bases if variant.compiled.split is not None else ()
+            captured = entry.compiled.captured
+            bases = captured.bases if entry.compiled.split is not None else ()
             twin = Twin(module, arguments, captured.device, bases)
         except Exception as error:
             reason = f"the module cannot be copied: {first_paragraph(error)}"
             if not self.unchecked[reason]:
                 logger.warning("a call of %s is not checked: %s", type(module).__name__, reason)
             self.unchecked[reason] += 1
-            return variant.run(leaves, tensors, arguments)
-        return _Check(self, module, variant, twin).run(leaves, tensors, arguments)
+            return entry.run(leaves, tensors, arguments)
+        return _Check(self, module, entry, twin).run(leaves, tensors, arguments)
 
-    def judged(self, judge: Judge, variant: Variant, part: str) -> tuple[str, str] | None:
+    def judged(self, judge: Judge, entry: CompiledEntry, part: str) -> tuple[str, str] | None:
         """The mistake among doubtful values; forward and backward are settled once each."""
-        settled = self._settled.setdefault(variant, set())
+        settled = self._settled.setdefault(entry, set())
         if not judge.doubtful or part in settled:
             return None
         settled.add(part)
@@ -98,13 +100,15 @@ class Checker:
 class _Check:
     """The check of one call."""
 
-    def __init__(self, checker: Checker, module: nn.Module, variant: Variant, twin: Twin) -> None:
+    def __init__(
+        self, checker: Checker, module: nn.Module, entry: CompiledEntry, twin: Twin
+    ) -> None:
         self._checker = checker
         self._module = module
-        self._variant = variant
+        self._variant = entry
         self._twin = twin
-        self._call = variant.calls + 1
-        captured = variant.compiled.captured
+        self._call = entry.calls + 1
+        captured = entry.compiled.captured
         primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
         self._titles = [title(d) for d in primals]
         # A tied parameter is several primals, of which one may have the gradient of all.

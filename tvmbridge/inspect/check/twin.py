@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from tvmbridge.core.types import HiddenBase
+from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.observe.arguments import Arguments, ArgumentWatch
 from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
 from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
@@ -51,7 +51,7 @@ class Outcome:
 
     ``returned`` is what forward returned; ``leaves`` are its leaves, and those of the arguments
     that it changed, by name; ``structure`` is that of both. ``state`` are the tensors of the
-    module and the arguments after the call, ``bases`` the hidden bases of the outputs.
+    module and the arguments after the call, ``bases`` the intermediate view bases of the outputs.
     """
 
     returned: Any
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def differentiable(self) -> Mapping[str, Any]:
-        """What gradients may arrive for: the leaves, and hidden bases, by name."""
+        """What gradients may arrive for: the leaves, and intermediate view bases, by name."""
         return {**self.leaves, **self.bases}
 
 
@@ -71,7 +71,7 @@ def observed_call(
     module: nn.Module,
     arguments: Arguments,
     inputs: Sequence[Any],
-    bases: Sequence[HiddenBase] = (),
+    bases: Sequence[IntermediateBase] = (),
 ) -> Outcome:
     """Call ``forward`` on ``arguments``, whose leaves are ``inputs``, and see what it does.
 
@@ -108,7 +108,7 @@ class Twin:
         module: the dispatched module.
         arguments: those of the call.
         device: the one that the module computes on.
-        bases: hidden bases that gradients may arrive for.
+        bases: intermediate view bases that gradients may arrive for.
 
     Raises:
         Exception: the module cannot be copied, or its copy would not stand for itself.
@@ -119,7 +119,7 @@ class Twin:
         module: nn.Module,
         arguments: Arguments,
         device: torch.device,
-        bases: Sequence[HiddenBase],
+        bases: Sequence[IntermediateBase],
     ) -> None:
         args, kwargs = arguments
         closure = _closure_over(module)

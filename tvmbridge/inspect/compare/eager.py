@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.types import HiddenBase
+from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.memory.aliasing import aliases_of
 from tvmbridge.graph_capture.memory.bases import bases_of
 from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
@@ -126,15 +126,17 @@ def state_name(name: str) -> str:
     return f"{name} after the call"
 
 
-def named_bases(outputs: Mapping[str, Any], bases: Sequence[HiddenBase]) -> dict[str, torch.Tensor]:
-    """The hidden bases of ``outputs``, by name."""
+def named_bases(
+    outputs: Mapping[str, Any], bases: Sequence[IntermediateBase]
+) -> dict[str, torch.Tensor]:
+    """The intermediate view bases of ``outputs``, by name."""
     names = list(outputs)
     found = bases_of(list(outputs.values()), bases)
     return {f"base of {names[b.output]}": t for b, t in zip(bases, found, strict=True)}
 
 
 def _results(sample: Sample, returned: Any, inputs: list[Any]) -> tuple[dict[str, Any], set[str]]:
-    """The outputs and their hidden bases, by name, and which of them are views.
+    """The outputs and their intermediate view bases, by name, and which of them are views.
 
     Compiled code does not compute views of others, of inputs or of state, so that their cotangents
     arrive elsewhere.

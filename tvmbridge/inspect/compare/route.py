@@ -73,10 +73,10 @@ class Route(CallingConvention):
                 passes=passes,
                 packing=Packing(sample.module),
             )
-        if lowered.captured.tail is not None:
+        if lowered.captured.epilogue is not None:
             raise UnsupportedOperatorError(
-                "forward has an eager tail (results that depend on the values of tensors: "
-                f"{', '.join(lowered.captured.tail.functions)}), which is not compared"
+                "forward has an eager epilogue (results that depend on the values of tensors: "
+                f"{', '.join(lowered.captured.epilogue.functions)}), which is not compared"
             )
         kept = [step for step in seen if any(step[0] is record for record in records)]
         stages = [Stage("captured", "captured", None), *stages_of(lowered, kept)]

@@ -163,7 +163,7 @@ def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
     return {
         "noise": tuple(_draws(captured)),
         "mutations": tuple(_mutations(captured)),
-        "eager_functions": () if captured.tail is None else tuple(captured.tail.functions),
+        "eager_functions": () if captured.epilogue is None else tuple(captured.epilogue.functions),
         "frozen": frozen,
     }
 
