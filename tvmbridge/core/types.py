@@ -234,50 +234,70 @@ class OutputDescriptor:
 
 
 @dataclass(frozen=True)
-class CapturedGraph:
-    """A module's functional graph with a description of every input and output.
+class CallingConvention:
+    """How a call's arguments become the graph's inputs, and its outputs what forward returns.
 
-    ``constants`` holds the non-tensor leaves of ``(args, kwargs)`` by position: the graph was
-    specialised on them. ``aliases`` gives for dotted names that share a tensor (tied weights) the
-    first name of it. ``values`` are the attributes that forward read, by (submodule's name,
-    attribute's name), and ``assigned`` those that each call gives a value, with it.
-    ``changed_arguments`` are the places of the container arguments that forward
-    changes: their content is among the outputs. ``prologue`` makes the draws where one of
-    them reads values; None where none does. The last user outputs tell whether the ``checks``
-    have passed. ``epilogue`` is what runs eagerly after the compiled code, on the last of the
-    outputs, and ``out_spec`` the structure of what it makes of them all. ``foreign`` are the
-    tensors that forward reads though nobody gives them to it; the graph has them as constants.
-    ``bases`` are further user outputs behind all others, from which views among the outputs are made again.
-    ``outside`` are values that forward reads beside those. ``asks``: what it asks of tensors, so
-    that the graph is right for inputs like the sample's in that. ``normed`` names the attributes
-    that hooks of PyTorch's (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``:
-    what forward was told where it asked what buffers hold. ``is_compiling``: what
-    ``torch.compiler.is_compiling()`` said.
+    ``in_spec`` and ``out_spec`` are the structures of ``(args, kwargs)`` and of what forward
+    returns. ``changed_arguments`` are the places of the container arguments that forward changes:
+    their content is among the outputs. ``assigned`` are the attributes that each call gives a
+    value, by (submodule's name, attribute's name), with it. ``bases`` are user outputs behind all
+    that are returned, from which views among the outputs are made again. The last user outputs
+    tell whether the ``checks`` have passed.
     """
 
-    program: ExportedProgram
-    training: bool
     in_spec: TreeSpec
     out_spec: TreeSpec
-    inputs: tuple[InputDescriptor, ...]
-    outputs: tuple[OutputDescriptor, ...]
-    noise: tuple[NoiseDescriptor, ...]
-    constants: Mapping[int, Any]
-    constant_tensors: Mapping[str, torch.Tensor]
+    changed_arguments: tuple[int | str, ...] = ()
+    assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    bases: tuple[IntermediateBase, ...] = ()
+    checks: tuple[Check, ...] = ()
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the graph was specialised on, and what guards compare at each call.
+
+    ``training`` is the module's flag. ``constants`` holds the non-tensor leaves of
+    ``(args, kwargs)`` by position. ``aliases`` gives for dotted names that share a tensor (tied
+    weights) the first name of it. ``values`` are the attributes that forward read, by (submodule's
+    name, attribute's name), ``outside`` what it read beside those. ``foreign`` are tensors that it
+    read though nobody gave them to it; the graph has them as constants. ``asks``: what it asked of
+    tensors beyond shapes and dtypes. ``normed`` names the attributes that hooks of PyTorch's
+    (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``: what it read of the
+    values of small buffers. ``is_compiling``: what ``torch.compiler.is_compiling()`` said.
+    """
+
+    training: bool
+    constants: Mapping[int, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
-    changed_arguments: tuple[int | str, ...] = ()
-    prologue: EagerPrologue | None = None
-    checks: tuple[Check, ...] = ()
-    epilogue: Epilogue | None = None
-    foreign: tuple[torch.Tensor, ...] = ()
-    bases: tuple[IntermediateBase, ...] = ()
     outside: tuple[OutsideValue, ...] = ()
+    foreign: tuple[torch.Tensor, ...] = ()
     asks: frozenset[Question] = frozenset()
     normed: tuple[str, ...] = ()
     answers: tuple[Answer, ...] = ()
     is_compiling: bool = True
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A module's functional graph with a description of every input and output.
+
+    ``noise`` are its random draws, which are inputs. ``constant_tensors`` are the tensors that the
+    program holds itself. ``prologue`` makes the draws where one of them reads values (None where
+    none does), and ``epilogue`` is what runs eagerly after the compiled code, on the last of the
+    outputs.
+    """
+
+    program: ExportedProgram
+    inputs: tuple[InputDescriptor, ...]
+    outputs: tuple[OutputDescriptor, ...]
+    noise: tuple[NoiseDescriptor, ...]
+    constant_tensors: Mapping[str, torch.Tensor]
+    convention: CallingConvention
+    assumptions: Assumptions
+    prologue: EagerPrologue | None = None
+    epilogue: Epilogue | None = None
 
     @property
     def device(self) -> torch.device:

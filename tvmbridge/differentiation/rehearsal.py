@@ -108,13 +108,13 @@ class Rehearsal:
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(run_on_fakes(self.module, self.captured.is_compiling))
+            stack.enter_context(run_on_fakes(self.module, self.captured.assumptions.is_compiling))
             stack.enter_context(tensors_replaced(self.module, held))
             differentiated = any(p.requires_grad for p in primals)
             watched = ArgumentWatch(self.module.forward)
             answering = Answering(watched, buffers, lambda: buffers_of(self.module))
             forward = EpilogueRecorder(answering, differentiated=differentiated)
-            with_bases = WithBases(forward, self.captured.bases)
+            with_bases = WithBases(forward, self.captured.convention.bases)
             results = pytree.tree_leaves(_called(with_bases, args, kwargs))
             return self._ordered(results, leaves)
 

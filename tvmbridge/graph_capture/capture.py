@@ -17,7 +17,13 @@ from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.structure import children
-from tvmbridge.core.types import CapturedGraph, Epilogue, IntermediateBase
+from tvmbridge.core.types import (
+    Assumptions,
+    CallingConvention,
+    CapturedGraph,
+    Epilogue,
+    IntermediateBase,
+)
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
@@ -125,30 +131,36 @@ def capture_staged(
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     inputs, constant_tensors = describe_inputs(module, program, leaves, needs_grad)
     noise = find_noise(program.graph)
-    return CapturedGraph(
-        program=program,
-        training=module.training,
+    convention = CallingConvention(
         in_spec=in_spec,
         out_spec=seen.structure if epilogue is None else children(seen.structure)[0],
-        inputs=inputs,
-        outputs=with_aliases(describe_outputs(program), seen),
-        noise=noise,
+        changed_arguments=watch.changed,
+        assigned=seen.assigned,
+        bases=bases,
+        checks=watch.checks,
+    )
+    assumptions = Assumptions(
+        training=module.training,
         constants={i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)},
-        constant_tensors=constant_tensors,
         aliases=find_aliases(module),
         values=seen.values,
-        assigned=seen.assigned,
-        changed_arguments=watch.changed,
-        checks=watch.checks,
-        prologue=cut_prologue(program.graph, noise, constant_tensors),
-        epilogue=epilogue,
-        bases=bases,
-        foreign=seen.foreign,
         outside=seen.outside,
+        foreign=seen.foreign,
         asks=seen.asks,
         normed=seen.normed,
         answers=answers,
         is_compiling=stage.is_compiling,
+    )
+    return CapturedGraph(
+        program=program,
+        inputs=inputs,
+        outputs=with_aliases(describe_outputs(program), seen),
+        noise=noise,
+        constant_tensors=constant_tensors,
+        convention=convention,
+        assumptions=assumptions,
+        prologue=cut_prologue(program.graph, noise, constant_tensors),
+        epilogue=epilogue,
     )
 
 

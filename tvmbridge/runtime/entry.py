@@ -69,9 +69,9 @@ class CompiledEntry:
         reads = captured.prologue.reads if captured.prologue is not None else ()
         self._prologue_reads = [given[name] for name in reads]
         self._outputs = Outputs(state, captured)
-        self._asks = captured.asks
+        self._asks = captured.assumptions.asks
         # Gradients that forward turns on flow where tensors require them.
-        self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.asks
+        self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.assumptions.asks
         self._layouts = LayoutGuard(state, compiled)
         self._packing = packing
         self._packs = [

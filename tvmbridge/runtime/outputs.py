@@ -109,8 +109,8 @@ class Outputs:
         flat = self._without_bases(flat)
         if captured.epilogue is not None:
             flat = captured.epilogue.resolve(flat)
-        changed, checks = captured.changed_arguments, captured.checks
-        return rebuild(flat, captured.out_spec, changed, arguments, checks)
+        changed, checks = captured.convention.changed_arguments, captured.convention.checks
+        return rebuild(flat, captured.convention.out_spec, changed, arguments, checks)
 
     def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
         """What the eager epilogue gets of the computed ``results``; nothing is written."""
@@ -131,4 +131,4 @@ class Outputs:
         return made_again(alias, base)
 
     def _without_bases(self, flat: Sequence[Any]) -> list[Any]:
-        return list(flat[: len(flat) - len(self._captured.bases)])
+        return list(flat[: len(flat) - len(self._captured.convention.bases)])

@@ -80,8 +80,8 @@ class SecondOrder:
             generator: the state of PyTorch's generator from which it draws; None: it does not.
         """
         own = own_forward(self._state.module)
-        forward = WithBases(lambda *a, **k: opened(own(*a, **k)), self._captured.bases)
-        args, kwargs = unflatten(leaves, self._captured.in_spec)
+        forward = WithBases(lambda *a, **k: opened(own(*a, **k)), self._captured.convention.bases)
+        args, kwargs = unflatten(leaves, self._captured.convention.in_spec)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
@@ -159,7 +159,9 @@ def _refused(captured: CapturedGraph) -> str | None:
     """Why running the own forward again would not do what the call has done; None: it would."""
     if captured.noise and captured.device.type != "cpu":
         return "forward draws random numbers on another device than the CPU"
-    if captured.changed_arguments or any(o.kind is not OutputKind.USER for o in captured.outputs):
+    if captured.convention.changed_arguments or any(
+        o.kind is not OutputKind.USER for o in captured.outputs
+    ):
         return "forward writes into buffers or arguments"
     if captured.epilogue is not None:
         return "a part of forward runs eagerly after the compiled code"

@@ -38,8 +38,8 @@ class Sharing:
 
     The number of an intermediate view base, as the base of others, counts on behind the outputs.
     ``exchanged`` are tensors of the module that forward made of outputs, by name: parts of them,
-    or without their gradient. Outputs cannot be made of these, but these of outputs. Others of them are
-    memory of inputs, or of tensors of the module that were not exchanged.
+    or without their gradient. Outputs cannot be made of these, but these of outputs. Others of
+    them are memory of inputs, or of tensors of the module that were not exchanged.
     """
 
     aliases: tuple[OutputAlias | None, ...]

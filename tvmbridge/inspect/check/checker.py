@@ -78,7 +78,7 @@ class Checker:
             return entry.run(leaves, tensors, arguments)
         try:
             captured = entry.compiled.captured
-            bases = captured.bases if entry.compiled.split is not None else ()
+            bases = captured.convention.bases if entry.compiled.split is not None else ()
             twin = Twin(module, arguments, captured.device, bases)
         except Exception as error:
             reason = f"the module cannot be copied: {first_paragraph(error)}"
@@ -115,7 +115,7 @@ class _Check:
         self._differentiated: dict[str, list[int]] = {}
         for i, name in enumerate(self._titles):
             if primals[i].requires_grad:
-                tied = captured.aliases.get(name, name)
+                tied = captured.assumptions.aliases.get(name, name)
                 self._differentiated.setdefault(tied, []).append(i)
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
@@ -177,7 +177,7 @@ class _Check:
 
     def _where(self) -> str:
         captured = self._variant.compiled.captured
-        mode = "train" if captured.training else "eval"
+        mode = "train" if captured.assumptions.training else "eval"
         return f"call {self._call} of {type(self._module).__name__} ({mode}) by compiled code"
 
     # Backward ------------------------------------------------------------------------------------

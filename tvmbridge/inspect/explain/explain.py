@@ -153,11 +153,13 @@ class _Explanation:
 
 
 def _of_captured(captured: CapturedGraph) -> dict[str, Any]:
-    frozen = {f"argument {i}": _shown(value) for i, value in captured.constants.items()}
-    for (path, name), value in sorted(captured.values.items(), key=lambda item: item[0]):
+    frozen = {f"argument {i}": _shown(value) for i, value in captured.assumptions.constants.items()}
+    for (path, name), value in sorted(
+        captured.assumptions.values.items(), key=lambda item: item[0]
+    ):
         if value is not MISSING and not callable(value):
             frozen[f"{path}.{name}".lstrip(".")] = _shown(value)
-    for value in captured.outside:
+    for value in captured.assumptions.outside:
         if not value.itself:
             frozen[value.label] = _shown(value.expected)
     return {
@@ -198,9 +200,9 @@ def _mutations(captured: CapturedGraph) -> Iterator[Mutation]:
             yield Mutation("buffer", output.target or "")
         elif output.kind is OutputKind.INPUT_MUTATION:
             yield Mutation("input", str(positions.get(output.target or "", output.target)))
-    for place in captured.changed_arguments:
+    for place in captured.convention.changed_arguments:
         yield Mutation("argument", str(place))
-    for path, name in sorted(captured.assigned):
+    for path, name in sorted(captured.convention.assigned):
         yield Mutation("attribute", f"{path}.{name}".lstrip("."))
 
 

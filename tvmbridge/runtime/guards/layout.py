@@ -54,7 +54,7 @@ class LayoutGuard:
         noise = bool(captured.noise)
         self._orders = [(d.position or 0, memory_order(d.spec)) for d in users if noise]
         self._held_orders = [memory_order(d.spec) for d in held] if noise else []
-        self._asks = Question.LAYOUT in captured.asks
+        self._asks = Question.LAYOUT in captured.assumptions.asks
         # Eager sorts equal elements otherwise where they lie in one place.
         sorts = not _SORTS.isdisjoint([*compiled.native_calls, *compiled.aten_calls])
         self._repeats = [(d.position or 0, _repeated(d.spec.stride)) for d in users if sorts]
@@ -132,7 +132,7 @@ class LayoutGuard:
 
     def _learned(self, leaves: Sequence[Any]) -> dict[int, tuple[int, ...]] | str:
         captured = self._compiled.captured
-        arguments = unflatten(leaves, captured.in_spec)
+        arguments = unflatten(leaves, captured.convention.in_spec)
         try:
             with tracing_here(), undisturbed():
                 args, kwargs = without_inference_tensors(arguments)
@@ -147,12 +147,15 @@ class LayoutGuard:
         """The strides that differ from the sample's; a reason where more than these differs."""
         captured = self._compiled.captured
         users = [o for o in captured.outputs if o.kind is OutputKind.USER]
-        aliases = (*seen.sharing.aliases, *(None for _ in captured.bases))
-        if tuple(o.alias for o in users) != aliases or captured.bases != seen.sharing.bases:
+        aliases = (*seen.sharing.aliases, *(None for _ in captured.convention.bases))
+        if (
+            tuple(o.alias for o in users) != aliases
+            or captured.convention.bases != seen.sharing.bases
+        ):
             return "an input is laid out otherwise, so that other outputs would share memory"
         if {o.target for o in captured.outputs if o.rebinds} != seen.rebound.keys():
             return "an input is laid out otherwise, so that other buffers would be exchanged"
-        strides = iter((*seen.strides, *(None for _ in captured.bases)))
+        strides = iter((*seen.strides, *(None for _ in captured.convention.bases)))
         found: dict[int, tuple[int, ...]] = {}
         number = 0
         for output in captured.outputs:

@@ -40,6 +40,7 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module, captured: CapturedGraph) -> None:
+        assumed = captured.assumptions
         inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
         self._expected = [
@@ -50,8 +51,8 @@ class ModuleState:
         self._all_alike: TensorGuards | None = None
         based = [o.alias for o in captured.outputs if o.alias is not None]
         beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
-        self._ties = list(captured.aliases.items())
-        self._answers = AnswerGuard(captured.answers)
+        self._ties = list(assumed.aliases.items())
+        self._answers = AnswerGuard(assumed.answers)
         beside += self._answers.names
         self._places = {
             name: entry_of(module, name)
@@ -71,13 +72,13 @@ class ModuleState:
             if held in m.__dict__
         ]
         self._classes = [(c, c.forward) for c in {type(m) for m in self._modules}]
-        self._values = ValueGuard.of(module, captured.values, captured.outside)
+        self._values = ValueGuard.of(module, assumed.values, assumed.outside)
         self._assigned = [
             (module.get_submodule(path), name, value)
-            for (path, name), value in captured.assigned.items()
+            for (path, name), value in captured.convention.assigned.items()
         ]
-        self.norms = OldNorms.of(module, captured.normed)
-        constants = {id(t): t for t in (*captured.constant_tensors.values(), *captured.foreign)}
+        self.norms = OldNorms.of(module, assumed.normed)
+        constants = {id(t): t for t in (*captured.constant_tensors.values(), *assumed.foreign)}
         self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
 
