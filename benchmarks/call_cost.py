@@ -1,88 +1,188 @@
-"""What a dispatched inference call costs over the bare compiled call, in microseconds.
+"""What a dispatched call costs beyond the compiled code itself, in microseconds.
 
-The bare call is made with the very tensors that the dispatched call hands to compiled code. For a
-module whose code runs for milliseconds the difference of two times would drown in their noise, so
-there the compiled call is replaced by one that only returns its results, and what is left is timed.
+The compiled functions are replaced by ones that return at once what they have computed before, so
+that what is left is all that a call does around them: guards, arguments, autograd, outputs. For
+training, a forward and a backward by ``torch.autograd.grad``; the row "autograd alone" is the same
+of the least autograd function that takes as many tensors and returns as many gradients, which no
+way of training PyTorch modules can do without. Last, a small network as a whole, beside eager
+PyTorch.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from benchmarks.common import Row, alternate, parser, report
 from tests.end_to_end.steps import base_layer
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.executable import LoadedModule
 
-BOUND = 30.0
+Made = tuple[nn.Module, torch.Tensor]
 
 
-class Recorder:
-    """Stands in for ``LoadedModule.call``; keeps the last call and its results."""
+class Canned:
+    """Stands in for ``LoadedModule.call``; returns what each function returned at first."""
 
     def __init__(self) -> None:
         self.genuine = LoadedModule.call
+        self.results: dict[str, list[torch.Tensor]] = {}
 
-    def record(
-        self, loaded: LoadedModule, name: str, tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Make the call and keep it."""
-        self.loaded, self.name, self.tensors = loaded, name, tensors
-        self.results = self.genuine(loaded, name, tensors)
-        return list(self.results)
+    def record(self, loaded: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
+        """Make the call and keep its results."""
+        self.results[name] = self.genuine(loaded, name, values)
+        return list(self.results[name])
 
-    def bare(self) -> list[torch.Tensor]:
-        """The compiled call that was kept, without dispatch."""
-        return self.genuine(self.loaded, self.name, self.tensors)
-
-    def canned(self, *_: object) -> list[torch.Tensor]:
-        """The results that were kept."""
-        return list(self.results)
+    def replay(self, _: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
+        """The results that were kept; the first is a fresh output for autograd."""
+        first, *rest = self.results[name]
+        return [first.detach(), *rest]
 
 
-def recorded(module: nn.Module, sample: torch.Tensor) -> Recorder:
-    """Dispatch ``module`` for inference and record one call."""
-    add_tvm_dispatch(module.eval(), sample)
-    recorder = Recorder()
-    with mock.patch.object(LoadedModule, "call", lambda *call: recorder.record(*call)):
-        module(sample)
+def small_network() -> Made:
+    """Linear, GELU, LayerNorm, Linear of 256 features, and 64 rows for it."""
+    torch.manual_seed(7)
+    layers = [nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256)]
+    return nn.Sequential(*layers), torch.randn(64, 256)
+
+
+def bert_layer() -> Made:
+    """A layer of BERT-base without dropout: 16 parameters."""
+    return without_dropout(base_layer("sdpa")), torch.randn(1, 14, 768)
+
+
+def bert_base(layers: int = 12) -> Made:
+    """BERT-base without dropout: 199 parameters."""
+    config = BertConfig(num_hidden_layers=layers, attn_implementation="sdpa", return_dict=False)
+    return without_dropout(BertModel(config)), torch.arange(14)[None] + 1000
+
+
+def without_dropout(module: nn.Module) -> nn.Module:
+    """``module`` with all rates of dropout 0: the draws are PyTorch's, not ours."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return module
+
+
+MODULES: dict[str, tuple[Callable[[], Made], float, float]] = {
+    "small network": (small_network, 8, 25),
+    "BertLayer": (bert_layer, 10, 35),
+    "BERT-base": (bert_base, 15, 60),
+}
+
+
+@contextmanager
+def canned(module: nn.Module, call: Callable[[], object]) -> Iterator[None]:
+    """Within it compiled functions return at once what they returned in ``call``."""
+    stand_in = Canned()
+    for _ in range(3):
+        call()
+    with mock.patch.object(LoadedModule, "call", lambda *given: stand_in.record(*given)):
+        call()
     assert not dispatch_report(module).fallbacks, dispatch_report(module).fallbacks
-    return recorder
+    with mock.patch.object(LoadedModule, "call", lambda *given: stand_in.replay(*given)):
+        yield
 
 
-def measure_small(rounds: int) -> list[Row]:
-    """A module that computes next to nothing: dispatched and bare calls in turns."""
-    module, sample = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
-    recorder = recorded(module, sample)
-    whole, bare = alternate([lambda: module(sample), recorder.bare], rounds=rounds, warmup=50)
+def inference(name: str, made: Callable[[], Made], rounds: int, bound: float) -> list[Row]:
+    """The cost of a call without gradients."""
+    module, sample = made()
+    with torch.no_grad():
+        add_tvm_dispatch(module.eval(), sample)
+        with canned(module, lambda: module(sample)):
+            (cost,) = alternate([lambda: module(sample)], rounds=rounds, warmup=50)
+    return [Row(f"inference, {name}", cost * 1e6, "us", bound)]
+
+
+class Least(torch.autograd.Function):
+    """Returns a tensor that it is given, and in backward gradients that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: tuple[torch.Tensor, list[torch.Tensor]], *_: Any) -> torch.Tensor:
+        output, ctx.gradients = kept
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
+        return (None, *ctx.gradients)
+
+
+def training(name: str, made: Callable[[], Made], rounds: int, bound: float) -> list[Row]:
+    """The cost of forward and backward together."""
+    module, sample = made()
+    add_tvm_dispatch(module.train(), sample)
+    first = first_tensor(module(sample))
+    cotangent = torch.ones_like(first)
+    wanted = [p for p in module.parameters() if p.requires_grad]
+
+    def step() -> object:
+        output = first_tensor(module(sample))
+        return torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+
+    kept = (first.detach(), [torch.zeros_like(p) for p in wanted])
+
+    def least() -> object:
+        output = Least.apply(kept, *wanted)  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(output, wanted, cotangent)
+
+    with canned(module, step):
+        cost, floor = alternate([step, least], rounds=rounds, warmup=50)
     return [
-        Row("small module: bare call", bare * 1e6, "us"),
-        Row("small module: dispatched call", whole * 1e6, "us"),
-        Row("small module: cost of dispatch", (whole - bare) * 1e6, "us", BOUND),
+        Row(f"forward and backward, {name}, autograd alone", floor * 1e6, "us"),
+        Row(f"forward and backward, {name}, beyond that", (cost - floor) * 1e6, "us", bound),
     ]
 
 
-def measure_layer(rounds: int) -> list[Row]:
-    """A BertLayer, with the compiled call left out."""
-    layer, sample = base_layer("sdpa"), torch.randn(1, 14, 768)
-    recorder = recorded(layer, sample)
-    with mock.patch.object(LoadedModule, "call", recorder.canned):
-        (cost,) = alternate([lambda: layer(sample)], rounds=rounds, warmup=50)
-    return [Row("BertLayer 1x14: cost of dispatch", cost * 1e6, "us", BOUND)]
+def first_tensor(results: Any) -> torch.Tensor:
+    """The first of several results, which the loss is of."""
+    return results if isinstance(results, torch.Tensor) else results[0]
+
+
+def whole(rounds: int) -> list[Row]:
+    """A small network through TVM, over eager PyTorch."""
+    (eager, sample), (module, _) = small_network(), small_network()
+    cotangent = torch.randn(64, 256)
+
+    def step(which: nn.Module) -> None:
+        which(sample).backward(cotangent)
+        which.zero_grad()
+
+    with torch.no_grad():
+        add_tvm_dispatch(module.eval(), sample)
+        eager.eval()
+        theirs, ours = alternate(
+            [lambda: eager(sample), lambda: module(sample)], rounds=rounds, warmup=50
+        )
+    rows = [Row("small network, TVM over eager: inference", ours / theirs, "", 1.0)]
+    add_tvm_dispatch(module.train(), sample)
+    eager.train()
+    theirs, ours = alternate([lambda: step(eager), lambda: step(module)], rounds=rounds, warmup=50)
+    assert not dispatch_report(module).fallbacks, dispatch_report(module).fallbacks
+    return [*rows, Row("small network: forward and backward", ours / theirs, "", 1.0)]
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """Measure both."""
+    """Measure all of it."""
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=3000, help="timed calls of each")
+    options.add_argument("--rounds", type=int, default=2000, help="timed calls of each")
+    options.add_argument("--threads", type=int, default=2, help="threads of PyTorch")
+    options.add_argument("--only", nargs="*", default=list(MODULES), help="modules to measure")
     chosen = options.parse_args(list(argv))
-    with torch.no_grad():
-        rows = measure_small(chosen.rounds) + measure_layer(chosen.rounds)
+    torch.set_num_threads(chosen.threads)
+    rows: list[Row] = []
+    for name in chosen.only:
+        made, bound, training_bound = MODULES[name]
+        rows += inference(name, made, chosen.rounds, bound)
+        rows += training(name, made, chosen.rounds, training_bound)
+    rows += whole(chosen.rounds)
     return report("a dispatched call", rows, check=not chosen.no_check)
 
 

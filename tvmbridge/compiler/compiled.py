@@ -14,7 +14,7 @@ from torch import nn
 from tvmbridge.compiler.build import build
 from tvmbridge.compiler.combining import Packs
 from tvmbridge.compiler.durations import Stages
-from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
@@ -67,17 +67,19 @@ class CompiledModule:
     partial_backwards: PartialBackwards | None = None
 
     def forward(
-        self, primals: Sequence[torch.Tensor], strides: Strides = None
+        self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
     ) -> list[torch.Tensor]:
         """The outputs, with the sample's strides or with these, and the residuals."""
-        results = self.loaded.run("forward", primals, self.copied_outputs)
-        put_on(self.layouts.outputs, results, strides)
+        results = self.loaded.run("forward", primals, self.copied_outputs, bound)
+        if self.layouts.outputs or strides:
+            put_on(self.layouts.outputs, results, strides)
         return results
 
-    def backward(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def backward(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
         """The gradients, laid out as in eager PyTorch."""
-        gradients = self.loaded.run("backward", values, self.copied_gradients)
-        put_on(self.layouts.gradients, gradients)
+        gradients = self.loaded.run("backward", values, self.copied_gradients, bound)
+        if self.layouts.gradients:
+            put_on(self.layouts.gradients, gradients)
         return gradients
 
     @property

@@ -30,6 +30,7 @@ class SplitModule:
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
     ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
+    ``computed_residuals`` are the numbers of those that are no results of ATen calls.
     """
 
     mod: tvm.IRModule
@@ -43,6 +44,7 @@ class SplitModule:
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
     functions: tuple[AppliedFunction, ...] = ()
+    computed_residuals: tuple[int, ...] = ()
 
     @property
     def residual_bytes(self) -> int:
@@ -75,6 +77,9 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
         drawn=tuple(_describe(v, bound) for v in coloring.drawn),
         functions=joint.functions,
+        computed_residuals=tuple(
+            i for i, v in enumerate(residuals) if _is_operator_of_relax(bound.get(v))
+        ),
     )
 
 
@@ -113,6 +118,11 @@ def _separate_outputs(
         else:
             others.append(residual)
     return kept, others
+
+
+def _is_operator_of_relax(value: relax.Expr | None) -> bool:
+    """Whether it is no call of PyTorch's, whose result may begin at any address."""
+    return (operator_name(value) or "").startswith("relax.")
 
 
 def _describe(var: relax.Var, bound: Mapping[relax.Var, relax.Expr]) -> ValueDescriptor:

@@ -93,6 +93,18 @@ def unflatten(leaves: Sequence[Any], spec: Any) -> Any:
     return _rebuilt(iter(leaves), spec)
 
 
+def builder_of(spec: Any) -> Callable[[list[Any]], Any]:
+    """:func:`unflatten` for one ``spec``; what is common is found out once."""
+    if spec.is_leaf():
+        return lambda leaves: leaves[0]
+    if _has_own(spec) or not all(child.is_leaf() for child in children(spec)):
+        return lambda leaves: unflatten(leaves, spec)
+    if spec.type in (tuple, list):
+        return spec.type
+    node, context = pytree.SUPPORTED_NODES[spec.type].unflatten_fn, spec.context
+    return lambda leaves: node(leaves, context)
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
     """``structure`` with each tensor in it given to ``function``."""
     leaves, spec = pytree.tree_flatten(structure)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._C as _C
 
 from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
 from tvmbridge.core.errors import BridgeError
@@ -19,6 +21,7 @@ from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorS
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.surroundings import in_checkpoint
+from tvmbridge.runtime.guards.watch import versions_of
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
@@ -34,10 +37,12 @@ _WRITTEN = (
     "kept them without a copy"
 )
 
-# Arguments of the autograd function that are none of the compiled code.
-_BEFORE_PRIMALS = 3
+# Arguments of the autograd function that are no tensors.
+_BEFORE_SOURCES = 1
 _CALLED_ALONE = "the code was called alone"
 _numbers = itertools.count(1)
+saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
+_keeps_graph = _C._autograd._get_current_graph_task_keep_graph
 
 
 class TrainingCall:
@@ -63,12 +68,6 @@ class TrainingCall:
         ]
         self.gradient_of = [position[name] for name in parts.wanted]
         self.num_primals = len(parts.primals)
-        # Autograd would call the hooks of what no gradient reaches.
-        self.unreached = [
-            i
-            for i, d in enumerate(_primals(compiled))
-            if d.requires_grad and i not in set(self.gradient_of)
-        ]
         self.overwritten = _overwritten(compiled)
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
@@ -82,26 +81,49 @@ class TrainingCall:
 
     def __call__(
         self,
-        primals: Sequence[torch.Tensor],
+        primals: Sequence[Any],
         strides: Strides = None,
         again: SecondOrderCall | str = _CALLED_ALONE,
+        held: Held | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
 
         ``strides`` are those that the outputs get at this call; None: those of the sample's.
-        ``again`` gives gradients that can be differentiated, or says why there are none.
+        ``again`` gives gradients that can be differentiated, or says why there are none. ``held``
+        has the tensors of the module as compiled code takes them.
         """
-        if self.unreached:
-            primals = list(primals)
-            for i in self.unreached:
-                primals[i] = primals[i].detach()
-        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(self, strides, again, *primals)  # type: ignore[no-untyped-call]
+        step = _Step(self, primals, strides, again, held)
+        sources = [primals[i] for i in self.gradient_of]
+        results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(step, *sources)  # type: ignore[no-untyped-call]
+        step.primals = ()
         if len(self.parts.cotangent_of) > 1:
             let_hooks_wait(results[i] for i in self.parts.cotangent_of)
         node = results[self.parts.cotangent_of[0]].grad_fn if self.readers else None
         if node is not None:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
         return results
+
+    def hold(self, primals: Mapping[int, torch.Tensor]) -> Held:
+        """Convert ``primals`` that stay the same from call to call, by position, once.
+
+        They are all tensors of the module, and its packed weights.
+        """
+        parts, loaded = self.parts, self.compiled.loaded
+        forward = loaded.bind("forward", primals, self.num_primals)
+        rereads = {
+            i: primals[p]
+            for i, p in enumerate(self.reads)
+            if p in primals and p not in self.overwritten
+        }
+        first = len(self.reads) + len(parts.kept_outputs)
+        count = first + len(parts.residuals) + len(parts.cotangent_of)
+        as_they_are = [first + number for number in parts.computed_residuals]
+        backward = loaded.bind("backward", rereads, count, as_they_are)
+        saved = [i for i in range(len(self.reads)) if backward.values[i] is None]
+        read = [self.reads[i] for i in rereads if i not in saved] + self.guarded
+        # Packed weights, the last primals, have no versions of their own.
+        watched = [primals[p] for p in read if p < self.num_primals - len(self.compiled.packs)]
+        return Held(forward, backward, saved, tuple(watched))
 
     def marks(self) -> tuple[torch.Tensor, ...]:
         """What is saved first in a checkpoint, so that nothing else is taken for this code's.
@@ -113,9 +135,10 @@ class TrainingCall:
             return ()
         return (torch.empty((0, self.number), dtype=torch.bool, device="cpu"),)
 
-    def kept_primals(self, primals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The primals that backward reads; copies of those that are written into meanwhile."""
-        return [primals[i].clone() if i in self.overwritten else primals[i] for i in self.reads]
+    def kept_primal(self, primals: Sequence[torch.Tensor], position: int) -> torch.Tensor:
+        """A primal that backward reads; a copy where it is written into meanwhile."""
+        primal = primals[position]
+        return primal.clone() if position in self.overwritten else primal
 
 
 def _primals(compiled: CompiledModule) -> list[InputDescriptor]:
@@ -146,38 +169,102 @@ def _overwritten(compiled: CompiledModule) -> frozenset[int]:
     )
 
 
-class _CompiledFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
+@dataclass(frozen=True)
+class Held:
+    """The tensors of a module, converted for compiled code once.
+
+    ``saved`` are the numbers of what backward reads that is not among them. Autograd is not told of
+    the others: ``watched`` are those whose versions must not change until backward has run.
+    """
+
+    forward: Bound
+    backward: Bound
+    saved: Sequence[int]
+    watched: tuple[torch.Tensor, ...]
+
+
+class _Step:
+    """One call of forward, and what its backward has to know of it."""
+
+    def __init__(
+        self,
         call: TrainingCall,
+        primals: Sequence[Any],
         strides: Strides,
         again: SecondOrderCall | str,
-        *primals: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        parts = call.parts
-        results = call.compiled.forward(primals, strides)
+        held: Held | None,
+    ) -> None:
+        self.call = call
+        self.primals = primals
+        self.strides = strides
+        self.again = again
+        self.held = held
+        self.marks: tuple[torch.Tensor, ...] = ()
+        self.versions: tuple[int, ...] = ()
+        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
+        self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def run(self) -> list[torch.Tensor]:
+        """The results of forward: outputs and residuals."""
+        bound = None if self.held is None else self.held.forward
+        return self.call.compiled.forward(self.primals, self.strides, bound)
+
+    def saved(self) -> list[torch.Tensor]:
+        """The primals that autograd saves for backward, before outputs and residuals."""
+        call, held = self.call, self.held
+        if held is not None:
+            self.versions = versions_of(held.watched)
+            return [call.kept_primal(self.primals, call.reads[i]) for i in held.saved]
+        read = [call.kept_primal(self.primals, i) for i in call.reads]
+        if saved_tensors_hooks(True) is not None:
+            self.marks = call.marks()
+            self.signs = [(weakref.ref(t), version_of(t)) for t in read]
+        return [*self.marks, *read]
+
+    def guards(self) -> list[torch.Tensor]:
+        """Primals that are saved so that autograd notices writes into them."""
+        return [] if self.held is not None else [self.primals[i] for i in self.call.guarded]
+
+    def restored(self, saved: Sequence[torch.Tensor]) -> list[Any]:
+        """What backward reads before the cotangents, of what autograd has saved.
+
+        Raises:
+            RuntimeError: a tensor that backward reads was written since forward.
+        """
+        call, held = self.call, self.held
+        if held is None:
+            read = list(saved[len(self.marks) : len(saved) - len(call.guarded)])
+            _refuse_written(read, self.signs)
+            return read
+        if versions_of(held.watched) != self.versions:
+            raise RuntimeError(_WRITTEN)
+        count = len(held.saved)
+        values: list[Any] = [None] * len(call.reads)
+        for i, value in zip(held.saved, saved[:count], strict=True):
+            values[i] = value
+        return [*values, *saved[count:]]
+
+
+class _CompiledFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: _Step, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = step.call.parts
+        results = step.run()
         outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
         kept = [outputs[number] for number, _ in parts.kept_outputs]
-        ctx.call = call
-        ctx.again = again
+        ctx.step = step
         ctx.watched = None
         # Not saved for backward: it reads none of them, and they may be written into meanwhile.
-        ctx.sources = [p for p in primals if p.requires_grad]
-        guards = [primals[i] for i in call.guarded]
-        read = call.kept_primals(primals)
-        kept_by_hooks = _C._autograd._top_saved_tensors_default_hooks(True) is not None
-        ctx.marks = call.marks() if kept_by_hooks else ()
-        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
-        ctx.signs = [(weakref.ref(t), version_of(t)) for t in read] if kept_by_hooks else ()
-        ctx.save_for_backward(*ctx.marks, *read, *kept, *residuals, *guards)
-        ctx.mark_non_differentiable(*[outputs[i] for i in call.constant_outputs])
+        ctx.sources = sources
+        ctx.save_for_backward(*step.saved(), *kept, *residuals, *step.guards())
+        if step.call.constant_outputs:
+            ctx.mark_non_differentiable(*[outputs[i] for i in step.call.constant_outputs])
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call: TrainingCall = ctx.call
+        step: _Step = ctx.step
         refuse_unusual(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
@@ -187,30 +274,24 @@ class _CompiledFunction(torch.autograd.Function):
         if reason is None:
             gradients = _recorded_gradients(ctx, cotangents)
         else:
-            saved = saved[len(ctx.marks) : len(saved) - len(call.guarded)]
-            _refuse_written(saved, ctx.signs)
-            with torch.no_grad(), call.packing:
-                gradients = _run_backward(call, saved, cotangents)
+            with torch.no_grad(), step.call.packing:
+                gradients = _run_backward(step, step.restored(saved), cotangents)
         if any(gradient is None for gradient in gradients):
             _refuse_hooks_without_gradient(ctx, gradients)
         if torch.is_grad_enabled():
             if reason is not None:
                 arrived = [c for c in cotangents if c is not None]
                 gradients = refuse(gradients, [*ctx.sources, *arrived], reason)
-        elif not _C._autograd._get_current_graph_task_keep_graph():
-            ctx.sources, ctx.again = (), "backward has run"
-        placed: list[torch.Tensor | None] = [None] * call.num_primals
-        for position, gradient in zip(call.gradient_of, gradients, strict=True):
-            if ctx.needs_input_grad[position + _BEFORE_PRIMALS]:
-                placed[position] = gradient
-        return (*(None,) * _BEFORE_PRIMALS, *placed)
+        elif not _keeps_graph():
+            ctx.sources, step.again = (), "backward has run"
+        return (None, *gradients)
 
 
 def _not_again(ctx: Any) -> str | None:
     """Why backward runs compiled code and not the own forward again; None: it does the latter."""
     if not torch.is_grad_enabled():
         return "its gradients need no derivative"
-    again: SecondOrderCall | str = ctx.again
+    again: SecondOrderCall | str = ctx.step.again
     return again if isinstance(again, str) else again.refused(_wanted(ctx))
 
 
@@ -220,13 +301,14 @@ def _recorded_gradients(
     """Gradients that can be differentiated, in the order of those of compiled code."""
     wanted = _wanted(ctx)
     arrived = {i: c for i, c in enumerate(cotangents) if c is not None}
-    found = dict(zip(wanted, ctx.again.gradients(wanted, arrived), strict=True))
-    return [found.get(position) for position in ctx.call.gradient_of]
+    found = dict(zip(wanted, ctx.step.again.gradients(wanted, arrived), strict=True))
+    return [found.get(position) for position in ctx.step.call.gradient_of]
 
 
 def _wanted(ctx: Any) -> list[int]:
     """The primals that the compiled code has gradients of and this backward wants them of."""
-    return [p for p in ctx.call.gradient_of if ctx.needs_input_grad[p + _BEFORE_PRIMALS]]
+    asked = ctx.needs_input_grad[_BEFORE_SOURCES:]
+    return [p for p, needed in zip(ctx.step.call.gradient_of, asked, strict=True) if needed]
 
 
 def _refuse_written(
@@ -242,13 +324,11 @@ def _refuse_written(
 
 
 def _run_backward(
-    call: TrainingCall,
-    saved: Sequence[torch.Tensor],
-    cotangents: Sequence[torch.Tensor | None],
+    step: _Step, values: list[Any], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
     """The gradients; None where eager gives none, rather than zeros: optimizers skip these."""
+    call = step.call
     parts, partial = call.parts, call.compiled.partial_backwards
-    values = list(saved)
     for i, (number, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
         order = call.orders.get(number)
         values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
@@ -259,30 +339,32 @@ def _run_backward(
     if call.orders:
         orders = [call.orders.get(number) for number in parts.cotangent_of]
         filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
+    bound = None if step.held is None else step.held.backward
     if not absent:
-        return call.compiled.backward([*values, *filled])
+        return call.compiled.backward([*values, *filled], bound)
     assert partial is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):
         return [None] * len(flowing)
     backward = partial.known(absent)
     if backward is None:
-        gradients = call.compiled.backward([*values, *filled])
+        gradients = call.compiled.backward([*values, *filled], bound)
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partial.without(absent)
+    if bound is not None:
+        values = [v if b is None else b for v, b in zip(values, bound.values, strict=False)]
     values += [c for i, c in enumerate(filled) if i not in absent]
     return backward(values, len(flowing))
 
 
 def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
     """Refuse what autograd would do with primals that no gradient reaches: call their hooks."""
-    call: TrainingCall = ctx.call
-    wanted = [i for i in range(call.num_primals) if ctx.needs_input_grad[i + _BEFORE_PRIMALS]]
-    sources = dict(zip(wanted, ctx.sources, strict=False))
-    for position, gradient in zip(call.gradient_of, gradients, strict=True):
-        source = sources.get(position)
-        if gradient is not None or source is None:
+    call: TrainingCall = ctx.step.call
+    needed = ctx.needs_input_grad[_BEFORE_SOURCES:]
+    sources = zip(call.gradient_of, ctx.sources, gradients, needed, strict=False)
+    for position, source, gradient, wanted in sources:
+        if gradient is not None or not wanted:
             continue
         if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
             descriptor = _primals(call.compiled)[position]

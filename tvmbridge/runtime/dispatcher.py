@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 import threading
+import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,7 +26,7 @@ from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN, anything_requires_grad
-from tvmbridge.runtime.entry import Checks, CompiledEntry
+from tvmbridge.runtime.entry import Checks, CompiledEntry, FastPath
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
@@ -37,6 +39,11 @@ from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
+
+# So many entries with a fast guard are asked before any full guard.
+_MOST_FAST = 4
+# Of all dispatchers in the process.
+_dispatchers: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
 class Dispatcher(StandsForForward):
@@ -64,6 +71,8 @@ class Dispatcher(StandsForForward):
         self.compiler = Compiler(module, own, target, options, self.packing)
         self.checker: Checks | None = None
         self.dropped = 0
+        self._fast: tuple[tuple[FastPath, Specialization], ...] = ()
+        _dispatchers.add(self)
         self._process = os.getpid()
         self._uses = itertools.count(1)
         self._counting = threading.Lock()
@@ -90,6 +99,13 @@ class Dispatcher(StandsForForward):
             if self.own is not None:
                 return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
+        for fast, specialization in self._fast:
+            leaves = fast.guard.check(args, kwargs)
+            if leaves is not None:
+                if sys.getrefcount(self) > _ALONE and self._is_of_copy(sys._getframe(1)):
+                    break
+                specialization.last_use = next(self._uses)
+                return fast.entry.run_fast(fast, leaves, (args, kwargs))
         caller = calling_module(sys._getframe(1))
         if caller is not None and caller is not self.module:
             return self._serve_copy(caller, args, kwargs)
@@ -98,6 +114,9 @@ class Dispatcher(StandsForForward):
             return self._fall_back(reason, args, kwargs)
         with self.packing:
             return self._call(args, kwargs)
+
+    def _is_of_copy(self, frame: types.FrameType) -> bool:
+        return calling_module(frame) not in (None, self.module)
 
     def _serve_copy(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call of a module that has taken over the attributes of this one, and changed some."""
@@ -136,8 +155,19 @@ class Dispatcher(StandsForForward):
                 specialization.last_use = next(self._uses)
                 if self.checker is not None:
                     return self.checker.run(self.module, entry, leaves, tensors, (args, kwargs))
-                return entry.run(leaves, tensors, (args, kwargs))
+                results = entry.run(leaves, tensors, (args, kwargs))
+                self._remember(specialization, entry, leaves)
+                return results
         return self._fall_back(reason or otherwise or "nothing is compiled", args, kwargs)
+
+    def _remember(
+        self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any]
+    ) -> None:
+        """Ask ``entry`` first at the next call."""
+        fast = entry.renew_fast(specialization.signature, leaves)
+        if fast is not None:
+            others = [known for known in self._fast if known[0].entry is not entry]
+            self._fast = ((fast, specialization), *others[: _MOST_FAST - 1])
 
     def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
         """The mode of this call; or why nothing that was compiled can serve it."""
@@ -227,6 +257,7 @@ class Dispatcher(StandsForForward):
         kwargs: Mapping[str, Any],
     ) -> CompiledEntry:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
+        self.forget_fast()
         entry = self.compiler.entry(specialization.signature, mode, tuple(args), kwargs)
         dropped = specialization.add(mode, entry, self.options.max_specializations)
         if dropped:
@@ -256,11 +287,16 @@ class Dispatcher(StandsForForward):
         if first:
             logger.info("%s runs its own forward: %s", self._name(), reason)
 
+    def forget_fast(self) -> None:
+        """Have the next call decided by the full guards."""
+        self._fast = ()
+
     def renew_after_fork(self) -> None:
         """Forget code that was compiled in another process, whose threads are not in this one."""
         if os.getpid() != self._process:
             self._process = os.getpid()
             self.specializations = ()
+            self._fast = ()
 
     def _name(self) -> str:
         return type(self.module).__name__
@@ -282,3 +318,32 @@ class Dispatcher(StandsForForward):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return original_forward, (self.module, self.own)
+
+
+class _Counting(StandsForForward):
+    """Counts the references to what is called in the place of a module's forward."""
+
+    own = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return sys.getrefcount(self)
+
+
+def _references_of_a_call() -> int:
+    """How many there are to a dispatcher while its module is called, and it is in no copy."""
+    module = nn.Module()
+    module.__dict__["forward"] = _Counting()
+    return int(module())
+
+
+_ALONE = _references_of_a_call()
+
+
+def _forget_after_fork() -> None:
+    # The threads that compiled code runs on are not in the new process.
+    for dispatcher in list(_dispatchers):
+        dispatcher.forget_fast()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_after_fork)

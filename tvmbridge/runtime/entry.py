@@ -5,16 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.types import InputKind
 from tvmbridge.graph_capture.epilogue import try_epilogue
+from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.noise import draw_noise
 from tvmbridge.graph_capture.observe.arguments import Arguments
 from tvmbridge.graph_capture.observe.plain import other_answer
@@ -23,9 +26,11 @@ from tvmbridge.graph_capture.trace.generators import no_draws_by
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.kernels.dtypes import as_pairs
-from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.autograd import Held, TrainingCall, saved_tensors_hooks
+from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
+from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
 from tvmbridge.runtime.second_order import SecondOrder
@@ -79,7 +84,10 @@ class CompiledEntry:
         ]
         self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self.second_order = SecondOrder(state, captured, self.mismatch)
-        self._records_writes = self._training is not None and self._outputs.writes
+        self.records_writes = self._training is not None and self._outputs.writes
+        self._may_be_fast = may_be_fast(state, captured)
+        # Calls in a row that the full guards had to let pass.
+        self._slow_calls = 0
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -113,7 +121,7 @@ class CompiledEntry:
             return "forward returns tensors that it makes in inference mode"
         if Question.STARTED in self._asks and torch.is_grad_enabled():
             return "forward makes a tensor require a gradient, and nothing given requires one"
-        if self._records_writes and in_checkpoint():  # of which eager would repeat the first
+        if self.records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
         if self._awaits_first() and repeated_by_checkpoint():
             return "a checkpoint repeats a call that forward itself served"
@@ -187,7 +195,7 @@ class CompiledEntry:
             for t, spec in zip(self.state.tensors(), specs, strict=True)
         ]
 
-    def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
+    def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         """User inputs, state, draws and masks, in the order of the compiled code."""
         captured = self.compiled.captured
         primals = [leaves[p] for p in self._positions]
@@ -198,21 +206,72 @@ class CompiledEntry:
         primals += [noise[i] for i in self._noise_order]
         return list(map(as_pairs, primals)) if self._has_complex else primals
 
+    # Calls that the fast guard lets pass ---------------------------------------------------------
+
+    def run_fast(self, fast: FastPath, leaves: Sequence[Any], arguments: Arguments) -> Any:
+        """Serve a call that the guard of ``fast`` let pass."""
+        self._slow_calls = 0
+        results = self._results(leaves, fast.tensors, fast)
+        return self._outputs.assemble(results, leaves, fast.tensors, arguments)
+
+    def renew_fast(self, signature: Signature, leaves: Sequence[Any]) -> FastPath | None:
+        """A fast path for calls like this one, which the full guards let pass; None: there is none.
+
+        Where it lets no call pass, it is made again after ever more calls.
+        """
+        self._slow_calls += 1
+        due = not self._slow_calls & (self._slow_calls - 1)
+        tensors = self.state.tensors()
+        if not self._may_be_fast or not due or any(t is None for t in tensors):
+            return None
+        return self._pinned(signature, leaves, [t for t in tensors if t is not None])
+
+    def _pinned(
+        self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> FastPath:
+        written = self._outputs.written_tensors(leaves, tensors)
+        guard = FastGuard(self.state, signature, leaves, tensors, written, self.records_writes)
+        first = len(self._positions)
+        held = dict(enumerate(tensors, start=first))
+        packed = first + len(tensors) + len(self._noise_order)
+        for i, (names, slots) in enumerate(self._packs, start=packed):
+            held[i] = self._packing.tensor(names, [tensors[s] for s in slots])
+        strides = self._layouts.strides(leaves, tensors)
+        if self._training is not None:
+            return FastPath(self, guard, list(tensors), strides, held=self._training.hold(held))
+        bound = self.compiled.loaded.bind("forward", held, packed + len(self._packs))
+        return FastPath(self, guard, list(tensors), strides, bound=bound)
+
+    # Calls in general ----------------------------------------------------------------------------
+
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         """Draw the noise, run the code, write mutations back, and rebuild the outputs."""
         return self.assemble(self.results(leaves, tensors), leaves, tensors, arguments)
 
     def results(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> Sequence[torch.Tensor]:
         """Draw the noise and run the code: the computed outputs, in order."""
-        again = self.second_order.call(leaves, tensors) if self._training is not None else ""
+        return self._results(leaves, tensors, None)
+
+    def _results(
+        self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
+    ) -> Sequence[torch.Tensor]:
+        training = self._training
+        # What hooks on saved tensors keep must be tensors of PyTorch.
+        if training is not None and fast is not None and saved_tensors_hooks(True) is not None:
+            fast = None
+        if training is not None:
+            pointers = None if fast is None else fast.guard.pointers
+            again = self.second_order.call(leaves, tensors, pointers)
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
-            primals.append(self._packing.tensor(names, [tensors[i] for i in slots]))
-        strides = self._layouts.strides(leaves, tensors)
-        if self._training is not None:
-            results: Sequence[torch.Tensor] = self._training(primals, strides, again)
+            members = [tensors[i] for i in slots]
+            primals.append(None if fast else self._packing.tensor(names, members))
+        strides = fast.strides if fast else self._layouts.strides(leaves, tensors)
+        results: Sequence[torch.Tensor]
+        if training is not None:
+            results = training(primals, strides, again, fast.held if fast else None)
         else:
-            results = self.compiled.forward(primals, strides)
+            results = self.compiled.forward(primals, strides, fast.bound if fast else None)
         with self._counting:
             self.calls += 1
         return results
@@ -226,6 +285,22 @@ class CompiledEntry:
     ) -> Any:
         """Write mutations back, and rebuild what forward returns from the computed outputs."""
         return self._outputs.assemble(results, leaves, tensors, arguments)
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
+
+    ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
+    ``bound`` for inference and ``held`` for training.
+    """
+
+    entry: CompiledEntry
+    guard: FastGuard
+    tensors: list[torch.Tensor]
+    strides: Strides
+    bound: Bound | None = None
+    held: Held | None = None
 
 
 class Checks(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.structure import builder_of
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputAlias, OutputDescriptor, OutputKind
 from tvmbridge.graph_capture.memory.aliasing import made_again
 from tvmbridge.graph_capture.memory.views import shares_elements
@@ -39,6 +40,19 @@ class Outputs:
         views += [alias for _, alias in self._rebound_views if alias.shape is not None]
         self._views = [alias for alias in views if alias.kind is not None]
         self._written = [o for o in outputs if o.kind is not OutputKind.USER and not o.rebinds]
+        convention = captured.convention
+        self._num_returned = len(returned)
+        self._build = builder_of(convention.out_spec)
+        # Whether all that is returned is what was computed, and no more is to be done.
+        self._is_plain = all(o.is_computed for o in returned) and not (
+            len(returned) < len(outputs)
+            or convention.assigned
+            or convention.bases
+            or convention.changed_arguments
+            or convention.checks
+            or captured.epilogue
+            or state.norms
+        )
         # Whether a call leaves anything behind but what it returns.
         self.writes = len(returned) < len(outputs)
 
@@ -52,6 +66,10 @@ class Outputs:
                 return "a tensor of which a view is returned has other strides"
         return None
 
+    def written_tensors(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors that a call writes into."""
+        return [self._target(o, leaves, tensors) for o in self._written]
+
     def _overlap(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> bool:
         """Whether a tensor that is written shares memory with another that the code reads.
 
@@ -59,7 +77,7 @@ class Outputs:
         """
         read = [*(leaves[p] for p in self._position_of.values()), *tensors]
         storages = [t.untyped_storage().data_ptr() for t in read if t.numel()]
-        targets = [self._target(o, leaves, tensors) for o in self._written]
+        targets = self.written_tensors(leaves, tensors)
         if any(map(shares_elements, targets)):
             return True
         written = set(map(id, targets))
@@ -87,6 +105,8 @@ class Outputs:
         arguments: Arguments,
     ) -> Any:
         """Write mutations back, and rebuild what forward returns from the computed ``results``."""
+        if self._is_plain:
+            return self._build(list(results[: self._num_returned]))
         captured = self._captured
         computed = iter(results)
         flat: list[Any] = []

@@ -23,6 +23,9 @@ from tvmbridge.graph_capture.trace.standins import without_autocast
 from tvmbridge.runtime.guards.forwards import own_forward
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.runtime.guards.watch import versions_of
+
+_data_ptr = torch.Tensor.data_ptr
 
 Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
@@ -50,12 +53,18 @@ class SecondOrder:
         self.draws = bool(captured.noise)
         self.backwards = 0
 
-    def call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> SecondOrderCall | str:
+    def call(
+        self,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        pointers: Sequence[int] | None = None,
+    ) -> SecondOrderCall | str:
         """What is kept of a call with these arguments' leaves and tensors of the module.
 
-        A string says why nothing is: forward must not run again.
+        ``pointers`` are the addresses of ``tensors``, where they are known. A string says why
+        nothing is kept: forward must not run again.
         """
-        return self._refused or SecondOrderCall(self, leaves, tensors)
+        return self._refused or SecondOrderCall(self, leaves, tensors, pointers)
 
     def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Why forward would do another thing now than at the call; None: it would not."""
@@ -96,26 +105,39 @@ class SecondOrder:
 class SecondOrderCall:
     """One call, with its arguments: it gives gradients that can be differentiated."""
 
-    def __init__(self, own: SecondOrder, leaves: Sequence[Any], tensors: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        own: SecondOrder,
+        leaves: Sequence[Any],
+        tensors: Sequence[Any],
+        pointers: Sequence[int] | None,
+    ) -> None:
         self._own = own
         self._leaves = leaves
         self._tensors = tensors
         self._primals = own.primals(leaves, tensors)
         self._mode = own.mode()
-        self._signs = self._signs_now()
+        self._versions = self._versions_now()
+        given = self._primals[: len(self._primals) - len(tensors)]
+        known = map(_data_ptr, tensors) if pointers is None else pointers
+        self._pointers = [*map(_data_ptr, given), *known]
         self._generator = torch.get_rng_state() if own.draws else None
 
-    def _signs_now(self) -> list[int] | None:
-        """The versions of all tensors and where their memory is; None where that is not known."""
-        tensors = self._primals
+    def _versions_now(self) -> tuple[int, ...] | None:
+        """The versions of all tensors; None where they are not known."""
         try:
-            return [*(t._version for t in tensors), *(t.data_ptr() for t in tensors)]
+            return versions_of(tuple(self._primals))
         except RuntimeError:  # tensors of inference mode have no version
             return None
 
+    def _is_written(self) -> bool:
+        if self._versions is None or self._versions != self._versions_now():
+            return True
+        return self._pointers != list(map(_data_ptr, self._primals))
+
     def refused(self, wanted: Sequence[int]) -> str | None:
         """Why gradients by the primals ``wanted`` cannot be had in this way; None: they can."""
-        if self._signs is None or self._signs != self._signs_now():
+        if self._is_written():
             return "an input or a tensor of the module was written since"
         if self._mode != self._own.mode():
             return "the module was put into another mode since, or PyTorch"

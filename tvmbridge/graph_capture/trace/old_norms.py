@@ -56,6 +56,9 @@ class OldNorms:
             for key, (owner, hook) in found.items()
         )
 
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
     def rebound(self, memo: Mapping[int, Any]) -> OldNorms:
         """The same of a deep copy of the module, found through the copy's ``memo``."""
         return OldNorms(

@@ -169,6 +169,40 @@ class ModuleState:
         for attributes, name, value in self._assignments:
             attributes[name] = value
 
+    def watched_dicts(self) -> list[dict[Any, Any]]:
+        """The dictionaries in which everything is found that is compared here, but for values."""
+        return [
+            *(m.__dict__ for m in self._members),
+            *self._dicts,
+            *self._hooks,
+            *(place for place, *_ in self._entries),
+        ]
+
+    @property
+    def members(self) -> list[nn.Module]:
+        """The dispatched module and its submodules."""
+        return self._members
+
+    @property
+    def classes(self) -> list[tuple[type[nn.Module], Any]]:
+        """The classes of the modules, and the forward of each."""
+        return self._classes
+
+    @property
+    def values(self) -> ValueGuard:
+        """The guard of the values that forward reads."""
+        return self._values
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether calls leave the module's dictionaries alone, and ask no values of buffers."""
+        return not (self._assignments or self.norms or self._answers.names)
+
+    @property
+    def constants(self) -> list[torch.Tensor]:
+        """The tensors that the captured graph has as constants."""
+        return [tensor for tensor, *_ in self._constants]
+
     def replaced(self) -> bool:
         """Whether a submodule is no longer the one that was captured."""
         return any(

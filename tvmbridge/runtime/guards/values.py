@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import numpy
 from torch import nn
@@ -31,10 +31,10 @@ class _Names:
     """Of a module its ``__dict__`` is looked up: which attributes there are."""
 
     def __init__(self, owner: nn.Module) -> None:
-        self._owner = owner
+        self.owner = owner
 
     def get(self, name: str, default: Any) -> Any:
-        return own_names(self._owner)
+        return own_names(self.owner)
 
 
 class _Watched:
@@ -141,6 +141,10 @@ class _Container:
         self._held = list(now if self._keys is None else now.values())
         # What is made anew for each look is compared by value.
         self._same = same_value if self._read is state_of else operator.is_
+        # What holds all of it, where that is one dictionary.
+        self.dictionary: dict[Any, Any] | None = None
+        if type(value) is dict or self._read is vars:
+            self.dictionary = now
 
     def changed(self) -> bool:
         now = self._read(self.value)
@@ -149,6 +153,16 @@ class _Container:
         if self._keys is None:
             return not all(map(self._same, now, self._held))
         return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
+
+
+Holding = _Container
+# Where a value is looked up, its name, and the object that it was.
+Slot: TypeAlias = tuple[Any, str, Any]
+
+
+def _dict_of(holder: Any) -> Any:
+    """The dictionary that tells all that ``holder`` does."""
+    return holder.owner.__dict__ if isinstance(holder, _Names) else holder
 
 
 def _reader(value: Any) -> Callable[[Any], Any]:
@@ -223,6 +237,17 @@ class ValueGuard:
                 # One configuration is often an attribute of many submodules.
                 containers.setdefault(id(value), _Container(value)).watched.append(watched)
         self._containers = list(containers.values())
+
+    def beyond(self, watched: Collection[int]) -> tuple[list[Any], list[Slot], list[Holding]]:
+        """What must be looked at where the dictionaries with the ids ``watched`` did not change.
+
+        Returns:
+            further dictionaries to be watched, the places to be compared by identity at each call,
+            and the containers that have no dictionary of their own.
+        """
+        slots = [(h, n, v) for h, n, v, _ in self._slots if id(_dict_of(h)) not in watched]
+        dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
+        return dicts, slots, [c for c in self._containers if c.dictionary is None]
 
     def changed(self) -> str | None:
         """What has another value now, by its name; None: nothing."""

@@ -1,0 +1,217 @@
+"""The fast guard of a compiled entry: one generated function that says that nothing has changed.
+
+It is made after a call that the full guards (``state.py``, ``layout.py``, ...) let pass, and pins
+what they looked at to what it was: dictionaries and addresses by a :class:`~.watch.Watch`, tensors
+by PyTorch's ``TensorGuards`` with their strides, PyTorch's modes by its ``GlobalStateGuard``. So it
+may say no where the code would fit, and then the full guards decide and name the reason; where it
+says yes, they would let the call pass as well. What an entry does not have emits nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
+from torch.autograd import forward_ad
+
+from tvmbridge.core.assumptions import Question
+from tvmbridge.core.contents import MISSING, same_value
+from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
+from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.runtime.guards.watch import versions_of, watch
+
+logger = logging.getLogger(__name__)
+
+_C = torch._C
+# Questions whose answers are not pinned by what is compared here.
+_ASKED_EACH_TIME = {
+    Question.CLASS,
+    Question.IDENTITY,
+    Question.INFERENCE,
+    Question.OFFSET,
+    Question.STARTED,
+}
+# Of these an equal value means the same to forward, if it has the type.
+_EQUAL = (int, str, bytes)
+_MODES = (
+    "is_compiling() or is_tracing() or num_dispatch_modes() or num_function_modes()",
+    "transforms() is not None or forward_ad._current_level >= 0 or not same_state()",
+)
+
+
+class FastGuard:
+    """The generated guard of one entry.
+
+    ``check(args, kwargs)`` returns the leaves of the arguments of a call that the entry may serve,
+    or None. ``source`` is its text.
+
+    Args:
+        state: of the module; the full guards must just have let a call pass.
+        signature: of the arguments.
+        leaves: of the call's arguments.
+        tensors: of the module, at the call.
+        written: those of them that the call writes.
+        records_writes: whether autograd records a call that writes.
+    """
+
+    def __init__(
+        self,
+        state: ModuleState,
+        signature: Signature,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+        records_writes: bool,
+    ) -> None:
+        self._lines: list[str] = []
+        self._names: dict[str, Any] = {
+            "flatten": signature.flatten,
+            "forward_ad": forward_ad,
+            "is_compiling": torch.compiler.is_compiling,
+            "is_tracing": _C._get_tracing_state,
+            "num_dispatch_modes": _C._len_torch_dispatch_stack,
+            "num_function_modes": _C._len_torch_function_stack,
+            "same_state": GlobalStateGuard().check,
+            "transforms": _C._functorch.peek_interpreter_stack,
+        }
+        constants = state.constants
+        self.pointers = tuple(t.data_ptr() for t in tensors)
+        self._emit_arguments(signature)
+        self._emit_constants(signature.constants)
+        self._emit_tensors(signature, leaves, [*tensors, *constants])
+        self._emit_surroundings(records_writes)
+        self._emit_module(state, [*tensors, *constants])
+        self._emit_memory(signature, written)
+        self.source = "def guard(args, kwargs):\n" + "".join(f"    {x}\n" for x in self._lines)
+        self.source += "    return leaves\n"
+        self.check: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any] | None]
+        self.check = _compiled(self.source, self._names)
+
+    def _emit(self, line: str) -> None:
+        self._lines.append(line)
+
+    def _refuse_if(self, condition: str) -> None:
+        self._emit(f"if {condition}: return None")
+
+    def _name(self, kind: str, value: Any) -> str:
+        name = f"{kind}{len(self._names)}"
+        self._names[name] = value
+        return name
+
+    def _emit_arguments(self, signature: Signature) -> None:
+        """Flatten the arguments; of a flat signature in order, without a call."""
+        if not signature.flat or signature.ordered:
+            self._emit("leaves = flatten(args, kwargs)")
+            self._refuse_if("leaves is None")
+            return
+        count = len(signature.keywords)
+        wrong = "kwargs" if not count else f"len(kwargs) != {count}"
+        self._refuse_if(f"len(args) != {signature.num_args} or {wrong}")
+        if not count:
+            self._emit("leaves = args")
+            return
+        self._refuse_if(" or ".join(f"{k!r} not in kwargs" for k in signature.keywords))
+        named = ", ".join(f"kwargs[{k!r}]" for k in signature.keywords)
+        self._emit(f"leaves = [*args, {named}]")
+
+    def _emit_constants(self, constants: Sequence[tuple[int, Any]]) -> None:
+        for i, value in constants:
+            leaf = f"leaves[{i}]"
+            if value is None or isinstance(value, bool):
+                self._refuse_if(f"{leaf} is not {value!r}")
+            elif type(value) in _EQUAL:
+                self._refuse_if(
+                    f"type({leaf}) is not {type(value).__name__} or {leaf} != {value!r}"
+                )
+            else:
+                same = self._name("same", same_value)
+                self._refuse_if(f"not {same}({leaf}, {self._name('constant', value)})")
+
+    def _emit_tensors(
+        self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Classes, dispatch keys, dtypes, devices, shapes, strides and requires_grad of all."""
+        positions = [i for i, *_ in signature.tensors]
+        if positions:
+            guard = self._name("arguments", _tensor_guards([leaves[i] for i in positions]).check)
+            given = ", ".join(f"leaves[{i}]" for i in positions)
+            self._refuse_if(f"not {guard}({given})")
+        if tensors:
+            guard = self._name("alike", _tensor_guards(tensors).check)
+            self._refuse_if(f"not {guard}(*{self._name('tensors', tuple(tensors))})")
+
+    def _emit_surroundings(self, records_writes: bool) -> None:
+        for condition in _MODES:
+            self._refuse_if(condition)
+        if records_writes:  # which a checkpoint must not repeat
+            self._names["saved_hooks"] = _C._autograd._top_saved_tensors_default_hooks
+            self._refuse_if("saved_hooks(True) is not None")
+
+    def _emit_module(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> None:
+        """Its dictionaries, classes and addresses, and the values that it reads elsewhere."""
+        if state.constants:
+            written = self._name("versions", versions_of)
+            constants = self._name("constants", tuple(state.constants))
+            self._refuse_if(f"{written}({constants}) != {versions_of(tuple(state.constants))!r}")
+        dicts = {id(d): d for d in state.watched_dicts()}
+        further, slots, containers = state.values.beyond(dicts.keys())
+        dicts.update((id(d), d) for d in further)
+        unchanged = watch(list(dicts.values()), state.members, tensors).unchanged
+        self._refuse_if(f"not {self._name('unchanged', unchanged)}()")
+        for class_, forward in state.classes:
+            name = self._name("class", class_)
+            self._refuse_if(f"{name}.forward is not {self._name('forward', forward)}")
+        missing = self._name("missing", MISSING) if slots else ""
+        for holder, name, value in slots:
+            found = f"{self._name('get', holder.get)}({name!r}, {missing})"
+            self._refuse_if(f"{found} is not {self._name('value', value)}")
+        for container in containers:
+            self._refuse_if(f"{self._name('changed', container.changed)}()")
+
+    def _emit_memory(self, signature: Signature, written: Sequence[torch.Tensor]) -> None:
+        """Arguments must not lie in memory that the call writes."""
+        if not written:
+            return
+        name = self._name("written", {t.untyped_storage().data_ptr() for t in written})
+        for i, *_ in signature.tensors:
+            self._refuse_if(f"leaves[{i}].untyped_storage().data_ptr() in {name}")
+
+
+def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:
+    """Whether the graph has nothing that is rare, and that the full guards alone compare."""
+    specs = [*(d.spec for d in captured.inputs), *(d.spec for d in captured.noise)]
+    if any(spec.dtype.is_complex for spec in specs):
+        return False
+    names = set(state.names)
+    for output in captured.outputs:
+        if output.rebinds or output.kind is OutputKind.INPUT_MUTATION:
+            return False
+        alias = output.alias
+        if alias is not None and alias.kind is InputKind.BUFFER and alias.key not in names:
+            return False
+    return state.is_plain and not captured.assumptions.asks & _ASKED_EACH_TIME
+
+
+def _tensor_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    # As PyTorch's own guards call it; the annotations there lack the list of tensors.
+    shapes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
+
+
+_numbers = iter(range(1 << 62))
+
+
+def _compiled(source: str, names: dict[str, Any]) -> Any:
+    """The function ``guard`` of ``source``, which tracebacks and debuggers can show."""
+    file = f"<tvmbridge guard {next(_numbers)}>"
+    if os.environ.get("TVMBRIDGE_PRINT_GUARDS"):
+        print(f"# {file}\n{source}")
+    logger.debug("%s\n%s", file, source)
+    exec(compile(source, file, "exec"), names)
+    return names["guard"]
