@@ -69,15 +69,15 @@ class LoadedModule:
     ) -> Bound:
         """Arguments of ``name``, of ``count``, that stay the same from call to call, by position.
 
-        A tensor that would have to be copied is not among them: its values may change. Arguments
-        ``as_they_are`` are results of compiled code, which it can read.
+        They keep their addresses, not their memory: who calls must know that the tensors are still
+        there. A tensor that would have to be copied is not among them: its values may change.
+        Arguments ``as_they_are`` are results of compiled code, which it can read.
         """
         loose = self._loose(name, count)
         values: list[Any] = [None] * count
         for i, tensor in held.items():
             if _readable(tensor, loose[i]):
-                # Detached: the memory stays alive where the tensor itself gets another one.
-                values[i] = tvm_ffi.from_dlpack(tensor.detach())
+                values[i] = tvm_ffi.from_dlpack(tensor)
         return Bound(values, as_they_are)
 
     def prepare(self, name: str, tensors: Sequence[Any], bound: Bound | None = None) -> list[Any]:

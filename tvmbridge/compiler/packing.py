@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -52,6 +53,17 @@ class PackReport:
         return line
 
 
+class Reader(Protocol):
+    """What knows addresses of parameters, and lives as long as a call that reads them.
+
+    ``outdated`` keeps memory alive that parameters have been moved from.
+    """
+
+    @property
+    def outdated(self) -> list[torch.Tensor]:
+        """To be added to."""
+
+
 class Packing:
     """The packs of one module.
 
@@ -66,6 +78,7 @@ class Packing:
         self._groups: set[tuple[str, ...]] = set()
         self._inside: Counter[int] = Counter()
         self._old: list[torch.Tensor] = []
+        self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self.packed: Counter[tuple[str, ...]] = Counter()
         self.concatenated: Counter[tuple[tuple[str, ...], str]] = Counter()
 
@@ -125,14 +138,19 @@ class Packing:
             for names in sorted(self._groups)
         )
 
+    def held(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The memory of ``members`` as one tensor, if they lie so."""
+        pack = self._packs.get(names)
+        return pack.tensor if pack is not None and pack.holds(members) else None
+
     def tensor(self, names: tuple[str, ...], members: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values of ``members``, the parameters called ``names`` of now, as one tensor.
 
         It is the memory of the parameters where they may be packed, otherwise a copy.
         """
-        pack = self._packs.get(names)
-        if pack is not None and pack.holds(members):
-            return pack.tensor
+        held = self.held(names, members)
+        if held is not None:
+            return held
         with _packing_lock:
             pack = pack_of(members)
             reason = None if pack is not None else self._reason(members)
@@ -164,4 +182,6 @@ class Packing:
         if not self._alone():
             # Another thread may be reading it.
             self._old += old
+        for reader in list(self.readers):
+            reader.outdated.extend(old)
         return pack

@@ -21,7 +21,7 @@ from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorS
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.surroundings import in_checkpoint
-from tvmbridge.runtime.guards.watch import versions_of
+from tvmbridge.runtime.guards.watch import Watch, versions_of, watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
@@ -122,8 +122,10 @@ class TrainingCall:
         saved = [i for i in range(len(self.reads)) if backward.values[i] is None]
         read = [self.reads[i] for i in rereads if i not in saved] + self.guarded
         # Packed weights, the last primals, have no versions of their own.
-        watched = [primals[p] for p in read if p < self.num_primals - len(self.compiled.packs)]
-        return Held(forward, backward, saved, tuple(watched))
+        count = self.num_primals - len(self.compiled.packs)
+        watched = tuple(primals[p] for p in read if p < count)
+        there = {i: primals[self.reads[i]] for i in rereads if i not in saved}
+        return Held(forward, backward, saved, there, watched, watch((), (), watched))
 
     def marks(self) -> tuple[torch.Tensor, ...]:
         """What is saved first in a checkpoint, so that nothing else is taken for this code's.
@@ -173,14 +175,17 @@ def _overwritten(compiled: CompiledModule) -> frozenset[int]:
 class Held:
     """The tensors of a module, converted for compiled code once.
 
-    ``saved`` are the numbers of what backward reads that is not among them. Autograd is not told of
-    the others: ``watched`` are those whose versions must not change until backward has run.
+    ``saved`` are the numbers of what backward reads that is not among them, ``there`` those that
+    are, by number. Autograd is not told of the latter: ``watched`` are those whose versions must
+    not change until backward has run, and ``addresses`` tells whether their memory is the same.
     """
 
     forward: Bound
     backward: Bound
     saved: Sequence[int]
+    there: Mapping[int, torch.Tensor]
     watched: tuple[torch.Tensor, ...]
+    addresses: Watch
 
 
 class _Step:
@@ -242,7 +247,14 @@ class _Step:
         values: list[Any] = [None] * len(call.reads)
         for i, value in zip(held.saved, saved[:count], strict=True):
             values[i] = value
+        for i, tensor in held.there.items():
+            values[i] = tensor
         return [*values, *saved[count:]]
+
+    def bound(self) -> Bound | None:
+        """What backward reads as it was converted once; None: its addresses may be others now."""
+        held = self.held
+        return held.backward if held is not None and held.addresses.unchanged() else None
 
 
 class _CompiledFunction(torch.autograd.Function):
@@ -339,7 +351,7 @@ def _run_backward(
     if call.orders:
         orders = [call.orders.get(number) for number in parts.cotangent_of]
         filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
-    bound = None if step.held is None else step.held.backward
+    bound = step.bound()
     if not absent:
         return call.compiled.backward([*values, *filled], bound)
     assert partial is not None
@@ -352,8 +364,6 @@ def _run_backward(
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partial.without(absent)
-    if bound is not None:
-        values = [v if b is None else b for v, b in zip(values, bound.values, strict=False)]
     values += [c for i, c in enumerate(filled) if i not in absent]
     return backward(values, len(flowing))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -228,19 +228,26 @@ class CompiledEntry:
 
     def _pinned(
         self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> FastPath:
+    ) -> FastPath | None:
         written = self._outputs.written_tensors(leaves, tensors)
         guard = FastGuard(self.state, signature, leaves, tensors, written, self.records_writes)
         first = len(self._positions)
         held = dict(enumerate(tensors, start=first))
         packed = first + len(tensors) + len(self._noise_order)
         for i, (names, slots) in enumerate(self._packs, start=packed):
-            held[i] = self._packing.tensor(names, [tensors[s] for s in slots])
+            pack = self._packing.held(names, [tensors[s] for s in slots])
+            if pack is None:
+                return None
+            held[i] = pack
         strides = self._layouts.strides(leaves, tensors)
         if self._training is not None:
-            return FastPath(self, guard, list(tensors), strides, held=self._training.hold(held))
-        bound = self.compiled.loaded.bind("forward", held, packed + len(self._packs))
-        return FastPath(self, guard, list(tensors), strides, bound=bound)
+            held_for = self._training.hold(held)
+            fast = FastPath(self, guard, list(tensors), strides, held=held_for)
+        else:
+            bound = self.compiled.loaded.bind("forward", held, packed + len(self._packs))
+            fast = FastPath(self, guard, list(tensors), strides, bound=bound)
+        self._packing.readers.add(fast)
+        return fast
 
     # Calls in general ----------------------------------------------------------------------------
 
@@ -287,12 +294,13 @@ class CompiledEntry:
         return self._outputs.assemble(results, leaves, tensors, arguments)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FastPath:
     """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
 
     ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
-    ``bound`` for inference and ``held`` for training.
+    ``bound`` for inference and ``held`` for training. ``outdated`` is memory that calls under way
+    may still read.
     """
 
     entry: CompiledEntry
@@ -301,6 +309,7 @@ class FastPath:
     strides: Strides
     bound: Bound | None = None
     held: Held | None = None
+    outdated: list[torch.Tensor] = field(default_factory=list)
 
 
 class Checks(Protocol):
