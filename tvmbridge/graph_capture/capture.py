@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.structure import children
@@ -21,13 +20,9 @@ from tvmbridge.core.types import (
     Assumptions,
     CallingConvention,
     CapturedGraph,
-    Epilogue,
     IntermediateBase,
 )
-from tvmbridge.graph_capture.epilogue import EpilogueRecorder
-from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
-from tvmbridge.graph_capture.observe.arguments import ArgumentWatch, watched_forward
 from tvmbridge.graph_capture.observe.descriptors import (
     OWN_GENERATOR,
     describe_inputs,
@@ -43,29 +38,24 @@ from tvmbridge.graph_capture.observe.refusal import (
 from tvmbridge.graph_capture.observe.staging import Stage, staged
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.trace.answers import Answering, buffers_of, small_buffers
+from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
-from tvmbridge.graph_capture.trace.conversions import DropoutWithoutEffect
 from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
     kept_whole_under_autograd,
 )
-from tvmbridge.graph_capture.trace.exchanges import ExchangesWritten, exchanges_left_alone
+from tvmbridge.graph_capture.trace.exchanges import exchanges_left_alone
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
-from tvmbridge.graph_capture.trace.old_norms import NormsPutBack
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
 from tvmbridge.graph_capture.trace.standins import (
-    as_captured,
     attributes_put_back,
     without_autocast,
     without_hooks,
     without_repetitions,
 )
-
-# The program, what became of its arguments, its epilogue, and what it was told of buffers.
-_Exported = tuple[ExportedProgram, ArgumentWatch, Epilogue | None, tuple[Answer, ...]]
+from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
 def normalize_sample(
@@ -122,7 +112,7 @@ def capture_staged(
     """Trace the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, epilogue, answers = _export(stage, args, kwargs, needs_grad, bases)
+    program, forward = _export(stage, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -133,11 +123,11 @@ def capture_staged(
     noise = find_noise(program.graph)
     convention = CallingConvention(
         in_spec=in_spec,
-        out_spec=seen.structure if epilogue is None else children(seen.structure)[0],
-        changed_arguments=watch.changed,
+        out_spec=seen.structure if forward.epilogue is None else children(seen.structure)[0],
+        changed_arguments=forward.changed_arguments,
         assigned=seen.assigned,
         bases=bases,
-        checks=watch.checks,
+        checks=forward.checks,
     )
     assumptions = Assumptions(
         training=module.training,
@@ -148,7 +138,7 @@ def capture_staged(
         foreign=seen.foreign,
         asks=seen.asks,
         normed=seen.normed,
-        answers=answers,
+        answers=forward.answers,
         is_compiling=stage.is_compiling,
     )
     return CapturedGraph(
@@ -160,7 +150,7 @@ def capture_staged(
         convention=convention,
         assumptions=assumptions,
         prologue=cut_prologue(program.graph, noise, constant_tensors),
-        epilogue=epilogue,
+        epilogue=forward.epilogue,
     )
 
 
@@ -170,7 +160,7 @@ def _export(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
-) -> _Exported:
+) -> tuple[ExportedProgram, TracedForward]:
     try:
         return _exported(stage, args, kwargs, needs_grad, bases)
     except CaptureError:
@@ -193,7 +183,7 @@ def _exported(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
-) -> _Exported:
+) -> tuple[ExportedProgram, TracedForward]:
     """The program and what became of forward in it; errors are torch.export's."""
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
@@ -208,16 +198,19 @@ def _exported(
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-        with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
-            # Only now is forward what is to be traced.
-            traced = as_captured(stage.is_compiling)(NormsPutBack(module))
-            watch = ArgumentWatch(ExchangesWritten(traced, module))
-            asked = Answering(watch, small_buffers(module), lambda: buffers_of(module))
-            epilogues = EpilogueRecorder(asked, differentiated=needs_grad)
-            with watched_forward(module, WithBases(epilogues, bases)):
+        with exchanges_left_alone(), functions_replaced(module, on_fakes=False):
+            forward = TracedForward(
+                module,
+                is_compiling=stage.is_compiling,
+                differentiated=needs_grad,
+                values=small_buffers(module),
+                bases=bases,
+                exported=True,
+            )
+            with forward.in_place():
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
-        return _taken_apart(program, table), watch, epilogues.epilogue, asked.answers
+        return _taken_apart(program, table), forward
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:

@@ -20,7 +20,6 @@ from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.aliasing import (
     Sharing,
     aliases_of,
@@ -29,7 +28,6 @@ from tvmbridge.graph_capture.memory.aliasing import (
 )
 from tvmbridge.graph_capture.memory.layouts import dense_strides
 from tvmbridge.graph_capture.memory.views import ViewWatch
-from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
 from tvmbridge.graph_capture.observe.attributes import (
     recorded_assignments,
     recorded_reads,
@@ -47,14 +45,15 @@ from tvmbridge.graph_capture.observe.leaks import (
 )
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
-from tvmbridge.graph_capture.trace.answers import Answering, small_buffers
-from tvmbridge.graph_capture.trace.functions import run_on_fakes
+from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
 from tvmbridge.graph_capture.trace.standins import (
     tensors_of,
     tensors_replaced,
     without_autocast,
 )
+from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,7 @@ class _Run:
         fakes: Fakes,
         foreign_modules: ForeignModules,
         buffers: Mapping[str, torch.Tensor],
+        is_compiling: bool,
     ) -> None:
         self.outside = OutsideReads(module)
         self.foreign = ForeignTensors(fakes.beside)
@@ -151,6 +151,7 @@ class _Run:
         self._module = module
         self._fakes = fakes
         self._buffers = buffers
+        self._is_compiling = is_compiling
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
@@ -161,9 +162,13 @@ class _Run:
         tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
-        watched = ArgumentWatch(self._module.forward)
-        answering = Answering(watched, self._buffers, lambda: self._fakes.buffers)
-        forward = EpilogueRecorder(answering, differentiated=self._records)
+        forward = TracedForward(
+            self._module,
+            is_compiling=self._is_compiling,
+            differentiated=self._records,
+            values=self._buffers,
+            stand_ins=self._fakes.buffers,
+        )
         with (
             made,
             self.foreign,
@@ -244,13 +249,13 @@ def _observe(
         assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
-        stack.enter_context(run_on_fakes(module, is_compiling))
+        stack.enter_context(functions_replaced(module, on_fakes=True))
         stack.enter_context(tensors_replaced(module, fakes.held))
         # No fakes stand for what objects of other classes hold.
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, buffers)
+        run = _Run(module, fakes, others, buffers, is_compiling)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)

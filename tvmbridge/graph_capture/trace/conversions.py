@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 
@@ -51,22 +51,17 @@ def checks_of_numbers() -> Iterator[None]:
 def _drops_nothing(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> bool:
-    return not training or p == 0
+    return 0 <= p <= 1 and (not training or p == 0)
 
 
-class DropoutWithoutEffect(TorchFunctionMode):
-    """Within it dropout that drops nothing returns its argument itself, as eager PyTorch does.
+@replaces(nn.functional.dropout, torch.dropout)
+def _dropout(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Dropout that drops nothing is its argument itself, as in eager PyTorch.
 
     ``torch.export`` takes it for a tensor of its own, so that writing into it would not be seen
     by who holds the argument.
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if func is nn.functional.dropout and _drops_nothing(*args, **named):
-            return args[0] if args else named["input"]
-        if func is torch.dropout:
-            named["training"] = named.pop("train", True) if len(args) < 3 else args[2]
-            if _drops_nothing(*args[:2], **named):
-                return args[0] if args else named["input"]
-        return func(*args, **(kwargs or {}))
+    named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    if _drops_nothing(*args, **named):
+        return args[0] if args else kwargs["input"]
+    return call(*args, **kwargs)

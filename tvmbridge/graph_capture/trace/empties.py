@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _LOSSES = (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
 _SPLITS: dict[Any, Callable[..., Any]] = {
@@ -22,19 +23,21 @@ _SPLITS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class FunctionsOfNothing(TorchFunctionMode):
-    """Within it means of no losses, and parts of no rows, are taken as said above."""
+# Before the handler that promotes operands of several dtypes: it is called without a reduction.
+@replaces(*_LOSSES, order=-1)
+def _mean_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
+    if is_mean and len(args) == 2 and not any(a.numel() for a in args):
+        return call(*args, **{**kwargs, "reduction": "none"}).mean()
+    return call(*args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if func in _LOSSES and named.get("reduction", "mean") == "mean" and len(args) == 2:
-            if not any(a.numel() for a in args) and named.get("weight") is None:
-                return func(*args, **{**named, "reduction": "none"}).mean()
-        elif func in _SPLITS and args and isinstance(args[0], torch.Tensor):
-            found = _whole_of_nothing(func, *args, **named)
-            if found is not None:
-                return found
-        return func(*args, **named)
+
+@replaces(*_SPLITS)
+def _parts_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = None
+    if args and isinstance(args[0], torch.Tensor):
+        found = _whole_of_nothing(call.function, *args, **kwargs)
+    return call(*args, **kwargs) if found is None else found
 
 
 def _whole_of_nothing(

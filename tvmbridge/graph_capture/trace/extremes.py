@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LIBRARY.define("extremum(Tensor input, str kind) -> Tensor")
@@ -52,20 +52,15 @@ torch.library.register_autograd(
 )
 
 
-class ExtremesOfAll(TorchFunctionMode):
-    """Within it ``x.max()`` and the like are calls of the operator where a gradient may flow."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        kind = _KINDS.get(func)
-        operands = [*args, *named.values()]
-        if (
-            kind is not None
-            and len(operands) == 1
-            and torch.is_grad_enabled()
-            and isinstance(operands[0], torch.Tensor)
-            and operands[0].requires_grad
-            and operands[0].numel()
-        ):
-            return EXTREMUM(operands[0], kind)
-        return func(*args, **named)
+@replaces(*_KINDS)
+def _of_all_elements(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operands = [*args, *kwargs.values()]
+    if (
+        len(operands) == 1
+        and torch.is_grad_enabled()
+        and isinstance(operands[0], torch.Tensor)
+        and operands[0].requires_grad
+        and operands[0].numel()
+    ):
+        return EXTREMUM(operands[0], _KINDS[call.function])
+    return call(*args, **kwargs)

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import activation, transformer
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.patches import forward_patched_here, patched_here
 
 _ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
@@ -31,7 +31,7 @@ _ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
 
 @contextmanager
 def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
-    """Within it attention modules take the path they take in eager PyTorch, in plain operators.
+    """Within it attention modules take the path that they take in eager PyTorch.
 
     Args:
         module: what is traced; a forward that its encoders hold themselves is replaced too.
@@ -43,7 +43,6 @@ def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
         stack.enter_context(forward_patched_here(module, nn.TransformerEncoder, _encoder))
         if _has_plain_layers(module):
             stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
-        stack.enter_context(_FusedAttention())
         yield
 
 
@@ -73,19 +72,19 @@ def _detected(
     return known
 
 
-class _FusedAttention(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._native_multi_head_attention:
-            return _attention(*args, **(kwargs or {}))
-        if func is torch._transformer_encoder_layer_fwd:
-            if torch.is_autocast_enabled("cpu"):
-                raise UnsupportedOperatorError(
-                    "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "
-                    "PyTorch, with a result of another dtype than its parts; call it outside of "
-                    "autocast"
-                )
-            return _layer(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+@replaces(torch._native_multi_head_attention)
+def _fused_attention(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _attention(*args, **kwargs)
+
+
+@replaces(torch._transformer_encoder_layer_fwd)
+def _fused_layer(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        raise UnsupportedOperatorError(
+            "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "
+            "PyTorch, with a result of another dtype than its parts; call it outside of autocast"
+        )
+    return _layer(*args, **kwargs)
 
 
 def _attention(

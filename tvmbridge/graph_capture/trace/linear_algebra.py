@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
 def _checked(
@@ -101,12 +101,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class LinearAlgebraChecked(TorchFunctionMode):
-    """Within it the functions above are made of ones that a trace can see."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        stand_in = _FUNCTIONS.get(func)
-        if stand_in is None or "out" in named:
-            return func(*args, **named)
-        return stand_in(*args, **{"A" if name == "input" else name: named[name] for name in named})
+@replaces(*_FUNCTIONS)
+def _made_of_parts(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "out" in kwargs:
+        return call(*args, **kwargs)
+    named = {"A" if name == "input" else name: value for name, value in kwargs.items()}
+    return _FUNCTIONS[call.function](*args, **named)

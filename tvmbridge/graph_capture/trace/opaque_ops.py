@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
 def _quantile(
@@ -233,29 +233,32 @@ _ASSERTIONS = (
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
-class FunctionsKeptWhole(TorchFunctionMode):
-    """Within it the functions above are calls of the operators that stand for them."""
+@replaces(*_ASSERTIONS)
+def _asserted(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOperatorError(
+        f"forward asserts something of values ({call.function}), which compiled code would not"
+    )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if func in _ASSERTIONS:
-            raise UnsupportedOperatorError(
-                f"forward asserts something of values ({func}), which compiled code would not"
-            )
-        if func is torch.Tensor.cumprod_ and _by_gradient(*args, **named):
-            # Of a clone, for its gradient reads what is written now.
-            product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **named)
-            return args[0].copy_(product)
-        operator = _OPERATORS.get(func)
-        if (
-            operator is None
-            or "out" in named
-            or (func in _QUANTILES and _by_learned(*args, **named))
-            or (func is functional.one_hot and not _with_classes(*args, **named))
-            or (func in _PRODUCTS and not _by_gradient(*args, **named))
-        ):
-            return func(*args, **named)
-        return operator(*args, **named)
+
+@replaces(torch.Tensor.cumprod_)
+def _cumprod_in_place(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _by_gradient(*args, **kwargs):
+        return call(*args, **kwargs)
+    # Of a clone, for its gradient reads what is written now.
+    product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **kwargs)
+    return args[0].copy_(product)
+
+
+@replaces(*_OPERATORS)
+def _opaque(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (
+        "out" in kwargs
+        or (call.function in _QUANTILES and _by_learned(*args, **kwargs))
+        or (call.function is functional.one_hot and not _with_classes(*args, **kwargs))
+        or (call.function in _PRODUCTS and not _by_gradient(*args, **kwargs))
+    ):
+        return call(*args, **kwargs)
+    return _OPERATORS[call.function](*args, **kwargs)
 
 
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:

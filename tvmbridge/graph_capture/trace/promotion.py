@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 Decomposition = Callable[..., Any]
 
@@ -64,18 +65,14 @@ _KEPT_DTYPE: dict[Callable[..., Any], Callable[..., Any]] = {
 _OPERANDS = ("input", "target", "mean", "std")
 
 
-class KernelPromotion(TorchFunctionMode):
-    """Within it losses and draws of several dtypes have, in a trace too, the dtype that eager
-    gives them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if func in _KEPT_DTYPE and named.get("weight") is None and len(args) < 5:
-            operands = [*args[:2], *(named[name] for name in _OPERANDS if name in named)]
-            if _differ_in_dtype(operands):
-                named.pop("weight", None)
-                func = _KEPT_DTYPE[func]
-        return func(*args, **named)
+@replaces(*_KEPT_DTYPE)
+def _promoted(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("weight") is None and len(args) < 5:
+        operands = [*args[:2], *(kwargs[name] for name in _OPERANDS if name in kwargs)]
+        if _differ_in_dtype(operands):
+            kwargs.pop("weight", None)
+            return _KEPT_DTYPE[call.function](*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def _differ_in_dtype(operands: Sequence[Any]) -> bool:

@@ -28,7 +28,8 @@ _COMPARISONS = {
 class UniformComparisons(TorchFunctionMode):
     """Within it forward may branch on a uniform draw where the draw decides nothing.
 
-    A draw counts until any function but a comparison takes it, for that might write into it.
+    A draw counts until any function but a comparison takes it, for that might write into it: hence
+    a mode of its own, which sees every function.
 
     Raises:
         DependenceError: the draw does decide which way forward takes.

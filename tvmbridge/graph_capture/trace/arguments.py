@@ -7,7 +7,6 @@ that it has changed becomes one more result, and is put into the caller's own ob
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,26 +88,6 @@ def _containers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tupl
 def _differ(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool:
     same = before[1] == after[1] and all(a is b for a, b in zip(before[0], after[0], strict=True))
     return not same
-
-
-@contextmanager
-def watched_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it ``module`` has another ``forward``, such as an :class:`ArgumentWatch`."""
-    own = module.__dict__.get("forward")
-
-    # torch.export reads the signature, and the code, of a function.
-    @functools.wraps(module.forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    module.__dict__["forward"] = watched
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 def rebuild(
