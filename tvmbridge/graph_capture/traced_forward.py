@@ -1,10 +1,10 @@
-"""The forward that is traced: a module's own one within everything that watches or completes it."""
+"""The forward that is traced: a module's own, within what watches and completes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -14,33 +14,28 @@ from tvmbridge.core.assumptions import Answer, Check
 from tvmbridge.core.types import Epilogue, IntermediateBase
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
-from tvmbridge.graph_capture.trace.answers import Answering, buffers_of
+from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
-from tvmbridge.graph_capture.trace.exchanges import ExchangesWritten
-from tvmbridge.graph_capture.trace.old_norms import NormsPutBack
+from tvmbridge.graph_capture.trace.exchanges import exchanges_written
+from tvmbridge.graph_capture.trace.old_norms import norms_put_back
 from tvmbridge.graph_capture.trace.standins import as_captured
 
 
 class TracedForward:
-    """The forward of a module as every trace calls it; what it met is known after a call.
+    """The forward of a module as every trace calls it; its attributes describe the last call.
 
-    From the inside out: what attributes it rebinds is put back (in torch.export, which refuses
-    rebound ones), the containers among its arguments and its checks of values are watched,
-    questions to small buffers are answered, data-dependent results are deferred to the epilogue,
-    and intermediate view bases are returned as well.
-
-    It is made where the module has the forward that is to be traced: within
-    :func:`~tvmbridge.graph_capture.trace.functions.functions_replaced`.
+    ``changed_arguments`` are the positions and keywords of the containers that it changed,
+    ``checks`` says what is raised where a check of values does not pass, ``answers`` what it was
+    told of small buffers, and ``epilogue`` computes its data-dependent results.
 
     Args:
-        module: whose forward it is.
-        is_compiling: what ``torch.compiler.is_compiling()`` says within it.
+        module: whose forward it is, as of now: in a trace it may be a replaced one.
+        is_compiling: what ``torch.compiler.is_compiling()`` returns within it.
         differentiated: whether the results will be.
         values: what the small buffers of the module hold, by name.
-        stand_ins: the tensors that stand for them; by default those that the module holds when it
-            is called.
-        bases: of which results the intermediate view bases are returned.
-        exported: whether it is torch.export that calls it.
+        bases: of which results the intermediate view bases are returned as well.
+        exported: whether torch.export calls it, which refuses rebound attributes: the module gets
+            its old ones back.
     """
 
     def __init__(
@@ -50,43 +45,42 @@ class TracedForward:
         is_compiling: bool,
         differentiated: bool,
         values: Mapping[str, torch.Tensor],
-        stand_ins: Mapping[str, torch.Tensor] | None = None,
         bases: Sequence[IntermediateBase] = (),
         exported: bool = False,
     ) -> None:
+        self.changed_arguments: tuple[Any, ...] = ()
+        self.checks: tuple[Check, ...] = ()
+        self.answers: tuple[Answer, ...] = ()
+        self.epilogue: Epilogue | None = None
         self._module = module
-        forward: Callable[..., Any] = NormsPutBack(module) if exported else module.forward
-        forward = as_captured(is_compiling)(forward)
-        if exported:
-            forward = ExchangesWritten(forward, module)
-        self._arguments = ArgumentWatch(forward)
-        held = partial(buffers_of, module) if stand_ins is None else lambda: stand_ins
-        self._answering = Answering(self._arguments, values, held)
-        self._epilogues = EpilogueRecorder(self._answering, differentiated=differentiated)
-        self._forward = WithBases(self._epilogues, bases)
+        self._forward = module.forward
+        self._is_compiling = is_compiling
+        self._differentiated = differentiated
+        self._values = values
+        self._bases = bases
+        self._exported = exported
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+        answers = Answers(self._values, buffers_of(self._module))
+        watch = ArgumentWatch(self._own)
 
-    @property
-    def changed_arguments(self) -> tuple[Any, ...]:
-        """The positions and keywords of the container arguments that forward changed."""
-        return self._arguments.changed
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            with answers:
+                return watch(*args, **kwargs)
 
-    @property
-    def checks(self) -> tuple[Check, ...]:
-        """What is raised where a check of values does not pass."""
-        return self._arguments.checks
+        recorder = EpilogueRecorder(answered, differentiated=self._differentiated)
+        results = WithBases(recorder, self._bases)(*args, **kwargs)
+        self.changed_arguments, self.checks = watch.changed, watch.checks
+        self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue
+        return results
 
-    @property
-    def answers(self) -> tuple[Answer, ...]:
-        """What forward was told of small buffers."""
-        return self._answering.answers
-
-    @property
-    def epilogue(self) -> Epilogue | None:
-        """What computes the data-dependent results."""
-        return self._epilogues.epilogue
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if self._exported:
+                stack.enter_context(exchanges_written(self._module))
+                stack.enter_context(norms_put_back(self._module))
+            stack.enter_context(as_captured(self._is_compiling))
+            return self._forward(*args, **kwargs)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -95,7 +89,7 @@ class TracedForward:
         own = held.get("forward")
 
         # torch.export reads the signature, and the code, of a function.
-        @wraps(self._module.forward)
+        @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self(*args, **kwargs)
 

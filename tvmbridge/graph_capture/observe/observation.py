@@ -138,8 +138,7 @@ class _Run:
         module: nn.Module,
         fakes: Fakes,
         foreign_modules: ForeignModules,
-        buffers: Mapping[str, torch.Tensor],
-        is_compiling: bool,
+        forward: TracedForward,
     ) -> None:
         self.outside = OutsideReads(module)
         self.foreign = ForeignTensors(fakes.beside)
@@ -150,8 +149,7 @@ class _Run:
         self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
-        self._buffers = buffers
-        self._is_compiling = is_compiling
+        self._forward = forward
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
@@ -162,13 +160,6 @@ class _Run:
         tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
-        forward = TracedForward(
-            self._module,
-            is_compiling=self._is_compiling,
-            differentiated=self._records,
-            values=self._buffers,
-            stand_ins=self._fakes.buffers,
-        )
         with (
             made,
             self.foreign,
@@ -181,7 +172,7 @@ class _Run:
         ):
             for each in within:
                 further.enter_context(each)
-            self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
+            self.results, structure = pytree.tree_flatten(self._forward(*args, **kwargs))
             self._left_changed = settings.changed()
         self._reshaped = shapes != list(map(laid_out, tensors))
         # What is written into comes to require a gradient as well, and is no leaf then.
@@ -255,7 +246,10 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, buffers, is_compiling)
+        forward = TracedForward(
+            module, is_compiling=is_compiling, differentiated=needs_grad, values=buffers
+        )
+        run = _Run(module, fakes, others, forward)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)

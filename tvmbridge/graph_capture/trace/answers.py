@@ -86,41 +86,15 @@ def _is_small(buffer: torch.Tensor) -> bool:
     return plain and buffer.device.type == "cpu" and 0 < buffer.numel() <= _LARGEST
 
 
-class Answering:
-    """A forward that is told what the buffers hold that it asks.
+class Answers(TorchFunctionMode):
+    """Within it the small buffers, and what is made of them alone, have known values.
+
+    A value is known until any function but those above takes the buffer, or what was made of it,
+    for that might write into it: hence a mode of its own, which sees every function.
 
     Args:
-        forward: the forward that is traced.
         values: what the buffers hold, by name.
-        stand_ins: says which tensors stand for the buffers in a run of forward.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        values: _Tensors,
-        stand_ins: Callable[[], Mapping[str, torch.Tensor]],
-    ) -> None:
-        self.answers: tuple[Answer, ...] = ()
-        self._forward = forward
-        self._values = values
-        self._stand_ins = stand_ins
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._values:
-            return self._forward(*args, **kwargs)
-        mode = _Answers(self._values, self._stand_ins())
-        with mode:
-            results = self._forward(*args, **kwargs)
-        self.answers = tuple(mode.answers)
-        return results
-
-
-class _Answers(TorchFunctionMode):
-    """Within it questions to buffers, and to what is made of them alone, are answered.
-
-    A buffer is known until any function but those above takes it, or what was made of it: that
-    might write into it.
+        stand_ins: the tensors that stand for the buffers in a run of forward.
     """
 
     def __init__(self, values: _Tensors, stand_ins: _Tensors) -> None:

@@ -94,10 +94,10 @@ def _plain_generator(
 
 def _once(preserves_rng_state: bool) -> AbstractContextManager[Any]:
     """Within it is refused what eager PyTorch repeats in backward, with another effect."""
-    return _Refused(preserves_rng_state) if torch.is_grad_enabled() else nullcontext()
+    return _RecomputationCheck(preserves_rng_state) if torch.is_grad_enabled() else nullcontext()
 
 
-class _Refused(TorchDispatchMode):
+class _RecomputationCheck(TorchDispatchMode):
     """Refuses draws of other numbers, and writes into tensors that were there before."""
 
     def __init__(self, preserves_rng_state: bool) -> None:

@@ -7,7 +7,8 @@ made once more of what it is made of, by the hook's own function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,19 +107,11 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-class NormsPutBack:
-    """A forward after which ``module`` holds the weights that it held before.
-
-    torch.export refuses attributes that are exchanged.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._forward: Callable[..., Any] = module.forward
-        self._places = [(owner, h.name) for owner, h in normed_weights(module).values()]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = [owner.__dict__.get(name) for owner, name in self._places]
-        results = self._forward(*args, **kwargs)
-        for (owner, name), weight in zip(self._places, before, strict=True):
-            owner.__dict__[name] = weight
-        return results
+@contextmanager
+def norms_put_back(module: nn.Module) -> Iterator[None]:
+    """After it ``module`` holds the weights that it held before: torch.export refuses others."""
+    places = [(owner.__dict__, hook.name) for owner, hook in normed_weights(module).values()]
+    before = [held.get(name) for held, name in places]
+    yield
+    for (held, name), weight in zip(places, before, strict=True):
+        held[name] = weight
