@@ -1,4 +1,4 @@
-"""Capture: a module and a sample input become a functional graph with every input described."""
+"""Capture: torch.export of a module, described as a CapturedGraph."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ from tvmbridge.graph_capture.traced_forward import TracedForward
 def normalize_sample(
     sample_input: Any, sample_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of a sample: a tuple is a tuple of arguments, all else is one argument."""
+    """``(args, kwargs)`` of a sample: a tuple holds positional arguments, all else is one
+    argument.
+    """
     args = sample_input if type(sample_input) is tuple else (sample_input,)
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
         raise TypeError(
@@ -77,7 +79,7 @@ def capture(
     sample_kwargs: Mapping[str, Any] | None = None,
     needs_grad: bool | None = None,
 ) -> CapturedGraph:
-    """Trace ``module`` with torch.export in the mode it stands in.
+    """Export ``module`` with torch.export, in train or eval mode as it is.
 
     Args:
         module: any traceable module; it is left as it was.
@@ -109,7 +111,7 @@ def capture(
 def capture_staged(
     stage: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> CapturedGraph:
-    """Trace the module of ``stage``; otherwise as :func:`capture`."""
+    """Export the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
     program, forward = _export(stage, args, kwargs, needs_grad, bases)
@@ -184,7 +186,7 @@ def _exported(
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
 ) -> tuple[ExportedProgram, TracedForward]:
-    """The program and what became of forward in it; errors are torch.export's."""
+    """The decomposed program, and the forward that was traced; errors are torch.export's."""
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
@@ -214,7 +216,7 @@ def _exported(
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """``program`` in functional operators that ``table`` has no parts for."""
+    """``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
     refuse_other_dtypes(program)
     reshape_instead_of_view(program)
@@ -229,7 +231,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
 
 
 def _name_buffers_once(program: ExportedProgram) -> None:
-    """Leave one input for a buffer that has two names, of which one must not be written alone."""
+    """Deduplicate the inputs of a buffer that is registered under two names, for mutations of it."""
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     held = {**program.constants, **program.state_dict}
     first: dict[int, torch.fx.Node] = {}

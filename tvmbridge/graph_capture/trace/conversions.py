@@ -1,5 +1,5 @@
-"""What does nothing, and is to be traced as nothing: conversions of modules in forward, such as
-``self.linear = self.linear.to(x.dtype)``, dropout that drops nothing, checks that pass.
+"""Calls without an effect, traced as such: ``self.linear.to(x.dtype)`` of a module that has this
+dtype, inactive dropout, checks that pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 
 @contextmanager
 def conversions_without_effect() -> Iterator[None]:
-    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
+    """Within it ``module.to(...)`` may be traced where it changes neither dtype nor device."""
 
     def apply(
         convert: Any, module: nn.Module, fn: Callable[..., Any], recurse: bool = True
@@ -36,9 +36,9 @@ def conversions_without_effect() -> Iterator[None]:
 
 @contextmanager
 def checks_of_numbers() -> Iterator[None]:
-    """Within it PyTorch's own fake kernels may check a number for not being zero.
+    """Within it ``torch._check`` takes an integer for a bool.
 
-    That of ``upsample_nearest2d`` does so with the size of an empty input.
+    The fake kernel of ``upsample_nearest2d`` gives it the size of an empty input.
     """
 
     def check(genuine: Callable[..., Any], cond: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,10 +56,9 @@ def _drops_nothing(
 
 @replaces(nn.functional.dropout, torch.dropout)
 def _dropout(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Dropout that drops nothing is its argument itself, as in eager PyTorch.
+    """Inactive dropout returns its argument itself, as in eager PyTorch.
 
-    ``torch.export`` takes it for a tensor of its own, so that writing into it would not be seen
-    by who holds the argument.
+    ``torch.export`` records a new tensor, so that a mutation of it would not reach the argument.
     """
     named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
     if _drops_nothing(*args, **named):

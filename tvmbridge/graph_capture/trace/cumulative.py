@@ -1,8 +1,7 @@
-"""Batch norm with a cumulative average, made traceable.
+"""Batch norm with ``momentum=None`` (a cumulative average), made traceable.
 
-With ``momentum=None`` a batch norm reads the number of batches from its buffer, as a Python number,
-to weigh the new statistics. A trace cannot have that number: it would be frozen. Within
-:func:`cumulative_averages_on_tensors` the weight stays a tensor.
+It reads ``num_batches_tracked`` as a Python number, for the weight of the new statistics; a trace
+would specialize on it. Within :func:`cumulative_averages_on_tensors` the weight stays a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tvmbridge.graph_capture.trace.patches import forward_patched_here
 
 
 def cumulative_averages_on_tensors(module: nn.Module) -> AbstractContextManager[None]:
-    """Within it batch norms with ``momentum=None`` compute with tensors alone in train mode.
+    """Within it such batch norms compute their average with tensors alone in train mode.
 
     Args:
         module: what is traced; a forward that its batch norms hold themselves is replaced too.

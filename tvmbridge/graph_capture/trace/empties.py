@@ -1,7 +1,6 @@
-"""Functions of no elements, in forms that a trace can take and differentiate.
+"""Losses and splits of empty tensors, in forms that a trace can take and differentiate.
 
-PyTorch's kernels answer them; its decompositions, which a trace asks, divide by the number of
-elements or of parts.
+PyTorch's kernels handle them; its decompositions divide by the number of elements or chunks.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _parts_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _whole_of_nothing(
     func: Any, tensor: torch.Tensor, size: Any = None, dim: Any = 0, **named: Any
 ) -> Any:
-    """The one part of a dimension without elements; None where it has some."""
+    """The one chunk of a dimension of size 0; None where it has elements."""
     size = named.get("split_size", named.get("split_size_or_sections", size))
     if not isinstance(size, int) or not isinstance(dim, int) or not tensor.dim():
         return None

@@ -1,9 +1,9 @@
-"""The largest, the least and the middle of all elements, with the gradient that eager gives them.
+"""``max``, ``min``, ``median`` and ``nanmedian`` of all elements, with eager's gradient.
 
-Eager PyTorch asks whether the result is NaN, and fills the cotangent into zeros where elements
-equal the result. On fake tensors it cannot ask, and multiplies by a mask instead: where a cotangent
-is infinite or NaN, every other element would get NaN. So while a module is traced they are one
-operator, whose gradient is the former.
+Eager PyTorch branches on whether the result is NaN, and scatters the cotangent to the elements
+that equal it. For fake tensors it multiplies by a mask instead: an infinite or NaN cotangent would
+become NaN everywhere. So while a module is traced they are one custom operator with eager's
+gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS: dict[Any, str] = {
 
 
 def extremum_taken_apart(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The value of the operator in PyTorch's own."""
+    """The decomposition of the operator."""
     if kind in ("max", "min") and x.numel():
         return torch.amax(x) if kind == "max" else torch.amin(x)
     result: torch.Tensor = getattr(torch, kind)(x)
