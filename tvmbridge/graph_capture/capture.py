@@ -231,7 +231,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
 
 
 def _name_buffers_once(program: ExportedProgram) -> None:
-    """Deduplicate the inputs of a buffer that is registered under two names, for mutations of it."""
+    """Deduplicate the inputs of a buffer that is registered under two names."""
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     held = {**program.constants, **program.state_dict}
     first: dict[int, torch.fx.Node] = {}

@@ -158,7 +158,10 @@ def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
-    """Let the users of ``node`` read ``draw``, which nothing may mutate."""
+    """Let the users of ``node`` read ``draw``, which nothing may mutate.
+
+    The metadata of ``node`` goes with it: later draws may read its shape.
+    """
     target: Any = node.target
     if target is aten.native_dropout.default:
         x, p = node.args[:2]

@@ -56,7 +56,10 @@ def _drawing_node(node: fx.Node) -> fx.Node:
 
 
 def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]) -> set[fx.Node]:
-    """The nodes ``read`` and all their transitive inputs."""
+    """The nodes ``read`` and all their transitive inputs.
+
+    Of draws the search goes on from dropout alone: what other draws read is in ``read``.
+    """
     found: set[fx.Node] = set()
     rest = list(read)
     while rest:

@@ -1,4 +1,4 @@
-"""Observation: forward is run once on fake tensors, before it is captured, and looked at.
+"""Observation: one run of forward on fake tensors, before it is captured.
 
 The captured graph is a pure function. What else forward does is seen here: attributes that it
 reads, attributes that it writes, outputs that share memory, random numbers that are not PyTorch's.

@@ -1,13 +1,12 @@
-"""Fast paths of PyTorch's attention modules, spelled out while a module is traced.
+"""The inference fast paths of PyTorch's attention modules, decomposed.
 
-In eval mode, where nothing is recorded, ``nn.MultiheadAttention`` and
-``nn.TransformerEncoderLayer`` call fused kernels whose results differ from those of their other
-path in what nobody should look at, but who does must find the same: rows that may attend to nothing
-are NaN, masks of numbers count as masks of truths, and ``nn.TransformerEncoder`` leaves zeros where
-a sequence is padded.
+In eval mode without gradients ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call
+fused kernels, which differ from the slow path in corner cases: fully masked rows are NaN, masks of
+numbers count as boolean ones, and ``nn.TransformerEncoder``, which makes nested tensors, gives
+zeros for padding.
 
-The modules leave these paths when they are traced. Here they stay on them, and the fused kernels
-are taken apart.
+The modules leave the fast path when they are traced. Here they stay on it, and the fused kernels
+are decomposed.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def _no(genuine: Any, *args: Any) -> bool:
 
 
 def _has_plain_layers(module: nn.Module) -> bool:
-    """Whether to every layer of a transformer a causal mask means what the word for it does."""
+    """Whether all layers of transformers are PyTorch's, for which ``is_causal`` is but a hint."""
     plain = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     stacks = [
         m for m in module.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder)
@@ -65,7 +64,9 @@ def _detected(
     is_causal: bool | None = None,
     size: int | None = None,
 ) -> bool:
-    """Whether a mask is causal, as nobody said; a causal mask serves as well as the word for it."""
+    """``_detect_is_causal_mask`` that compares no values: a causal mask serves as well as the
+    hint.
+    """
     if is_causal is None and mask is not None and not mask.requires_grad:
         return False
     known: bool = genuine(mask, is_causal, size)
@@ -124,7 +125,9 @@ def _attention(
 
 
 def _seen(mask: torch.Tensor, mask_type: int | None) -> torch.Tensor:
-    """Where a query may look: truths that broadcast to (batch, heads, queries, keys)."""
+    """Where a query may attend: a boolean mask of (batch, heads, queries, keys), or broadcast to
+    it.
+    """
     hidden = mask if mask.dtype is torch.bool else mask != 0
     return ~(hidden[:, None, None, :] if mask_type == _ONE_MASK_OF_KEYS else hidden)
 
@@ -210,7 +213,7 @@ def _encoder(
 
 
 def _nests(encoder: nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether the encoder makes a nested tensor of ``src`` where its mask lets it."""
+    """Whether the encoder converts ``src`` to a nested tensor where its mask allows that."""
     first = encoder.layers[0]
     read = (src, *first.parameters())
     return (

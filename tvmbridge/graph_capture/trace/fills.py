@@ -1,8 +1,8 @@
-"""Fills and masked writes whose values get a gradient, in forms that a trace can differentiate.
+"""Masked and indexed writes of values that require a gradient, in forms that a trace can take.
 
-PyTorch differentiates ``x[mask] = value`` and ``index_fill`` by the values through ``nonzero`` and
-``unique``, whose results have a shape that depends on the data. With a scalar both are
-``masked_fill``, whose gradient is a masked sum; with several values the write is kept whole.
+PyTorch's gradient for the values of ``x[mask] = value`` and ``index_fill`` uses ``nonzero`` and
+``unique``, whose shapes are data-dependent. With a scalar both are ``masked_fill``, whose gradient
+is a masked sum; with several values the write is one opaque operator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _written(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_learned(tensor: Any, value: Any) -> bool:
-    """Whether ``value`` gets a gradient and is written as it is."""
+    """Whether ``value`` requires a gradient and is written without a conversion."""
     return (
         isinstance(tensor, torch.Tensor)
         and isinstance(value, torch.Tensor)

@@ -1,8 +1,8 @@
 """The table of handlers: torch functions that are replaced while forward is traced.
 
-A handler is entered for the functions that it replaces, and is called ``handler(call, args,
-kwargs)``; ``call(*args, **kwargs)`` goes on to the next handler of that function, and from the last
-one to the function itself. As in any mode, what a handler calls is not handled again.
+A handler is registered for the functions that it replaces and is called ``handler(call, args,
+kwargs)``; ``call(*args, **kwargs)`` goes on to the next handler of that function, and from the
+last one to the function itself. As in every mode, what a handler calls is not handled again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HANDLERS: dict[Any, dict[int, Handler]] = {}
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``function`` that ``handlers`` have not seen yet."""
+    """A call of ``function`` with the handlers that are still to be called."""
 
     function: Any
     handlers: Sequence[Handler]
@@ -36,7 +36,7 @@ class Call:
 
 
 def replaces(*functions: Any, order: int = 0) -> HandlerT:
-    """Enter the decorated handler into the table for ``functions``.
+    """Register the decorated handler for ``functions``.
 
     Args:
         functions: torch functions as ``__torch_function__`` is given them.

@@ -1,4 +1,4 @@
-"""What forward runs within wherever it is traced, so that every trace sees the same functions."""
+"""Everything of PyTorch that is replaced while forward is traced, the same in every trace."""
 
 from __future__ import annotations
 

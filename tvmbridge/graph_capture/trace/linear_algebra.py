@@ -1,12 +1,12 @@
 """Linear algebra that raises for some values, such as the inverse of a singular matrix.
 
-``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a
-check of that, which a trace takes for an effect. While a module is traced the check is an operator
-that the result passes through; it raises what PyTorch raises.
+``torch.linalg.inv`` is ``inv_ex`` and a check of its ``info``, which a trace takes for a side
+effect. While a module is traced the check is a custom operator that passes the result on, and
+raises what PyTorch raises.
 
-Determinants are those of a dense matrix. PyTorch's kernel factors a matrix that lies by columns as
-it is and a dense one transposed, and its gradient, which asks the trace how the matrix lies, uses
-the factors accordingly. Compiled code has all matrices dense.
+Determinants are those of a contiguous matrix. PyTorch's kernel factors a matrix or its transpose,
+depending on strides, and the gradient formula looks at the strides of the trace to know which.
+Compiled code has all matrices contiguous.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Functions that ask their data a question, kept whole while a module is traced.
+"""Functions with data-dependent control flow, as opaque custom operators.
 
-``torch.cov`` asks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
-negative, ``one_hot`` whether each class exists: a trace cannot answer. Each becomes one operator of
-our own that calls the function itself at each call, and so raises what it raises; its gradient is
-the one that PyTorch's autograd gives it. Only functions are here whose results have a shape that
-the arguments' shapes tell.
+``torch.cov`` checks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
+negative, ``one_hot`` whether each class exists; none of it can be traced. Each becomes one custom
+operator that calls the eager function, and so raises what that raises; its gradient is autograd's.
+Only functions are here whose output shapes follow from the input shapes.
 
-Products are here for their gradient: PyTorch's formula looks for zeros, and on fake tensors takes
-another branch, which differs where a row has both zeros and NaN.
+Products are here for their gradient: PyTorch's formula branches on zeros, and takes another branch
+for fake tensors, which differs where a row has both zeros and NaN.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
 
 
 def _quantiles(function: Any) -> tuple[CustomOperator, CustomOperator]:
-    """The function for fractions in a tensor, and for one that is a number."""
+    """Overloads for ``q`` as a tensor and as a number."""
     name = function.__name__
     by_tensor = CustomOperator(
         name,
@@ -262,15 +261,15 @@ def _opaque(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
-    """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
+    """Whether ``q`` may require a gradient, which not all interpolations give it."""
     return isinstance(q, torch.Tensor) and q.requires_grad
 
 
 def _with_classes(input: torch.Tensor, num_classes: int = -1) -> bool:
-    """Whether the shape of the result is known, and the classes are looked at."""
+    """Whether the output shape is known."""
     return num_classes > 0
 
 
 def _by_gradient(input: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """Whether a gradient is to flow through the call; else the plain operator serves as well."""
+    """Whether autograd records the call; otherwise the ATen operator serves as well."""
     return torch.is_grad_enabled() and input.requires_grad

@@ -1,7 +1,7 @@
-"""Patches of foreign functions that hold in one thread and leave the others alone.
+"""Thread-local patches of PyTorch's functions.
 
-What is patched while a module is traced belongs to PyTorch and is shared by all threads, some of
-which may be running models meanwhile.
+What is patched while a module is traced is shared by all threads, some of which may be running
+models meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOCK = threading.Lock()
 
 @dataclass
 class _Installed:
-    """A patched attribute: who uses it now, and what each thread has in its place."""
+    """A patched attribute: how many use it, and the replacements of each thread."""
 
     genuine: Any
     own: Any

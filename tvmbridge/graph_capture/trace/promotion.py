@@ -1,8 +1,8 @@
-"""Promotion of operands of several dtypes, as PyTorch's kernels do it.
+"""Type promotion as PyTorch's kernels do it.
 
-The dtype of a result is known from the trace, which asks PyTorch's fake kernels and decompositions.
-Of operands of several dtypes some of them promise another dtype than the kernel makes (of
-``huber_loss`` of float32 and float64, say). So the kernel itself is asked, on zeros.
+For operands of mixed dtypes some fake kernels and decompositions promote otherwise than the real
+kernel (``huber_loss`` of float32 and float64, say). So the real kernel is run on zeros, and its
+dtypes count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Decomposition = Callable[..., Any]
 def _huber_loss(
     input: torch.Tensor, target: torch.Tensor, reduction: str = "mean", delta: float = 1.0
 ) -> torch.Tensor:
-    """Each element is computed in the common dtype and rounded to the dtype of the input."""
+    """Each element is computed in the promoted dtype and rounded to the dtype of the input."""
     wide = torch.promote_types(input.dtype, target.dtype)
     each = nn.functional.huber_loss(input.to(wide), target.to(wide), "none", delta)
     rounded = each.to(input.dtype)

@@ -1,9 +1,9 @@
-"""Functions of PyTorch that no trace can take as they are called, said in other words.
+"""Functions that torch.export cannot trace as they are called, replaced by equivalent ones.
 
-``tensor.data`` is ``tensor.detach()``: both are the same memory without a history. A trace would
-lose what is assigned to it. ``random_(a, b)`` has an overload called ``from``, which is no name in
-the Python that a trace is written in; it draws as ``random_(b - a)`` does, and adds ``a``. What
-``copy_`` copies is converted first: torch.export forgets to, for a buffer that is written whole.
+``tensor.data`` becomes ``tensor.detach()``; assignments to it, which a trace would lose, are
+refused. ``random_(a, b)`` is an overload named ``from``, a keyword that no generated code can
+name; it becomes ``random_(b - a)``, plus ``a``. ``copy_`` converts dtypes before it copies:
+torch.export forgets to, for a buffer that is overwritten as a whole.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _random(func: Any, tensor: torch.Tensor, *bounds: Any, **named: Any) -> torc
 
 
 def _holds_exactly(dtype: torch.dtype, low: Any, high: Any) -> bool:
-    """Whether ``dtype`` has all integers between the bounds, and their distance."""
+    """Whether ``dtype`` represents all integers between the bounds, and their difference."""
     if type(low) is not int or type(high) is not int or low >= high or dtype is torch.bool:
         return False
     if dtype.is_floating_point:
