@@ -106,7 +106,7 @@ class Rehearsal:
             stack.enter_context(functions_replaced(self.module, on_fakes=True))
             stack.enter_context(tensors_replaced(self.module, held))
             forward = TracedForward(
-                self.module,
+                module=self.module,
                 is_compiling=self.captured.assumptions.is_compiling,
                 differentiated=any(p.requires_grad for p in primals),
                 values=buffers,

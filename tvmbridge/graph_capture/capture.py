@@ -202,7 +202,7 @@ def _exported(
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
         with exchanges_left_alone(), functions_replaced(module, on_fakes=False):
             forward = TracedForward(
-                module,
+                module=module,
                 is_compiling=stage.is_compiling,
                 differentiated=needs_grad,
                 values=small_buffers(module),

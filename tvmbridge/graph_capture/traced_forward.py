@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -21,71 +22,61 @@ from tvmbridge.graph_capture.trace.old_norms import norms_put_back
 from tvmbridge.graph_capture.trace.standins import as_captured
 
 
+@dataclass(kw_only=True, eq=False)
 class TracedForward:
-    """The forward of a module as every trace calls it; its attributes describe the last call.
+    """The forward of a module, as every trace calls it.
 
-    ``changed_arguments`` are the positions and keywords of the containers that it changed,
-    ``checks`` says what is raised where a check of values does not pass, ``answers`` what it was
-    told of small buffers, and ``epilogue`` computes its data-dependent results.
+    ``is_compiling`` is what ``torch.compiler.is_compiling()`` returns within it,
+    ``differentiated`` whether its results will be, ``values`` what the small buffers of the module
+    hold, ``bases`` the intermediate view bases that it returns as well. ``exported``: torch.export
+    calls it, which refuses rebound attributes, so that the module gets its old ones back.
 
-    Args:
-        module: whose forward it is, as of now: in a trace it may be a replaced one.
-        is_compiling: what ``torch.compiler.is_compiling()`` returns within it.
-        differentiated: whether the results will be.
-        values: what the small buffers of the module hold, by name.
-        bases: of which results the intermediate view bases are returned as well.
-        exported: whether torch.export calls it, which refuses rebound attributes: the module gets
-            its old ones back.
+    After a call, ``changed_arguments`` are the positions and keywords of the containers that it
+    mutated, ``checks`` the checks of values that became outputs, ``answers`` the guards on small
+    buffers, and ``epilogue`` computes its data-dependent results.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        is_compiling: bool,
-        differentiated: bool,
-        values: Mapping[str, torch.Tensor],
-        bases: Sequence[IntermediateBase] = (),
-        exported: bool = False,
-    ) -> None:
-        self.changed_arguments: tuple[Any, ...] = ()
-        self.checks: tuple[Check, ...] = ()
-        self.answers: tuple[Answer, ...] = ()
-        self.epilogue: Epilogue | None = None
-        self._module = module
-        self._forward = module.forward
-        self._is_compiling = is_compiling
-        self._differentiated = differentiated
-        self._values = values
-        self._bases = bases
-        self._exported = exported
+    module: nn.Module
+    is_compiling: bool
+    differentiated: bool
+    values: Mapping[str, torch.Tensor]
+    bases: Sequence[IntermediateBase] = ()
+    exported: bool = False
+    changed_arguments: tuple[Any, ...] = ()
+    checks: tuple[Check, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    epilogue: Epilogue | None = None
+
+    def __post_init__(self) -> None:
+        # That of now, which may be a patched one.
+        self._forward = self.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        answers = Answers(self._values, buffers_of(self._module))
+        answers = Answers(self.values, buffers_of(self.module))
         watch = ArgumentWatch(self._own)
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             with answers:
                 return watch(*args, **kwargs)
 
-        recorder = EpilogueRecorder(answered, differentiated=self._differentiated)
-        results = WithBases(recorder, self._bases)(*args, **kwargs)
+        recorder = EpilogueRecorder(answered, differentiated=self.differentiated)
+        results = WithBases(recorder, self.bases)(*args, **kwargs)
         self.changed_arguments, self.checks = watch.changed, watch.checks
         self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue
         return results
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            if self._exported:
-                stack.enter_context(exchanges_written(self._module))
-                stack.enter_context(norms_put_back(self._module))
-            stack.enter_context(as_captured(self._is_compiling))
+            if self.exported:
+                stack.enter_context(exchanges_written(self.module))
+                stack.enter_context(norms_put_back(self.module))
+            stack.enter_context(as_captured(self.is_compiling))
             return self._forward(*args, **kwargs)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it it is the ``forward`` of the module."""
-        held = self._module.__dict__
+        held = self.module.__dict__
         own = held.get("forward")
 
         # torch.export reads the signature, and the code, of a function.

@@ -247,7 +247,7 @@ def _observe(
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
         forward = TracedForward(
-            module, is_compiling=is_compiling, differentiated=needs_grad, values=buffers
+            module=module, is_compiling=is_compiling, differentiated=needs_grad, values=buffers
         )
         run = _Run(module, fakes, others, forward)
         structure = run.run(made, within)
