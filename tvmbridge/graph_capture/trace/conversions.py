@@ -13,25 +13,23 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
-from tvmbridge.graph_capture.trace.patches import patched_here
+from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
 
-@contextmanager
-def conversions_without_effect() -> Iterator[None]:
-    """Within it ``module.to(...)`` may be traced where it changes neither dtype nor device."""
-
-    def apply(
-        convert: Any, module: nn.Module, fn: Callable[..., Any], recurse: bool = True
-    ) -> nn.Module:
-        with _disable_current_modes():
-            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
-            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
-            if all(fn(probe) is probe for probe in probes):
-                return module
-        return convert(module, fn, recurse)
-
-    with patched_here(nn.Module, "_apply", apply):
-        yield
+@patches(nn.Module, "_apply")
+def _apply(
+    genuine: Callable[..., nn.Module],
+    module: nn.Module,
+    fn: Callable[..., Any],
+    recurse: bool = True,
+) -> nn.Module:
+    """``module.to(...)`` and the like, without an effect where neither dtype nor device changes."""
+    with _disable_current_modes():
+        kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
+        probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+        if all(fn(probe) is probe for probe in probes):
+            return module
+    return genuine(module, fn, recurse)
 
 
 @contextmanager

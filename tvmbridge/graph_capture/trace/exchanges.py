@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -65,11 +65,9 @@ def _value(
     return value.detach().clone()
 
 
-@contextmanager
-def exchanges_left_alone() -> Iterator[None]:
+def exchanges_left_alone() -> AbstractContextManager[Any]:
     """Within it torch.export does not look for exchanged buffers itself."""
-    with patched_here(torch.export._trace, "register_buffer_assignment_hook", _no_hook):
-        yield
+    return patched_here(torch.export._trace, "register_buffer_assignment_hook", _no_hook)
 
 
 def _no_hook(genuine: Callable[..., Any], *args: Any) -> RemovableHandle:

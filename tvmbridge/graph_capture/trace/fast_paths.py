@@ -12,8 +12,7 @@ are decomposed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,30 +22,23 @@ from torch.nn.modules import activation, transformer
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
-from tvmbridge.graph_capture.trace.patches import forward_patched_here, patched_here
+from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
 _ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
 
 
-@contextmanager
-def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
-    """Within it attention modules take the path that they take in eager PyTorch.
-
-    Args:
-        module: what is traced; a forward that its encoders hold themselves is replaced too.
-    """
-    with ExitStack() as stack:
-        # The modules ask these two whether they are traced.
-        stack.enter_context(patched_here(torch.overrides, "has_torch_function", _no))
-        stack.enter_context(patched_here(activation, "_is_make_fx_tracing", _no))
-        stack.enter_context(forward_patched_here(module, nn.TransformerEncoder, _encoder))
-        if _has_plain_layers(module):
-            stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
-        yield
-
-
+# The modules ask these two whether they are traced.
+@patches(torch.overrides, "has_torch_function")
+@patches(activation, "_is_make_fx_tracing")
 def _no(genuine: Any, *args: Any) -> bool:
     return False
+
+
+def causal_masks_undetected(module: nn.Module) -> AbstractContextManager[Any]:
+    """Within it transformers do not compare their masks with a causal one, where they need not."""
+    if not _has_plain_layers(module):
+        return nullcontext()
+    return patched_here(transformer, "_detect_is_causal_mask", _detected)
 
 
 def _has_plain_layers(module: nn.Module) -> bool:
@@ -180,6 +172,7 @@ def _layer(
     return second(x + fed_forward(x))
 
 
+@patches(nn.TransformerEncoder, "forward")
 def _encoder(
     genuine: Any,
     self: nn.TransformerEncoder,

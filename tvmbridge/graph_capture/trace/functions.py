@@ -7,8 +7,9 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-# Imported for the handlers that they enter into the table.
+# Imported for the handlers and patches that they enter into the tables.
 from tvmbridge.graph_capture.trace import (  # noqa: F401
+    cumulative,
     empties,
     extremes,
     fills,
@@ -18,11 +19,11 @@ from tvmbridge.graph_capture.trace import (  # noqa: F401
     rephrased,
 )
 from tvmbridge.graph_capture.trace.checkpoints import plain_checkpoints
-from tvmbridge.graph_capture.trace.conversions import checks_of_numbers, conversions_without_effect
-from tvmbridge.graph_capture.trace.cumulative import cumulative_averages_on_tensors
-from tvmbridge.graph_capture.trace.fast_paths import fast_paths_taken_apart
+from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
+from tvmbridge.graph_capture.trace.fast_paths import causal_masks_undetected
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
+from tvmbridge.graph_capture.trace.patches import table_patched_here
 from tvmbridge.graph_capture.trace.recurrent import RecurrentLayersKeptWhole
 from tvmbridge.graph_capture.trace.uniforms import UniformComparisons
 
@@ -40,9 +41,8 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
             stack.enter_context(plain_checkpoints())
             stack.enter_context(checks_of_numbers())
         stack.enter_context(strides_of_kernels())
-        stack.enter_context(cumulative_averages_on_tensors(module))
-        stack.enter_context(conversions_without_effect())
-        stack.enter_context(fast_paths_taken_apart(module))
+        stack.enter_context(table_patched_here(module))
+        stack.enter_context(causal_masks_undetected(module))
         # The mode that is entered last is asked first.
         stack.enter_context(RecurrentLayersKeptWhole())
         stack.enter_context(FunctionTable())

@@ -55,10 +55,8 @@ def _asked(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @replaces(torch.Tensor.copy_)
 def _copied(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    def copied(tensor: torch.Tensor, other: Any, non_blocking: bool = False) -> torch.Tensor:
-        return tensor.copy_(other.to(tensor.dtype) if other.dtype is not tensor.dtype else other)
-
-    return copied(*args, **kwargs)
+    tensor, other = args[0], args[1] if len(args) > 1 else kwargs["src"]
+    return call(tensor, other if other.dtype is tensor.dtype else other.to(tensor.dtype))
 
 
 @replaces(torch.Tensor.random_)
