@@ -17,18 +17,20 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 
 _REFUSED = "without overflow"
 # A try would draw.
-_DRAWS = [
-    "bernoulli_",
-    "cauchy_",
-    "exponential_",
-    "geometric_",
-    "log_normal_",
-    "normal",
-    "normal_",
-    "random_",
-    "randint_like",
-    "uniform_",
-]
+_DRAWS = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "normal",
+        "normal_",
+        "random_",
+        "randint_like",
+        "uniform_",
+    }
+)
 
 
 def refuse_out_of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
