@@ -21,7 +21,7 @@ from torch import nn
 
 import tvmbridge
 from benchmarks.common import alternate
-from tvmbridge.core.admission import observed
+from tvmbridge.core.admission import recorded_uses
 from tvmbridge.frontend import compiled, nests
 from tvmbridge.frontend.registry import CONVERTERS
 
@@ -63,7 +63,11 @@ def _unlimited() -> Iterator[None]:
 def _compile(case: Case, *, native: bool) -> nn.Module:
     module = _Module(case.function).eval()
     rest = {k: v for k, v in CONVERTERS.items() if native or k != case.operator}
-    with mock.patch.dict(CONVERTERS, rest, clear=True), _unlimited(), observed(everything=True):
+    with (
+        mock.patch.dict(CONVERTERS, rest, clear=True),
+        _unlimited(),
+        recorded_uses(everything=True),
+    ):
         tvmbridge.add_tvm_dispatch(module, case.inputs)
     (specialization,) = tvmbridge.dispatch_report(module).specializations
     assert (str(case.operator) in specialization.native_operators) is native, case.name

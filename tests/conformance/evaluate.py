@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import tvmbridge
 from tests.conformance.case import Case
-from tvmbridge.core.admission import Observation, observed
+from tvmbridge.core.admission import Usage, recorded_uses
 
 Operator = Callable[..., Any]
 
@@ -60,7 +60,7 @@ class Run:
     ours: Values
     theirs: Values
     report: tvmbridge.DispatchReport
-    observation: Observation
+    observation: Usage
 
 
 def inputs_of(cases: Sequence[Case], dtype: torch.dtype | None = None) -> list[torch.Tensor]:
@@ -164,7 +164,7 @@ def run_group(operator: Operator, cases: Sequence[Case], joint: str | None, *, a
     module = Calls(operator, cases).train(gradient)
     inputs = inputs_of(cases)
     options = {"joint": joint} if joint is not None else None
-    with observed(everything=admit) as observation, torch.set_grad_enabled(gradient):
+    with recorded_uses(everything=admit) as observation, torch.set_grad_enabled(gradient):
         tvmbridge.add_tvm_dispatch(module, tuple(inputs), options=options)
     ours = evaluate(module, cases, inputs, gradient=gradient)
     return Run(ours, theirs, tvmbridge.dispatch_report(module), observation)

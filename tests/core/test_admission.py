@@ -9,7 +9,13 @@ import torch
 
 from tests.frontend.helpers import run
 from tvmbridge.core import admission
-from tvmbridge.core.admission import ADMITTED_FILE, SECTIONS, admitted_table, is_proven, observed
+from tvmbridge.core.admission import (
+    ADMITTED_FILE,
+    SECTIONS,
+    admitted_table,
+    is_proven,
+    recorded_uses,
+)
 from tvmbridge.frontend.registry import CONVERTERS
 from tvmbridge.gradients import CLAIMED
 from tvmbridge.gradients.operators import SAME_DERIVATIVE
@@ -42,14 +48,14 @@ def test_it_is_used_in_the_dtypes_that_are_proven() -> None:
 
 @pytest.mark.usefixtures("without_relu")
 def test_everything_is_tried_when_asked_for() -> None:
-    with observed(everything=True) as seen:
+    with recorded_uses(everything=True) as seen:
         _, report = run(lambda x: x.relu(), X)
     assert not report.specializations[0].aten_operators
     assert seen.used["converters"]["aten.relu.default"] == {"float32"}
 
 
 def test_only_what_was_used_is_seen() -> None:
-    with observed() as seen:
+    with recorded_uses() as seen:
         run(lambda x: x.exp().cumsum(0), X)
     assert set(seen.used["converters"]) >= {"aten.exp.default"}
     assert "aten.mul.Tensor" not in seen.used["converters"]

@@ -29,8 +29,8 @@ ADMITTED_FILE = Path(__file__).with_name("admitted.json")
 
 
 @dataclass
-class Observation:
-    """What was used while it was watched: per section the names, and the dtypes of each.
+class Usage:
+    """What was used while that was recorded: per section the names, and the dtypes of each.
 
     With ``everything`` all claims count as proven meanwhile.
     """
@@ -39,16 +39,16 @@ class Observation:
     used: dict[Section, dict[str, set[str]]] = field(default_factory=dict)
 
 
-_watching: ContextVar[Observation | None] = ContextVar("tvmbridge_admission", default=None)
+_watching: ContextVar[Usage | None] = ContextVar("tvmbridge_admission", default=None)
 
 
 @contextmanager
-def observed(*, everything: bool = False) -> Iterator[Observation]:
+def recorded_uses(*, everything: bool = False) -> Iterator[Usage]:
     """Within it uses of claims are noted; with ``everything`` also unproven claims are used."""
-    observation = Observation(everything)
-    token = _watching.set(observation)
+    usage = Usage(everything)
+    token = _watching.set(usage)
     try:
-        yield observation
+        yield usage
     finally:
         _watching.reset(token)
 
@@ -72,7 +72,7 @@ def is_proven(section: Section, name: str, dtypes: Iterable[str]) -> bool:
 
 
 def note_use(section: Section, name: str, dtypes: Iterable[str]) -> None:
-    """Tell whoever observes that the claim ``name`` was used with ``dtypes``."""
+    """Record that the claim ``name`` was used with ``dtypes``."""
     watching = _watching.get()
     if watching is not None:
         watching.used.setdefault(section, {}).setdefault(name, set()).update(dtypes)

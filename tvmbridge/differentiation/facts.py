@@ -17,7 +17,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.types import OutputKind
 from tvmbridge.differentiation.custom_functions import FunctionWatch
 from tvmbridge.differentiation.draws import captured_draw
-from tvmbridge.differentiation.flow import AttentionWatch, AutogradWatch, FlowWatch
+from tvmbridge.differentiation.flow import AutogradWatch, FlowWatch
 from tvmbridge.differentiation.reached import reached_by_gradients
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.graph_capture.memory.layouts import Layout
@@ -61,7 +61,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         watch = FlowWatch()
         uses = AutogradWatch(watch.reasons)
         functions = FunctionWatch(watch.reasons)
-        with functions.noticing(), watch, uses, AttentionWatch(watch.reasons):
+        with functions.noticing(), watch, uses:
             outputs = rehearsal(leaves)
         watch.look_at(outputs, "an output")
         _refuse(rehearsal, outputs, uses)

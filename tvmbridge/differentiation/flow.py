@@ -40,18 +40,26 @@ _CREATES = frozenset(
 
 
 class AutogradWatch(TorchFunctionMode):
-    """Notes what forward installs that acts, in eager PyTorch, at each backward.
+    """Notes what forward installs that acts, in eager PyTorch, at each backward: ``found``.
 
-    Where it makes a tensor require a gradient, one may have been stopped that flows on in the
-    captured graph: that is among the ``reasons``.
+    Among the ``reasons`` against another derivative than PyTorch's are noted
+
+    - that it makes a tensor require a gradient: one may have been stopped that flows on in the
+      captured graph;
+    - attention with a floating mask, which may close a row with large finite numbers. The kernel
+      exponentiates the scores anew in backward, by a logarithm that has lost its digits in such a
+      row; TVM's Gradient gives the derivative of softmax. Masks of truth values close rows with
+      infinities, where both agree, and with dropout PyTorch does not take the kernel.
     """
 
+    _MASKED = "attention has a floating mask, with which PyTorch's kernel has its own derivative"
     _USES: Mapping[Any, str] = {
         torch.Tensor.register_hook: "Tensor.register_hook",
         torch.Tensor.register_post_accumulate_grad_hook: "a hook on a parameter",
         torch.Tensor.retain_grad: "Tensor.retain_grad",
         torch.Tensor.backward: "Tensor.backward",
     }
+    _ATTENTION = inspect.signature(attention)
 
     def __init__(self, reasons: dict[str, None]) -> None:
         super().__init__()
@@ -59,36 +67,17 @@ class AutogradWatch(TorchFunctionMode):
         self._reasons = reasons
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = kwargs or {}
         if func in self._USES:
             self.found[self._USES[func]] = None
-        if switches_gradients(func, args, kwargs or {}):
+        if switches_gradients(func, args, named):
             self._reasons["forward makes a tensor require a gradient"] = None
-        return func(*args, **(kwargs or {}))
-
-
-class AttentionWatch(TorchFunctionMode):
-    """Notes attention by PyTorch's kernel whose mask may close a row with large finite numbers.
-
-    The kernel exponentiates the scores anew in backward, by a logarithm that has lost its digits
-    in such a row; TVM's Gradient gives the derivative of softmax. Masks of truth values close
-    rows with infinities, where both agree, and with dropout PyTorch does not take the kernel.
-    """
-
-    REASON = "attention has a floating mask, with which PyTorch's kernel has its own derivative"
-    _SIGNATURE = inspect.signature(attention)
-
-    def __init__(self, reasons: dict[str, None]) -> None:
-        super().__init__()
-        self._reasons = reasons
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            given = self._SIGNATURE.bind(*args, **kwargs).arguments
+            given = self._ATTENTION.bind(*args, **named).arguments
             mask = given.get("attn_mask")
             if mask is not None and mask.is_floating_point() and not given.get("dropout_p"):
-                self._reasons[self.REASON] = None
-        return func(*args, **kwargs)
+                self._reasons[self._MASKED] = None
+        return func(*args, **named)
 
 
 class FlowWatch(TorchDispatchMode):

@@ -20,17 +20,12 @@ from torch.utils import _pytree as pytree
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.graph_capture.epilogue import EpilogueRecorder
-from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
-from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
-from tvmbridge.graph_capture.trace.answers import Answering, buffers_of, small_buffers
-from tvmbridge.graph_capture.trace.functions import run_on_fakes
-from tvmbridge.graph_capture.trace.standins import (
-    tensors_replaced,
-    without_autocast,
-)
+from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.functions import functions_replaced
+from tvmbridge.graph_capture.trace.standins import tensors_replaced, without_autocast
+from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
 class Rehearsal:
@@ -108,14 +103,16 @@ class Rehearsal:
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
             stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            stack.enter_context(run_on_fakes(self.module, self.captured.assumptions.is_compiling))
+            stack.enter_context(functions_replaced(self.module, on_fakes=True))
             stack.enter_context(tensors_replaced(self.module, held))
-            differentiated = any(p.requires_grad for p in primals)
-            watched = ArgumentWatch(self.module.forward)
-            answering = Answering(watched, buffers, lambda: buffers_of(self.module))
-            forward = EpilogueRecorder(answering, differentiated=differentiated)
-            with_bases = WithBases(forward, self.captured.convention.bases)
-            results = pytree.tree_leaves(_called(with_bases, args, kwargs))
+            forward = TracedForward(
+                module=self.module,
+                is_compiling=self.captured.assumptions.is_compiling,
+                differentiated=any(p.requires_grad for p in primals),
+                values=buffers,
+                bases=self.captured.convention.bases,
+            )
+            results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)
 
     def _ordered(self, results: list[Any], leaves: list[Any]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ That is PyTorch's derivative for the operators listed here, everywhere: also at 
 is infinite, for operands that are equal, and for rows that are masked as a whole. (The standard
 deviation, for one, is a square root of the variance, whose derivative is infinite at 0, where
 PyTorch's formula says 0.) Attention has the derivative of softmax; where a mask may close rows with
-large numbers, in which PyTorch's fused kernel has another, ``AttentionWatch`` notices.
+large numbers, in which PyTorch's fused kernel has another, ``AutogradWatch`` notices.
 
 Whether Relax has a rule for each of the parts is another question, which ``CLAIMED`` answers. Names
 are without overload and without the underscore of in-place variants.

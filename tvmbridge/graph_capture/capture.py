@@ -1,4 +1,4 @@
-"""Capture: a module and a sample input become a functional graph with every input described."""
+"""Capture: torch.export of a module, described as a CapturedGraph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from tvmbridge.core.assumptions import Answer
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.structure import children
@@ -21,13 +20,9 @@ from tvmbridge.core.types import (
     Assumptions,
     CallingConvention,
     CapturedGraph,
-    Epilogue,
     IntermediateBase,
 )
-from tvmbridge.graph_capture.epilogue import EpilogueRecorder
-from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
-from tvmbridge.graph_capture.observe.arguments import ArgumentWatch, watched_forward
 from tvmbridge.graph_capture.observe.descriptors import (
     OWN_GENERATOR,
     describe_inputs,
@@ -43,35 +38,32 @@ from tvmbridge.graph_capture.observe.refusal import (
 from tvmbridge.graph_capture.observe.staging import Stage, staged
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.trace.answers import Answering, buffers_of, small_buffers
+from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
-from tvmbridge.graph_capture.trace.conversions import DropoutWithoutEffect
 from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
     kept_whole_under_autograd,
 )
-from tvmbridge.graph_capture.trace.exchanges import ExchangesWritten, exchanges_left_alone
+from tvmbridge.graph_capture.trace.exchanges import exchanges_left_alone
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
-from tvmbridge.graph_capture.trace.old_norms import NormsPutBack
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
 from tvmbridge.graph_capture.trace.standins import (
-    as_captured,
     attributes_put_back,
     without_autocast,
     without_hooks,
     without_repetitions,
 )
-
-# The program, what became of its arguments, its epilogue, and what it was told of buffers.
-_Exported = tuple[ExportedProgram, ArgumentWatch, Epilogue | None, tuple[Answer, ...]]
+from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
 def normalize_sample(
     sample_input: Any, sample_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``(args, kwargs)`` of a sample: a tuple is a tuple of arguments, all else is one argument."""
+    """``(args, kwargs)`` of a sample: a tuple holds positional arguments, all else is one
+    argument.
+    """
     args = sample_input if type(sample_input) is tuple else (sample_input,)
     if sample_kwargs is not None and not isinstance(sample_kwargs, Mapping):
         raise TypeError(
@@ -87,7 +79,7 @@ def capture(
     sample_kwargs: Mapping[str, Any] | None = None,
     needs_grad: bool | None = None,
 ) -> CapturedGraph:
-    """Trace ``module`` with torch.export in the mode it stands in.
+    """Export ``module`` with torch.export, in train or eval mode as it is.
 
     Args:
         module: any traceable module; it is left as it was.
@@ -119,10 +111,10 @@ def capture(
 def capture_staged(
     stage: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
 ) -> CapturedGraph:
-    """Trace the module of ``stage``; otherwise as :func:`capture`."""
+    """Export the module of ``stage``; otherwise as :func:`capture`."""
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, watch, epilogue, answers = _export(stage, args, kwargs, needs_grad, bases)
+    program, forward = _export(stage, args, kwargs, needs_grad, bases)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -133,11 +125,11 @@ def capture_staged(
     noise = find_noise(program.graph)
     convention = CallingConvention(
         in_spec=in_spec,
-        out_spec=seen.structure if epilogue is None else children(seen.structure)[0],
-        changed_arguments=watch.changed,
+        out_spec=seen.structure if forward.epilogue is None else children(seen.structure)[0],
+        changed_arguments=forward.changed_arguments,
         assigned=seen.assigned,
         bases=bases,
-        checks=watch.checks,
+        checks=forward.checks,
     )
     assumptions = Assumptions(
         training=module.training,
@@ -148,7 +140,7 @@ def capture_staged(
         foreign=seen.foreign,
         asks=seen.asks,
         normed=seen.normed,
-        answers=answers,
+        answers=forward.answers,
         is_compiling=stage.is_compiling,
     )
     return CapturedGraph(
@@ -160,7 +152,7 @@ def capture_staged(
         convention=convention,
         assumptions=assumptions,
         prologue=cut_prologue(program.graph, noise, constant_tensors),
-        epilogue=epilogue,
+        epilogue=forward.epilogue,
     )
 
 
@@ -170,7 +162,7 @@ def _export(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
-) -> _Exported:
+) -> tuple[ExportedProgram, TracedForward]:
     try:
         return _exported(stage, args, kwargs, needs_grad, bases)
     except CaptureError:
@@ -193,8 +185,8 @@ def _exported(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
-) -> _Exported:
-    """The program and what became of forward in it; errors are torch.export's."""
+) -> tuple[ExportedProgram, TracedForward]:
+    """The decomposed program, and the forward that was traced; errors are torch.export's."""
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
@@ -208,20 +200,23 @@ def _exported(
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-        with DropoutWithoutEffect(), exchanges_left_alone(), functions_replaced(module):
-            # Only now is forward what is to be traced.
-            traced = as_captured(stage.is_compiling)(NormsPutBack(module))
-            watch = ArgumentWatch(ExchangesWritten(traced, module))
-            asked = Answering(watch, small_buffers(module), lambda: buffers_of(module))
-            epilogues = EpilogueRecorder(asked, differentiated=needs_grad)
-            with watched_forward(module, WithBases(epilogues, bases)):
+        with exchanges_left_alone(), functions_replaced(module, on_fakes=False):
+            forward = TracedForward(
+                module=module,
+                is_compiling=stage.is_compiling,
+                differentiated=needs_grad,
+                values=small_buffers(module),
+                bases=bases,
+                exported=True,
+            )
+            with forward.in_place():
                 given, named = without_repetitions((args, dict(kwargs)))
                 program = torch.export.export(module, given, named, strict=False)
-        return _taken_apart(program, table), watch, epilogues.epilogue, asked.answers
+        return _taken_apart(program, table), forward
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
-    """``program`` in functional operators that ``table`` has no parts for."""
+    """``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
     refuse_other_dtypes(program)
     reshape_instead_of_view(program)
@@ -236,7 +231,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
 
 
 def _name_buffers_once(program: ExportedProgram) -> None:
-    """Leave one input for a buffer that has two names, of which one must not be written alone."""
+    """Deduplicate the inputs of a buffer that is registered under two names."""
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     held = {**program.constants, **program.state_dict}
     first: dict[int, torch.fx.Node] = {}

@@ -1,4 +1,4 @@
-"""Which functions of PyTorch have results whose shape or value only their data tells."""
+"""Functions whose results have a data-dependent shape or value."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _BY_TENSOR: Mapping[Any, int] = {
 
 
 class DependenceError(CaptureError):
-    """Forward does with a data-dependent value what nothing can be compiled around."""
+    """Forward uses a data-dependent value in a way that the eager epilogue cannot repeat."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"forward {what}")
 
 
 def is_known(arguments: Any) -> bool:
-    """Whether all tensors are constants that PyTorch traces with their values."""
+    """Whether all tensors are constants whose values the fake tensors know."""
     tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)]
     return all(getattr(t, "constant", None) is not None for t in tensors)
 
 
 class Ranges:
-    """Knows the numbers of the ranges (``torch.arange``) among the results of functions.
+    """Knows the elements of integer ranges (``torch.arange``) among the results of functions.
 
-    A trace forgets them, though forward has made them of numbers alone.
+    A fake tensor does not, though the range is made of Python numbers alone.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Ranges:
                 self._note(each, range(number, number + 1))
 
     def number(self, func: Any, args: Sequence[Any]) -> int | None:
-        """What ``item`` of a range of one number gives."""
+        """The value of ``item()`` of a range of one element."""
         numbers = self._numbers(args) if func is torch.Tensor.item else None
         return numbers[0] if numbers is not None and len(numbers) == 1 else None
 
@@ -70,7 +70,7 @@ class Ranges:
         self._made[id(tensor)] = tensor, version_of(tensor), numbers
 
     def _numbers(self, args: Sequence[Any]) -> range | None:
-        """Those of the first argument, unless it was written into."""
+        """The range that the first argument is; None if it is none, or was mutated."""
         tensor, version, numbers = self._made.get(id(args[0]), (None, 0, range(0)))
         return None if tensor is None or version_of(tensor) != version else numbers
 
@@ -82,7 +82,7 @@ def _makes_integers(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the shape of the result, or a number that it is, depends on the tensors' values."""
+    """Whether the shape of the result, or its value as a Python number, is data-dependent."""
     if func in _DEPENDENT:
         return True
     if func is torch.where:
@@ -102,7 +102,7 @@ def depends_on_data(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def _reads_values(index: Any) -> bool:
-    """Whether it is a mask, or one unknown number, which PyTorch takes for a Python integer."""
+    """Whether it is a mask, or a 0-d tensor, which PyTorch converts to a Python integer."""
     if isinstance(index, slice):
         return not is_known((index.start, index.stop, index.step))
     if not isinstance(index, torch.Tensor):

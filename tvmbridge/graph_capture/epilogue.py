@@ -1,10 +1,10 @@
-"""The eager epilogue: what depends on values that only a call knows.
+"""The eager epilogue: what is data-dependent runs in eager PyTorch after the compiled code.
 
-The shape of ``torch.nonzero(mask)``, or the number ``x.item()``, depends on data, so that nothing
-that is made of it can be compiled. While a module is traced such a function returns a *deferred*
-value, and every function that reads one is deferred too: it is noted, not run. What the deferred
-functions read of other tensors becomes further results of forward. At a call the deferred
-functions run on these, in eager PyTorch, after the compiled code; autograd records them as usual.
+The shape of ``torch.nonzero(mask)``, or the number ``x.item()``, is data-dependent, so that
+nothing computed from it can be compiled. While a module is traced such a function returns a
+*deferred* value, and every function that takes one is recorded instead of run. The tensors that
+recorded functions read become additional outputs of the graph. At a call the recorded functions
+run on these in eager PyTorch, where autograd records them as usual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift i
 
 
 class EpilogueRecorder:
-    """A forward that returns, of what depends on data, what is needed to compute it.
+    """Wraps a forward so that its data-dependent results are computed by an epilogue.
 
     Where nothing does, it returns what ``forward`` returns and ``epilogue`` is None. Otherwise it
     returns ``(results, read)``: marks stand for the deferred results, and ``read`` are the tensors
@@ -65,7 +65,7 @@ class EpilogueRecorder:
 
 
 class _Recorder(TracerBase):
-    """The graph of deferred functions while forward is traced."""
+    """The graph of recorded functions while forward is traced."""
 
     def __init__(self, *, differentiated: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class _Recorder(TracerBase):
         self._modes = {torch.is_grad_enabled()} if differentiated else {True, False}
 
     def call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Deferred:
-        """Note a call, whose result is deferred."""
+        """Record a call, whose result is deferred."""
         if is_tensor_method_or_property(function) and hasattr(function, "__name__"):
             return self._note("call_method", function.__name__, args, kwargs)
         return self._note("call_function", function, args, kwargs)
@@ -98,7 +98,7 @@ class _Recorder(TracerBase):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        """A node of the graph; what a epilogue cannot repeat is refused."""
+        """A node of the graph; what an epilogue cannot repeat is refused."""
         title = _title(target)
         reason = _reason_against(title, kwargs)
         if torch.is_grad_enabled() not in self._modes:
@@ -117,7 +117,7 @@ class _Recorder(TracerBase):
         return _Deferred(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        """What stands in the graph for an argument: a tensor is read from forward's results."""
+        """An argument in the graph; a tensor is a placeholder, for one more output of forward."""
         if type(a) is _Deferred:
             return a.node
         if not isinstance(a, torch.Tensor):
@@ -132,15 +132,15 @@ class _Recorder(TracerBase):
         return node
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """A deferred value decides which way forward takes."""
+        """Control flow depends on a deferred value."""
         raise DependenceError(f"takes a way that a data-dependent value decides{_made_by(obj)}")
 
     def iter(self, obj: fx.Proxy) -> Any:
-        """A deferred value decides how often a loop runs."""
+        """A loop iterates over a deferred value."""
         raise DependenceError(f"loops over a data-dependent value{_made_by(obj)}")
 
     def keys(self, obj: fx.Proxy) -> Any:
-        """A deferred value is no mapping."""
+        """A deferred value is used as a mapping."""
         raise DependenceError("takes a data-dependent value for a mapping")
 
     def _first(self) -> fx.Node:
@@ -148,7 +148,7 @@ class _Recorder(TracerBase):
         return next((n for n in self.graph.nodes if n.op != "placeholder"), self.graph._root)
 
     def check(self) -> None:
-        """Raise where the tensors that are read were written after they were read."""
+        """Raise if a tensor was mutated after a recorded function has read it."""
         for tensor, version in zip(self.read, self._versions, strict=True):
             if tensor._version != version:
                 raise DependenceError(
@@ -183,7 +183,7 @@ def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
 
 
 class _Deferred(fx.Proxy):
-    """A value that is known at a call only. Whoever asks what it is stops the capture."""
+    """A data-dependent value; using it as a Python value, or asking for its type, is refused."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -222,7 +222,9 @@ for _name in ("len", "int", "float", "index", "complex", "round"):
 
 
 class _Deferring(TorchFunctionMode):
-    """Within it functions whose result depends on data are deferred, and what reads them too."""
+    """Within it data-dependent functions are deferred, and every function that takes a deferred
+    value: hence a mode of its own, which sees every function.
+    """
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -257,7 +259,7 @@ def _deferred_among(value: Any) -> Iterator[_Deferred]:
 
 
 def try_epilogue(epilogue: Epilogue, flat: Sequence[Any]) -> None:
-    """Run the epilogue once on copies of what it reads, and see that it has no effect.
+    """Check that the epilogue is pure, by one run on copies of what it reads.
 
     Raises:
         UnsupportedOperatorError: it draws random numbers, or writes into a tensor.

@@ -1,4 +1,4 @@
-"""Hoisting: the random draws of a flat, traced graph become its inputs.
+"""Hoisting: random draws within a flat traced graph become its inputs.
 
 ``x.bernoulli_(p)`` becomes ``x.copy_(draw)`` and ``rand([2])`` becomes ``draw``, where ``draw`` is
 a new placeholder. PyTorch fills it before each call, with the same operator and in the same order.
@@ -90,7 +90,7 @@ def _is_draw(node: fx.Node) -> bool:
 
 
 def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``op`` draws random numbers: not one whose only draw is dropout of 0."""
+    """Whether a call of ``op`` draws random numbers; dropout with a probability of 0 does not."""
     if not isinstance(op, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in op.tags:
@@ -107,7 +107,7 @@ def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _as_captured(node: fx.Node, name: str, captured: NoiseDescriptor) -> NoiseDescriptor:
-    """The draw of the captured graph under another name, if it is that of ``node``."""
+    """The descriptor of ``node`` from the captured graph, renamed, if it is the same draw."""
     if not captured.computed:
         own = _describe(node, name)
         same = (own.spec.shape, own.spec.dtype) == (captured.spec.shape, captured.spec.dtype)
@@ -123,7 +123,7 @@ def _as_captured(node: fx.Node, name: str, captured: NoiseDescriptor) -> NoiseDe
 
 
 def _drawn_at(node: fx.Node) -> fx.Node:
-    """What is drawn: the result, or the slopes that randomized leaky ReLU writes."""
+    """What is drawn: the result, or the noise argument that ``rrelu_with_noise`` writes."""
     drawn = node.args[1] if base_name(node.target) == RRELU_NAME else node
     assert isinstance(drawn, fx.Node)
     return drawn
@@ -158,9 +158,9 @@ def _fake(spec: TensorSpec, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, draw: fx.Node) -> None:
-    """Let what reads ``node`` read ``draw``, which nothing may write into.
+    """Let the users of ``node`` read ``draw``, which nothing may mutate.
 
-    What stands for it says of itself what it did: later draws may ask for its shape.
+    The metadata of ``node`` goes with it: later draws may read its shape.
     """
     target: Any = node.target
     if target is aten.native_dropout.default:

@@ -1,8 +1,8 @@
-"""Noise: random draws are found in the captured graph and made by PyTorch, in program order.
+"""Noise: the random draws of the captured graph, made by PyTorch in program order.
 
-The compiled function stays pure: each draw is one more input of it. PyTorch's own generator makes
-them in the order in which the module would, so the same seed gives the same numbers and leaves the
-generator in the same state.
+The compiled function stays pure: each draw is an additional input. PyTorch's own generator makes
+the draws in the order in which the module would, so that the same seed gives the same numbers and
+leaves the generator in the same state.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ _IN_PLACE: dict[Any, Any] = {
 
 
 def tidy_draws(program: ExportedProgram) -> None:
-    """Leave of random operators those that eager PyTorch draws at, and each as one draw.
+    """Normalize random operators: one draw for each, and none where eager PyTorch draws nothing.
 
-    What nothing reads goes away, but for draws: they move the generator.
+    Dead code is eliminated but for draws, which advance the generator.
     """
     graph, signature = program.graph, program.graph_signature
     for node in list(graph.nodes):
@@ -105,7 +105,7 @@ def tidy_draws(program: ExportedProgram) -> None:
 
 
 def _is_slopes(node: fx.Node) -> bool:
-    """Whether it is the draw of randomized leaky ReLU, the second of its results."""
+    """Whether it is the noise of ``rrelu``, the operator's second result."""
     if node.target is not operator.getitem or node.args[1] != 1:
         return False
     return node.args[0].target is RRELU  # type: ignore[union-attr]
@@ -225,7 +225,7 @@ def _describe_draw(node: fx.Node) -> NoiseDescriptor:
 
 
 def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
-    """The slopes that randomized leaky ReLU multiplies by; they are called as the item of them."""
+    """The noise of ``rrelu``, which has the name of the getitem that reads it."""
     x, noise, *rest = node.args
     name = next((u.name for u in node.users if u.args[1] == 1), node.name)
     spec = spec_of_node(noise)
@@ -233,23 +233,23 @@ def describe_rrelu(node: fx.Node) -> NoiseDescriptor:
 
 
 def base_name(op: Any) -> str:
-    """The name that the variants of an operator share: in place, functional or neither."""
+    """The name that the in-place, functional and plain variants of an operator share."""
     return str(op._schema.name).removesuffix("_functional").rstrip("_")
 
 
 def memory_order(tensor: torch.Tensor | TensorSpec) -> tuple[int, ...]:
-    """What the order of random numbers in a tensor depends on: strides that mean something."""
+    """The strides that the order of random numbers depends on: those of extents above 1."""
     stride = tensor.stride if isinstance(tensor, TensorSpec) else tensor.stride()
     return tuple(s for s, extent in zip(stride, tensor.shape, strict=True) if extent > 1)
 
 
 def spec_of_node(value: Any) -> Any:
-    """What stands for an argument of which a draw reads the metadata."""
+    """An argument of a draw of which only metadata is read."""
     return TensorSpec.of(value.meta["val"]) if isinstance(value, fx.Node) else value
 
 
 def computed_by(value: Any) -> Any:
-    """What stands for an argument of which a draw reads the values."""
+    """An argument of a draw of which the values are read."""
     if not isinstance(value, fx.Node):
         return value
     return ComputedTensor(value.name, TensorSpec.of(value.meta["val"]))

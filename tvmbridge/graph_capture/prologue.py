@@ -1,8 +1,8 @@
-"""The eager prologue: what random draws read is computed by PyTorch, before the compiled code runs.
+"""The eager prologue: the subgraph that random draws depend on, run by PyTorch before the call.
 
-A draw such as ``multinomial(softmax(x))`` reads values that the graph computes. The part of the
-captured graph that leads to such draws is cut out, with all draws in program order, and PyTorch
-runs it before each call; the compiled code takes the draws as inputs, as it takes all others.
+A draw such as ``multinomial(softmax(x))`` reads values that the graph computes. The subgraph that
+such draws depend on is extracted, with all draws in program order, and PyTorch runs it before each
+call; the draws are inputs of the compiled code, as all others are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def cut_prologue(
     graph: fx.Graph, noise: Sequence[NoiseDescriptor], constants: Mapping[str, torch.Tensor]
 ) -> EagerPrologue | None:
-    """The part of ``graph`` that the draws ``noise`` need; None where none of them reads values.
+    """The subgraph that the draws ``noise`` depend on; None where none of them reads values.
 
     Args:
         graph: a captured graph.
@@ -47,7 +47,7 @@ def cut_prologue(
 
 
 def _drawing_node(node: fx.Node) -> fx.Node:
-    """The call that draws; a draw among several results is called as the item of them."""
+    """The node that draws; of several results the descriptor has the name of the getitem."""
     if node.target is not operator.getitem:
         return node
     source = node.args[0]
@@ -56,7 +56,7 @@ def _drawing_node(node: fx.Node) -> fx.Node:
 
 
 def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]) -> set[fx.Node]:
-    """All that the nodes ``read`` are computed from, themselves included.
+    """The nodes ``read`` and all their transitive inputs.
 
     Of draws the search goes on from dropout alone: what other draws read is in ``read``.
     """
@@ -73,7 +73,7 @@ def _ancestors(read: Sequence[fx.Node], draws: Mapping[fx.Node, NoiseDescriptor]
 
 
 class _Cut:
-    """A prologue that is being built: its graph, and what stands in it for the captured nodes."""
+    """A prologue under construction: its graph, and its nodes by the captured ones."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Surroundings: the modes of PyTorch that a call is made under, and whether they fit."""
+"""The thread's context at a call: tracing, modes, function transforms, checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tracing_here() -> Iterator[None]:
 
 
 def refused_now() -> str | None:
-    """Why compiled code must not run in the present context; None when it may."""
+    """Why compiled code must not run in the current context; None if it may."""
     if torch.compiler.is_compiling() and not _traced_elsewhere():
         return "the module is being traced"
     if _C._get_tracing_state():
@@ -53,15 +53,15 @@ def refused_now() -> str | None:
 
 
 def in_checkpoint() -> bool:
-    """Whether a checkpoint that does not reenter autograd watches what this call saves.
+    """Whether the saved-tensor hooks of a non-reentrant checkpoint are active.
 
-    It repeats the call for backward, and stops it as soon as everything is saved again.
+    It recomputes the call in backward, and stops as soon as everything is saved again.
     """
     return _checkpoint_hook() is not None
 
 
 def repeated_by_checkpoint() -> bool:
-    """Whether this call repeats another one, for the backward of such a checkpoint."""
+    """Whether this call is the recomputation of such a checkpoint."""
     hook = _checkpoint_hook()
     return hook is not None and getattr(hook, "__qualname__", "").startswith(_REPEATS)
 
@@ -89,7 +89,7 @@ def _mode_refuses() -> str | None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it the modes of the caller that are about calls do not reach the compilation."""
+    """Within it the compilation does not see the caller's settings, modes and hooks."""
     with (
         settings_kept(),
         torch.inference_mode(False),
@@ -104,7 +104,7 @@ def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """What PyTorch checks itself where no hooks are set: backward must not read other values."""
+    """The version check that autograd makes itself where no hooks are set."""
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(

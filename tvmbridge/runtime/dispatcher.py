@@ -21,10 +21,10 @@ from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.turns import compiling
-from tvmbridge.graph_capture.observe.arguments import Arguments
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.surroundings import refused_now
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import STAND_IN, anything_requires_grad
 from tvmbridge.runtime.entry import Checks, CompiledEntry, FastPath
 from tvmbridge.runtime.entry_compiler import Compiler

@@ -19,9 +19,9 @@ from tvmbridge.core.types import InputKind
 from tvmbridge.graph_capture.epilogue import try_epilogue
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.noise import draw_noise
-from tvmbridge.graph_capture.observe.arguments import Arguments
 from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.generators import no_draws_by
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.kernels.aten_call import foreign_among

@@ -11,7 +11,7 @@ from tvmbridge.core.structure import builder_of
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputAlias, OutputDescriptor, OutputKind
 from tvmbridge.graph_capture.memory.aliasing import made_again
 from tvmbridge.graph_capture.memory.views import shares_elements
-from tvmbridge.graph_capture.observe.arguments import Arguments, rebuild
+from tvmbridge.graph_capture.trace.arguments import Arguments, rebuild
 from tvmbridge.runtime.guards.state import ModuleState
 
 

@@ -57,7 +57,7 @@ def _traces_of_a_write(module: Any, number: int, grad: bool) -> Any:
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_overlapping_outputs_share_a_hidden_base(grad: bool) -> None:
+def test_overlapping_outputs_share_an_intermediate_base(grad: bool) -> None:
     x = rows().double().requires_grad_(grad)
     module = Applied(_hidden).double().train(grad)
     with torch.set_grad_enabled(grad):

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tvmbridge.graph_capture.trace.cumulative import cumulative_averages_on_tensors
+import tvmbridge.graph_capture.trace.cumulative  # noqa: F401  (its patch)
+from tvmbridge.graph_capture.trace.patches import table_patched_here
 
 
 class _Asked(TorchFunctionMode):
@@ -35,7 +36,7 @@ def test_only_the_thread_that_traces_computes_with_tensors() -> None:
     # As accelerate and others leave it: the instance holds its forward itself.
     own.forward = own.forward
     answers: list[bool] = []
-    with cumulative_averages_on_tensors(own):
+    with table_patched_here(own):
         thread = threading.Thread(target=lambda: answers.append(_asks_for_a_number(other)))
         thread.start()
         thread.join()

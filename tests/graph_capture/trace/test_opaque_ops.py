@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
-from tvmbridge.graph_capture.trace.opaque_ops import FunctionsKeptWhole
+from tvmbridge.graph_capture.trace.function_table import FunctionTable
 
 LENGTHS = torch.tensor([6, 5, 4])
 FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -173,7 +173,7 @@ def test_results_have_the_shapes_that_are_foretold() -> None:
         expected = function(*args, **kwargs)
         fake = torch._subclasses.fake_tensor.FakeTensorMode()
         given = [fake.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-        with fake, FunctionsKeptWhole():
+        with fake, FunctionTable():
             foretold = function(*given, **kwargs)
         assert (foretold.shape, foretold.dtype) == (expected.shape, expected.dtype), function
 

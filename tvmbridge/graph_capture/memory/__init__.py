@@ -1,1 +1,1 @@
-"""Memory: outputs that share it, the order in which tensors lie, weights side by side."""
+"""Memory: outputs that alias inputs or one another, and their strides."""

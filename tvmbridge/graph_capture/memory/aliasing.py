@@ -1,8 +1,8 @@
-"""Aliasing: which outputs share memory with the module's tensors or with one another.
+"""Aliasing: outputs that share memory with the module's tensors or with one another.
 
-In eager PyTorch ``x.view(-1)`` is the memory of ``x``: who writes into one sees it in the other.
-Compiled code returns memory of its own, so such outputs are made again from the tensor that they
-share memory with, by their strides and offset.
+In eager PyTorch ``x.view(-1)`` aliases ``x``: a mutation of one is seen in the other. Compiled
+code returns memory of its own, so that such outputs are made again from the tensor that they
+alias, by their strides and offset.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias
-from tvmbridge.graph_capture.memory.bases import bases_of, covers, hidden_base, overlap
+from tvmbridge.graph_capture.memory.bases import bases_of, covers, intermediate_base, overlap
 from tvmbridge.graph_capture.memory.views import (
     ViewWatch,
     has_other_history,
@@ -53,7 +53,7 @@ def aliases_of(
     state: Mapping[str, torch.Tensor],
     views: ViewWatch | None = None,
 ) -> Sharing:
-    """What each output shares memory with.
+    """What each output aliases.
 
     Args:
         outputs: the leaves of what forward returned.
@@ -93,9 +93,9 @@ def aliases_of(
     for members in groups.values():
         returned = [n for n in members if n < len(outputs)]
         number = len(outputs) + len(bases)
-        hidden = _relate(members, returned, tensors, found, number, views is not None)
-        if hidden is not None:
-            bases.append(hidden)
+        intermediate = _relate(members, returned, tensors, found, number, views is not None)
+        if intermediate is not None:
+            bases.append(intermediate)
     made: dict[str, OutputAlias] = {}
     for name, alias in zip(exchanged, found[len(outputs) :], strict=True):
         if alias is not None and alias.shape is None and int(alias.key) >= len(outputs):
@@ -243,7 +243,7 @@ def _relate(
     returned: Sequence[int],
     outputs: Sequence[torch.Tensor],
     found: list[OutputAlias | None],
-    hidden_number: int,
+    new_number: int,
     differentiated: bool,
 ) -> IntermediateBase | None:
     """Describe ``members``, of one storage, by one that is all of it, or by an intermediate base.
@@ -257,24 +257,24 @@ def _relate(
         return None
     needs_grad = any(t.requires_grad for t in tensors)
     fit = [n for n in returned if _is_whole(outputs[n]) and outputs[n].requires_grad == needs_grad]
-    hidden = None if fit else hidden_base(members, returned, outputs)
-    if hidden is None and not fit:
+    intermediate = None if fit else intermediate_base(members, returned, outputs)
+    if intermediate is None and not fit:
         if not overlapping:
             return None
         raise UnsupportedOperatorError(
             f"outputs {', '.join(map(str, members))} are overlapping views of one tensor, which "
             "cannot be computed as one more output"
         )
-    number = fit[0] if hidden is None else hidden_number
-    base = outputs[number] if hidden is None else bases_of(outputs, [hidden])[0]
+    number = fit[0] if intermediate is None else new_number
+    base = outputs[number] if intermediate is None else bases_of(outputs, [intermediate])[0]
     if differentiated and any(has_other_history(t, base) for t in tensors):
         if not overlapping:
             return None
         raise UnsupportedOperatorError(_OTHER_HISTORY)
     for member in members:
-        if hidden is not None or member != number:
+        if intermediate is not None or member != number:
             found[member] = _view(None, number, outputs[member], base)
-    return hidden
+    return intermediate
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -283,7 +283,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def made_again(alias: OutputAlias, base: torch.Tensor) -> torch.Tensor:
-    """The output that ``alias`` describes, of the ``base`` of this call."""
+    """The output that ``alias`` describes, as a view of ``base``."""
     if alias.shape is None:
         return base
     if alias.steps:

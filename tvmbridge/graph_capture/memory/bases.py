@@ -1,8 +1,8 @@
-"""Hidden bases: tensors that are not returned, but of which several outputs are views.
+"""Intermediate view bases: tensors that are not returned, but of which several outputs are views.
 
-``return y[:2], y[1:]``: the outputs share elements of ``y``, so that who writes into one sees it in
-the other. Compiled code computes ``y`` as one more result, the *intermediate view
-base*, and the outputs are made again from it.
+``return y[:2], y[1:]``: both outputs alias ``y``, so that a mutation of one is seen in the other.
+Compiled code computes ``y`` as an additional output, and the outputs are made again as views of
+it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WithBases:
 
 
 class _Made(TorchFunctionMode):
-    """Keeps the tensors that functions return within it.
+    """Keeps the tensors that functions return within it: hence a mode of its own, which sees all.
 
     Some return a view of a tensor that only they know (``linear`` of three dimensions): a trace
     knows the view, but not the root of its memory.
@@ -83,10 +83,10 @@ def bases_of(leaves: Sequence[Any], bases: Sequence[IntermediateBase]) -> tuple[
     return tuple(root(leaves[base.output]).permute(base.order) for base in bases)
 
 
-def hidden_base(
+def intermediate_base(
     members: Sequence[int], returned: Sequence[int], outputs: Sequence[torch.Tensor]
 ) -> IntermediateBase | None:
-    """The tensor that all ``members``, of one storage, can be made again from, or None.
+    """The base that all ``members``, of one storage, are views of, or None.
 
     It is the base of one of those that are ``returned``.
     """

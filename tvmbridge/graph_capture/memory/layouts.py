@@ -1,9 +1,9 @@
-"""Layouts: how the outputs of forward lie in memory.
+"""Layouts: the strides of outputs.
 
-Compiled code returns tensors whose last dimension lies innermost. In eager PyTorch a convolution
-of a ``channels_last`` tensor is ``channels_last`` again, and ``y.transpose(1, 2)`` is the memory of
-``y``. For such an output compiled code returns its elements in eager PyTorch's order (the output,
-permuted), and the tensor is given eager's shape and strides afterwards, which moves nothing.
+Compiled code returns contiguous tensors. In eager PyTorch a convolution of a ``channels_last``
+tensor is ``channels_last`` again, and ``y.transpose(1, 2)`` has the memory of ``y``. For such an
+output compiled code returns the permuted, contiguous tensor, and the output is a view of that with
+eager's shape and strides.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def moves(self) -> bool:
-        """Whether the elements lie in another order than compiled code gives them by itself."""
+        """Whether the elements lie in another order than in a contiguous tensor."""
         return self.order != tuple(range(len(self.order)))
 
     def put_on(self, tensor: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ class Layout:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """The layout of a tensor like this one; None where it is the one that compiled code gives."""
+    """The layout of a tensor like this one; None where it is contiguous."""
     stride = dense_strides(tensor)
     return None if stride is None else Layout.of(tuple(tensor.shape), stride)
 

@@ -1,8 +1,8 @@
-"""Views: by which operators forward made a view, so that they can be made again.
+"""Views: the view operators by which forward made an output, so that they can be replayed.
 
-A view is made again by its strides and offset. Where elements of the base share memory (a tensor
-that was expanded), these do not tell which of them a view is of, and gradients would go to all;
-such a view is made again by the operators that made it.
+A view is made again by its strides and offset. Where elements of the base share memory (it was
+expanded), these do not determine the view, and gradients would go to all; such a view is made
+again by its operators.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def shares_elements(tensor: torch.Tensor) -> bool:
 
 
 def root(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd takes ``tensor`` for a view of; itself where it is none."""
+    """The base of ``tensor`` in autograd (``_base``); itself where it is no view."""
     return tensor if tensor._base is None else tensor._base
 
 
@@ -104,7 +104,7 @@ def has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def in_order_of_memory(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Its dimensions in the order in which it fills its memory; None where it does not fill it."""
+    """Its dimensions by decreasing stride; None where it does not fill its memory."""
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return order if tensor.permute(order).is_contiguous() else None
 
@@ -116,7 +116,7 @@ def laid_out(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def viewed(base: torch.Tensor, steps: Sequence[ViewStep]) -> torch.Tensor:
-    """The view of ``base`` that ``steps`` make."""
+    """The view of ``base`` by the operators ``steps``."""
     for step in steps:
         result = step.operator(base, *step.args, **step.kwargs)
         base = result if step.index is None else result[step.index]

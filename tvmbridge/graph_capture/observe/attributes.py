@@ -1,7 +1,7 @@
 """Attributes: which of them forward reads, and which it writes.
 
 Compiled code has the numbers, strings and containers that forward read in it as constants. So the
-reads are recorded while forward is traced; ``guarding/guard.py`` compares the values at each call.
+reads are recorded while forward is traced; ``runtime/guards`` compare the values at each call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Other ways: what forward does where it is told that it is not compiled.
+"""Whether forward takes another path where ``torch.compiler.is_compiling()`` is false.
 
-A trace tells forward that it is (``torch.compiler.is_compiling``), as compilers do. A forward that
-asks may take another way in a call; where that is another computation, it is the one to be traced.
+It is true in a trace, as in compilers, and false in a call. Where the paths of a forward that asks
+differ, the one of a call is traced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Operators(TorchDispatchMode):
 
 
 def goes_another_way(module: nn.Module, observe: Callable[..., Observation]) -> bool:
-    """Whether forward does something else in a call than where it is told that it is traced.
+    """Whether forward does something else where ``is_compiling()`` is false.
 
     Args:
         module: whose forward it is.

@@ -1,4 +1,4 @@
-"""Effects: what forward does beside computing that compiled code would not do at each call."""
+"""Side effects of forward that compiled code would not repeat at each call."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def _kind(buffer: torch.Tensor | None) -> str:
 class QuestionWatch(TorchFunctionMode):
     """Notes what forward asks of tensors that may decide what it computes.
 
+    It is a mode of its own: it reads attributes by name, and ``requires_grad=`` of any function.
     ``complaints`` are questions to autograd, whose answers compiled code cannot know. ``started``
     are the ids of tensors that come to require a gradient: they must neither be results nor stay.
     """
@@ -147,9 +148,10 @@ class QuestionWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _note_switch(self, tensor: torch.Tensor) -> None:
-        """One that comes to require a gradient gets nothing but its own, which nobody sees.
+        """Note a tensor that comes to require a gradient.
 
-        Unless it was there before, or remains; that is seen when forward has run.
+        It gets a gradient that nobody sees, unless it was there before, or stays; that is seen
+        when forward has run.
         """
         if isinstance(tensor, FakeTensor) and not tensor.requires_grad:
             self.started.add(id(tensor))
@@ -160,7 +162,7 @@ class QuestionWatch(TorchFunctionMode):
 
 
 def switches_gradients(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``func`` makes a tensor require a gradient, or no longer require one."""
+    """Whether a call of ``func`` changes ``requires_grad`` of a tensor."""
     if func is torch.Tensor.requires_grad_:
         wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
     elif func.__name__ == "__set__" and func.__self__ is torch.Tensor.requires_grad:
@@ -183,7 +185,7 @@ _NOTED = (
 
 @contextmanager
 def impurities() -> Iterator[list[str]]:
-    """Collects what forward does with autograd's hooks, and with random numbers but to draw them.
+    """Collects uses of autograd's hooks, and of random number generators but to draw.
 
     All generators are as before afterwards.
     """

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge.core.contents import contents
 from tvmbridge.graph_capture.memory.bases import overlap
-from tvmbridge.graph_capture.trace.answers import buffers_of
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 
@@ -26,7 +25,6 @@ class Fakes:
     module's tensors, by the ids of those. ``beside`` maps the ids of fakes to the tensors that they
     stand for, where these have no name in the module but are held by lists or dicts. ``entwined``
     are those of ``given`` that share elements with another argument or a tensor of the module.
-    ``buffers`` are those that stand for buffers, by name.
     """
 
     mode: FakeTensorMode
@@ -35,7 +33,6 @@ class Fakes:
     held: dict[int, torch.Tensor]
     beside: dict[int, torch.Tensor]
     entwined: list[torch.Tensor]
-    buffers: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
@@ -48,8 +45,7 @@ class Fakes:
         named = {id(t) for t in tensors_of(module).values()}
         beside = {id(held[id(t)]): t for t in own if id(t) not in named}
         numbers = _entwined(leaves, own)
-        buffers = {name: held[id(b)] for name, b in buffers_of(module).items()}
-        return cls(mode, given, structure, held, beside, [given[n] for n in numbers], buffers)
+        return cls(mode, given, structure, held, beside, [given[n] for n in numbers])
 
 
 def laid_out(tensor: torch.Tensor) -> Any:

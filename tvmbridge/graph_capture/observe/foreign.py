@@ -1,4 +1,4 @@
-"""Foreign tensors and modules: what forward reads that is neither its own nor given to it.
+"""Foreign tensors and modules: what forward reads that is neither an argument nor registered.
 
 A module in a list, or one that a global or a closure holds, is no submodule: its parameters are no
 inputs of the graph, and nobody would notice that it was changed. The same is true of such tensors.
@@ -46,7 +46,7 @@ class ForeignTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def without_gradient(self) -> list[str]:
-        """What forward does that would cost a gradient."""
+        """The complaint that a gradient would be lost, if there is one."""
         shapes = ", ".join(str(tuple(t.shape)) for t in self.differentiated.values())
         complaint = (
             f"reads a tensor that requires a gradient (of shape {shapes}) and is neither an "
@@ -99,7 +99,7 @@ class ForeignModules:
                 self._minding.add(id(module))
 
     def clear(self) -> None:
-        """What was noted so far does not count."""
+        """Forget what was noted so far."""
         self._run.clear()
         self._read.clear()
 

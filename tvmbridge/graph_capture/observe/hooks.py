@@ -1,4 +1,4 @@
-"""Hooks of submodules: compiled code does not call submodules, so that nobody would run them."""
+"""Hooks of submodules, which compiled code would not run, since it does not call submodules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOOKS = (
 # Of every module in the process; the dispatched module's own call runs them, but its submodules
 # are not called.
 GLOBAL_HOOKS = tuple(getattr(nn_module, f"_global{name}") for name in HOOKS)
-# They are traced, and guarded where they are known (tracing/old_norms.py).
+# They are traced, and guarded where they are known (trace/old_norms.py).
 _OLD_NORMS = (WeightNorm, SpectralNorm)
 
 

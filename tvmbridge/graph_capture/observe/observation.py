@@ -1,4 +1,4 @@
-"""Observation: forward is run once on fake tensors, before it is captured, and looked at.
+"""Observation: one run of forward on fake tensors, before it is captured.
 
 The captured graph is a pure function. What else forward does is seen here: attributes that it
 reads, attributes that it writes, outputs that share memory, random numbers that are not PyTorch's.
@@ -20,7 +20,6 @@ from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.aliasing import (
     Sharing,
     aliases_of,
@@ -29,7 +28,6 @@ from tvmbridge.graph_capture.memory.aliasing import (
 )
 from tvmbridge.graph_capture.memory.layouts import dense_strides
 from tvmbridge.graph_capture.memory.views import ViewWatch
-from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
 from tvmbridge.graph_capture.observe.attributes import (
     recorded_assignments,
     recorded_reads,
@@ -47,14 +45,15 @@ from tvmbridge.graph_capture.observe.leaks import (
 )
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
-from tvmbridge.graph_capture.trace.answers import Answering, small_buffers
-from tvmbridge.graph_capture.trace.functions import run_on_fakes
+from tvmbridge.graph_capture.trace.answers import small_buffers
+from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
 from tvmbridge.graph_capture.trace.standins import (
     tensors_of,
     tensors_replaced,
     without_autocast,
 )
+from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class _Run:
         module: nn.Module,
         fakes: Fakes,
         foreign_modules: ForeignModules,
-        buffers: Mapping[str, torch.Tensor],
+        forward: TracedForward,
     ) -> None:
         self.outside = OutsideReads(module)
         self.foreign = ForeignTensors(fakes.beside)
@@ -150,7 +149,7 @@ class _Run:
         self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
-        self._buffers = buffers
+        self._forward = forward
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
@@ -161,9 +160,6 @@ class _Run:
         tensors = [t for t in (*self._fakes.given, *held) if isinstance(t, torch.Tensor)]
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
-        watched = ArgumentWatch(self._module.forward)
-        answering = Answering(watched, self._buffers, lambda: self._fakes.buffers)
-        forward = EpilogueRecorder(answering, differentiated=self._records)
         with (
             made,
             self.foreign,
@@ -176,7 +172,7 @@ class _Run:
         ):
             for each in within:
                 further.enter_context(each)
-            self.results, structure = pytree.tree_flatten(forward(*args, **kwargs))
+            self.results, structure = pytree.tree_flatten(self._forward(*args, **kwargs))
             self._left_changed = settings.changed()
         self._reshaped = shapes != list(map(laid_out, tensors))
         # What is written into comes to require a gradient as well, and is no leaf then.
@@ -244,13 +240,16 @@ def _observe(
         assignments = stack.enter_context(recorded_assignments(module, reads))
         for context in (fakes.mode, torch.set_grad_enabled(needs_grad), without_autocast()):
             stack.enter_context(context)
-        stack.enter_context(run_on_fakes(module, is_compiling))
+        stack.enter_context(functions_replaced(module, on_fakes=True))
         stack.enter_context(tensors_replaced(module, fakes.held))
         # No fakes stand for what objects of other classes hold.
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, buffers)
+        forward = TracedForward(
+            module=module, is_compiling=is_compiling, differentiated=needs_grad, values=buffers
+        )
+        run = _Run(module, fakes, others, forward)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)

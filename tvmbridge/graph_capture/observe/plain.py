@@ -1,4 +1,4 @@
-"""Plain tensors: what code is compiled for. Others are refused by name, or left to PyTorch."""
+"""Plain tensors, which code is compiled for: subclasses, sparse and quantized ones are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def unusual(tensor: torch.Tensor) -> str | None:
 def other_answer(
     asks: Collection[Question], given: Sequence[Any], own: Iterable[torch.Tensor | None]
 ) -> str | None:
-    """Why forward, which ``asks`` that of tensors, could compute something else; None: it cannot.
+    """Why what forward ``asks`` of tensors could be answered differently in a call; None: it
+    cannot.
 
     Args:
         asks: what forward asks.

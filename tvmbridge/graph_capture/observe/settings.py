@@ -1,6 +1,6 @@
-"""Settings: what forward may leave of PyTorch otherwise than it found it.
+"""Global settings of PyTorch that forward may leave changed.
 
-Eager PyTorch goes on with them after the call; compiled code would not change them at each call.
+Eager PyTorch keeps them after the call; compiled code would not change them at each call.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Settings:
         self._modes = _C._len_torch_function_stack()
 
     def changed(self) -> list[str]:
-        """The names of those that are others now."""
+        """The names of those that have changed."""
         pairs = zip(_SETTINGS, self._values, strict=True)
         found = [setting.name for setting, value in pairs if setting.get() != value]
         if not found and _C._len_torch_function_stack() != self._modes:
@@ -134,7 +134,7 @@ class Settings:
         return found
 
     def restore(self) -> None:
-        """Give them the values back that they had."""
+        """Restore them."""
         for setting, value in zip(_SETTINGS, self._values, strict=True):
             if setting.get() != value:
                 setting.put(value)
@@ -144,7 +144,7 @@ class Settings:
 
 @contextmanager
 def settings_kept() -> Iterator[Settings]:
-    """Settings are as before afterwards, whatever runs within it."""
+    """Restores the settings, whatever runs within it."""
     settings = Settings()
     try:
         # What is entered within it ends with it; it says of gradients what it thinks best.

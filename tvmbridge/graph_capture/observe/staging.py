@@ -1,6 +1,6 @@
-"""Staging: a stand-in for a module, in the state in which its calls find it, to be traced.
+"""Staging: the stand-in of a module that is traced, in the state in which calls find the module.
 
-It is observed first; what compiled code would not do at each call is refused by name.
+It is observed first; side effects that compiled code would not repeat are refused by name.
 """
 
 from __future__ import annotations
@@ -138,7 +138,9 @@ def _refuse_effects(module: nn.Module, seen: Observation) -> None:
 
 
 def _settled(first: Observation, again: Observation) -> Observation:
-    """``again``; what both give the same value is assigned at calls, and not expected before."""
+    """``again``, with the attributes that both runs assign the same value as assigned, not
+    expected.
+    """
     earlier = first.assigned
     assigned = {
         k: v for k, v in again.assigned.items() if k in earlier and same_value(earlier[k], v)

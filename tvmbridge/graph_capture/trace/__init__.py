@@ -1,1 +1,1 @@
-"""What a trace sees: stand-ins, functions replaced, operators taken apart or kept whole."""
+"""What is replaced, decomposed or kept opaque while forward is traced; stand-ins of modules."""

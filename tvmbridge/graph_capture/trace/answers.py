@@ -1,8 +1,8 @@
-"""Small buffers that decide which way forward takes: ``if self.is_initialized:``.
+"""Control flow on small buffers: ``if self.is_initialized:``.
 
-A trace does not know what a buffer holds. Where forward asks for the truth or the number of a small
-one, or of what it has just made of such, the answer is that of now. What was asked is noted, so
-that it can be asked again at each call: the captured graph is right where the answer is the same.
+A trace does not know the values of buffers. Where forward converts a small one, or a value
+computed from small ones alone, to a Python bool or number, it gets the current value, and a guard
+(:class:`Answer`) is recorded: the captured graph is valid where a call finds the same value.
 Tensors that are plain attributes are buffers here.
 """
 
@@ -51,7 +51,7 @@ _Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor made of the buffers ``names`` alone, and how it is made of them."""
+    """A value computed from the buffers ``names`` alone, and how to compute it again."""
 
     names: frozenset[str]
     make: Callable[[_Tensors], Any]
@@ -63,7 +63,7 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Those of them that forward may ask: copies that nothing writes.
+    """Copies of the buffers that are small enough for guards on their values.
 
     Those that share memory with another tensor are left out: a write into that would not be seen.
     """
@@ -86,41 +86,15 @@ def _is_small(buffer: torch.Tensor) -> bool:
     return plain and buffer.device.type == "cpu" and 0 < buffer.numel() <= _LARGEST
 
 
-class Answering:
-    """A forward that is told what the buffers hold that it asks.
+class Answers(TorchFunctionMode):
+    """Within it small buffers, and values computed from them alone, may be Python values.
+
+    A value is known until any function but those above takes the buffer, or what was made of it,
+    for that might write into it: hence a mode of its own, which sees every function.
 
     Args:
-        forward: the forward that is traced.
         values: what the buffers hold, by name.
-        stand_ins: says which tensors stand for the buffers in a run of forward.
-    """
-
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        values: _Tensors,
-        stand_ins: Callable[[], Mapping[str, torch.Tensor]],
-    ) -> None:
-        self.answers: tuple[Answer, ...] = ()
-        self._forward = forward
-        self._values = values
-        self._stand_ins = stand_ins
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._values:
-            return self._forward(*args, **kwargs)
-        mode = _Answers(self._values, self._stand_ins())
-        with mode:
-            results = self._forward(*args, **kwargs)
-        self.answers = tuple(mode.answers)
-        return results
-
-
-class _Answers(TorchFunctionMode):
-    """Within it questions to buffers, and to what is made of them alone, are answered.
-
-    A buffer is known until any function but those above takes it, or what was made of it: that
-    might write into it.
+        stand_ins: the tensors that stand for the buffers in a run of forward.
     """
 
     def __init__(self, values: _Tensors, stand_ins: _Tensors) -> None:
@@ -191,7 +165,7 @@ def _item_of(known: _Known, place: int) -> _Known:
 
 
 def _call(func: Any, parts: Sequence[Any], structure: Any, tensors: _Tensors) -> Any:
-    """``func`` of the ``parts``, in which what is known is made of ``tensors``."""
+    """``func`` of ``parts``, in which known values are computed from ``tensors``."""
     values = [part.make(tensors) if isinstance(part, _Known) else part for part in parts]
     args, named = pytree.tree_unflatten(values, structure)
     return func(*args, **named)

@@ -1,4 +1,4 @@
-"""Attention by its definition, where it cannot stay one kernel: its dropout, and its gradient."""
+"""The decomposition of attention, for its dropout and for its gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there and not NaN."""
+    """Softmax that is 0 for rows of -inf, and whose derivative is 0 there instead of NaN."""
     masked = torch.all(x.eq(float("-inf")), dim=dim, keepdim=True)
     zero = torch.zeros((), dtype=x.dtype, device=x.device)
     result = torch.softmax(torch.where(masked, zero, x), dim=dim, dtype=dtype)
@@ -31,7 +31,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention by its definition; rows that a mask closes altogether give zeros, as in PyTorch.
+    """Scaled dot product attention, decomposed; fully masked rows give zeros, as in PyTorch.
 
     Of half-precision tensors all but the result is in float32, as in PyTorch.
     """
@@ -67,6 +67,6 @@ def attention(
 
 
 def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
-    """Attention stays whole unless it has dropout, whose mask must be drawn outside."""
+    """Attention is decomposed only if it has dropout, whose mask must be an input."""
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     return attention(*args, **kwargs) if dropout_p else NotImplemented

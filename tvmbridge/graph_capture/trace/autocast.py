@@ -1,8 +1,8 @@
-"""Regions of forward under autocast: what a trace takes for another dtype there is refused.
+"""Autocast regions: operators are refused whose traced dtype is not that of eager PyTorch.
 
-Autocast reaches the parts of an operator too, where PyTorch's kernel calls other operators
-(``affine_grid`` a product of matrices, say). A trace that takes the operator for one, or takes it
-apart below autocast, does not see it.
+Autocast also applies to the operators that a composite kernel calls (``affine_grid`` calls a
+matrix product, say). A trace that records the composite, or decomposes it below autocast, has
+other dtypes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
 
 def refuse_other_dtypes(program: ExportedProgram) -> None:
-    """Refuse operators whose kernels give another dtype under autocast than the trace says.
+    """Refuse operators whose kernels return another dtype under autocast than the trace has.
 
     Args:
         program: as exported, not yet decomposed.

@@ -1,4 +1,4 @@
-"""Who calls a function of PyTorch that a mode of ours replaces."""
+"""The Python module that calls a function which a mode or a patch replaces."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PASSING = ("__torch_function__", "handle_torch_function")
 
 
 def calling_python_module(depth: int, passing: str = "") -> str | None:
-    """The Python module of the function ``depth`` calls above the one that asks, if there is one.
+    """The name of the Python module whose function is ``depth`` calls above the one that asks.
 
-    Modes that pass a function of PyTorch on are not counted, nor functions called ``passing``.
+    Frames of ``__torch_function__``, and of functions called ``passing``, are skipped.
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     while frame is not None and frame.f_code.co_name in (*_PASSING, passing):

@@ -1,4 +1,4 @@
-"""Checkpoints of PyTorch within forward: what they compute again, compiled code computes once."""
+"""Activation checkpoints in forward: compiled code does not recompute."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plain_checkpoints() -> Iterator[None]:
 
 
 def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-    """Call ``function``; as in the original, gradients flow only if an argument wants one."""
+    """Call ``function``; as in the original, it records only if an argument requires a gradient."""
     connected = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(connected and torch.is_grad_enabled()), _once(preserve_rng_state):
         results = function(*args)
@@ -50,7 +50,7 @@ def _plain_reentrant(genuine: Any, function: Any, preserve_rng_state: bool, *arg
 
 
 def _as_one(results: Any) -> Any:
-    """``results`` of a function that, in eager PyTorch, is one node to autograd."""
+    """``results``, joined in one autograd node as those of a reentrant checkpoint are."""
     several = results if isinstance(results, tuple) else (results,)
     floating = [i for i, r in enumerate(several) if _is_floating(r)]
     required = [several[i].requires_grad for i in floating]
@@ -74,7 +74,7 @@ def _detach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ReentrantCheckpoint(torch.autograd.Function):
-    """The results of a checkpoint: where one of them gets a gradient, the others get zeros."""
+    """One autograd node for all results: undefined gradients of some become zeros."""
 
     @staticmethod
     def forward(ctx: Any, *results: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -93,12 +93,14 @@ def _plain_generator(
 
 
 def _once(preserves_rng_state: bool) -> AbstractContextManager[Any]:
-    """Within it is refused what eager PyTorch repeats in backward, with another effect."""
-    return _Refused(preserves_rng_state) if torch.is_grad_enabled() else nullcontext()
+    """A mode that refuses what the recomputation in eager PyTorch would do differently."""
+    return _RecomputationCheck(preserves_rng_state) if torch.is_grad_enabled() else nullcontext()
 
 
-class _Refused(TorchDispatchMode):
-    """Refuses draws of other numbers, and writes into tensors that were there before."""
+class _RecomputationCheck(TorchDispatchMode):
+    """Refuses draws with an RNG state that is not preserved, and mutation of tensors from outside
+    of the checkpoint.
+    """
 
     def __init__(self, preserves_rng_state: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -144,7 +146,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments of a call that it writes."""
+    """The arguments of a call that it mutates."""
     if func in _BATCH_NORMS and args[5]:
         return list(args[3:5])
     return written_by(func, args, kwargs)

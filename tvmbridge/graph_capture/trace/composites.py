@@ -1,8 +1,8 @@
-"""PyTorch's preparation of its composite operators before it decomposes a program, made short.
+"""A shorter preparation of CompositeImplicitAutograd operators for ``run_decompositions``.
 
-``run_decompositions`` gives each of some 500 composite operators a kernel for each of two dozen
-dispatch keys, and asks the dispatcher for their list once for each library of operators. For a
-small module that takes longer than all the rest of the tracing.
+PyTorch registers a Python kernel for each of some 500 composite operators under each of two dozen
+dispatch keys, and queries the dispatcher once for each operator library. For a small module that
+takes longer than all the rest of the capture.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ADDED = (
 
 @contextmanager
 def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
-    """Within it ``program.run_decompositions`` prepares for the devices of its values alone."""
+    """Within it ``program.run_decompositions`` registers kernels for the devices in use alone."""
     unused = _unused_keys(_devices(program))
 
     def py_impl(genuine: Callable[..., Any], op: Any, key: Any) -> Callable[..., Any]:

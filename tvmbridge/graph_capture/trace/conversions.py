@@ -1,5 +1,5 @@
-"""What does nothing, and is to be traced as nothing: conversions of modules in forward, such as
-``self.linear = self.linear.to(x.dtype)``, dropout that drops nothing, checks that pass.
+"""Calls without an effect, traced as such: ``self.linear.to(x.dtype)`` of a module that has this
+dtype, inactive dropout, checks that pass.
 """
 
 from __future__ import annotations
@@ -10,35 +10,33 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tvmbridge.graph_capture.trace.patches import patched_here
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
+from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
 
-@contextmanager
-def conversions_without_effect() -> Iterator[None]:
-    """Within it ``module.to(dtype)`` may be traced where the module has that dtype already."""
-
-    def apply(
-        convert: Any, module: nn.Module, fn: Callable[..., Any], recurse: bool = True
-    ) -> nn.Module:
-        with _disable_current_modes():
-            kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
-            probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
-            if all(fn(probe) is probe for probe in probes):
-                return module
-        return convert(module, fn, recurse)
-
-    with patched_here(nn.Module, "_apply", apply):
-        yield
+@patches(nn.Module, "_apply")
+def _apply(
+    genuine: Callable[..., nn.Module],
+    module: nn.Module,
+    fn: Callable[..., Any],
+    recurse: bool = True,
+) -> nn.Module:
+    """``module.to(...)`` and the like, without an effect where neither dtype nor device changes."""
+    with _disable_current_modes():
+        kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
+        probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+        if all(fn(probe) is probe for probe in probes):
+            return module
+    return genuine(module, fn, recurse)
 
 
 @contextmanager
 def checks_of_numbers() -> Iterator[None]:
-    """Within it PyTorch's own fake kernels may check a number for not being zero.
+    """Within it ``torch._check`` takes an integer for a bool.
 
-    That of ``upsample_nearest2d`` does so with the size of an empty input.
+    The fake kernel of ``upsample_nearest2d`` gives it the size of an empty input.
     """
 
     def check(genuine: Callable[..., Any], cond: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,22 +49,16 @@ def checks_of_numbers() -> Iterator[None]:
 def _drops_nothing(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> bool:
-    return not training or p == 0
+    return 0 <= p <= 1 and (not training or p == 0)
 
 
-class DropoutWithoutEffect(TorchFunctionMode):
-    """Within it dropout that drops nothing returns its argument itself, as eager PyTorch does.
+@replaces(nn.functional.dropout, torch.dropout)
+def _dropout(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inactive dropout returns its argument itself, as in eager PyTorch.
 
-    ``torch.export`` takes it for a tensor of its own, so that writing into it would not be seen
-    by who holds the argument.
+    ``torch.export`` records a new tensor, so that a mutation of it would not reach the argument.
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if func is nn.functional.dropout and _drops_nothing(*args, **named):
-            return args[0] if args else named["input"]
-        if func is torch.dropout:
-            named["training"] = named.pop("train", True) if len(args) < 3 else args[2]
-            if _drops_nothing(*args[:2], **named):
-                return args[0] if args else named["input"]
-        return func(*args, **(kwargs or {}))
+    named = {"training" if name == "train" else name: value for name, value in kwargs.items()}
+    if _drops_nothing(*args, **named):
+        return args[0] if args else kwargs["input"]
+    return call(*args, **kwargs)

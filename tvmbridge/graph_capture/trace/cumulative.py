@@ -1,32 +1,21 @@
-"""Batch norm with a cumulative average, made traceable.
+"""Batch norm with ``momentum=None`` (a cumulative average), made traceable.
 
-With ``momentum=None`` a batch norm reads the number of batches from its buffer, as a Python number,
-to weigh the new statistics. A trace cannot have that number: it would be frozen. Within
-:func:`cumulative_averages_on_tensors` the weight stays a tensor.
+It reads ``num_batches_tracked`` as a Python number, for the weight of the new statistics; a trace
+would specialize on it. Here the weight stays a tensor.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tvmbridge.graph_capture.trace.patches import forward_patched_here
+from tvmbridge.graph_capture.trace.patches import patches
 
 
-def cumulative_averages_on_tensors(module: nn.Module) -> AbstractContextManager[None]:
-    """Within it batch norms with ``momentum=None`` compute with tensors alone in train mode.
-
-    Args:
-        module: what is traced; a forward that its batch norms hold themselves is replaced too.
-    """
-    return forward_patched_here(module, _BatchNorm, _forward_on_tensors)
-
-
+@patches(_BatchNorm, "forward")
 def _forward_on_tensors(genuine: Any, self: _BatchNorm, input: torch.Tensor) -> Any:
     count, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
     if self.momentum is not None or not self.training or not self.track_running_stats:

@@ -1,4 +1,4 @@
-"""The decomposition table of the capture: what stays whole and what is taken apart, and how."""
+"""The decomposition tables of the capture and of joint graphs."""
 
 from __future__ import annotations
 
@@ -130,8 +130,7 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
 
 @lru_cache(maxsize=2)
 def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, Callable[..., Any]]:
-    """The table while PyTorch knows these operators; it takes longer to make than a small module
-    to be traced."""
+    """The table for these registered operators; making it takes longer than a small export."""
     table: dict[Any, Callable[..., Any]] = dict(default_decompositions())
     random = [op for op in table if torch.Tag.nondeterministic_seeded in op.tags]
     for op in (*_KEPT_WHOLE, *random):
@@ -158,7 +157,7 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
 
 
 def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """The parts of a dense operand: of another they write into a tensor with its strides.
+    """The decomposition for contiguous operands, also used for others, whose strides it keeps.
 
     Rows are counted from behind too, which those of ``index_copy`` in the parts are not.
     """
@@ -175,7 +174,7 @@ def _index_fill(parts: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Half precision stays whole."""
+    """Half precision is not decomposed."""
 
     def decompose(*args: Any, **kwargs: Any) -> Any:
         dtypes = {arg.dtype for arg in args if isinstance(arg, torch.Tensor)}
@@ -186,7 +185,7 @@ def _unless_half(parts: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_halves(parts: Callable[..., Any]) -> Callable[..., Any]:
-    """Only half precision is taken apart."""
+    """Only half precision is decomposed."""
 
     def decompose(x: torch.Tensor) -> Any:
         return parts(x) if x.dtype in (torch.float16, torch.bfloat16) else NotImplemented
@@ -201,7 +200,9 @@ def _rrelu(
     training: bool = False,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Randomized leaky ReLU by its draw: a slope for each element, 1 where it is positive."""
+    """``rrelu`` by ``rrelu_with_noise``: the noise is a slope for each element, 1 where it is
+    positive.
+    """
     if not training:
         return aten.leaky_relu(x, (lower + upper) / 2)
     slopes = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -215,7 +216,7 @@ _WHOLE_UNDER_AUTOGRAD = (aten.multi_margin_loss.default,)
 
 @contextmanager
 def kept_whole_under_autograd() -> Iterator[None]:
-    """Within it tracing leaves operators whole for which PyTorch has a decomposition of its own."""
+    """Within it these operators lose their decomposition under the Autograd key."""
     with ExitStack() as stack:
         for op in _WHOLE_UNDER_AUTOGRAD:
             stack.enter_context(mock.patch.dict(op.py_kernels))
@@ -226,9 +227,9 @@ def kept_whole_under_autograd() -> Iterator[None]:
 
 
 def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
-    """Overload -> decomposition, for a joint function that PyTorch's autograd has written.
+    """Overload -> decomposition, for a joint graph of AOTAutograd.
 
-    What is not in it stays PyTorch's own kernel, with PyTorch's own result.
+    What is not in it stays an ATen operator, with PyTorch's own kernel.
     """
     whole = core_aten_decompositions()
     table = {op: whole[op] for op in _JOINT_TAKEN_APART}
@@ -244,14 +245,14 @@ def joint_decomposition_table() -> dict[Any, Callable[..., Any]]:
 
 
 def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
-    """Equal elements that lie in one place stay in order in eager, which knows the stride of 0."""
+    """Eager sorts a dimension of stride 0 (all elements equal) stably."""
     if not x.dim() or x.stride(dim) or x.shape[dim] < 2:
         return NotImplemented
     return aten.sort.stable(x, stable=True, dim=dim, descending=descending)
 
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
-    """A view also where another decomposition has made ``x`` with strides that allow none."""
+    """``view``, with a copy where another decomposition gave ``x`` strides that allow no view."""
     with _disable_current_modes():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         try:
@@ -264,7 +265,7 @@ def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
 
 
 def _copy(x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """The functional form of ``x.copy_(source)``; of ``x`` it reads shape, dtype and device.
+    """The functional form of ``x.copy_(source)``; of ``x`` only metadata is read.
 
     The order of ``x``'s strides is kept: where ``x`` is a view of a tensor that is written, that
     tensor is a view of the result.

@@ -1,7 +1,6 @@
-"""Functions of no elements, in forms that a trace can take and differentiate.
+"""Losses and splits of empty tensors, in forms that a trace can take and differentiate.
 
-PyTorch's kernels answer them; its decompositions, which a trace asks, divide by the number of
-elements or of parts.
+PyTorch's kernels handle them; its decompositions divide by the number of elements or chunks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _LOSSES = (functional.mse_loss, functional.smooth_l1_loss, functional.huber_loss)
 _SPLITS: dict[Any, Callable[..., Any]] = {
@@ -22,25 +22,27 @@ _SPLITS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class FunctionsOfNothing(TorchFunctionMode):
-    """Within it means of no losses, and parts of no rows, are taken as said above."""
+# Before the handler that promotes operands of several dtypes: it is called without a reduction.
+@replaces(*_LOSSES, order=-1)
+def _mean_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
+    if is_mean and len(args) == 2 and not any(a.numel() for a in args):
+        return call(*args, **{**kwargs, "reduction": "none"}).mean()
+    return call(*args, **kwargs)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if func in _LOSSES and named.get("reduction", "mean") == "mean" and len(args) == 2:
-            if not any(a.numel() for a in args) and named.get("weight") is None:
-                return func(*args, **{**named, "reduction": "none"}).mean()
-        elif func in _SPLITS and args and isinstance(args[0], torch.Tensor):
-            found = _whole_of_nothing(func, *args, **named)
-            if found is not None:
-                return found
-        return func(*args, **named)
+
+@replaces(*_SPLITS)
+def _parts_of_empty(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = None
+    if args and isinstance(args[0], torch.Tensor):
+        found = _whole_of_nothing(call.function, *args, **kwargs)
+    return call(*args, **kwargs) if found is None else found
 
 
 def _whole_of_nothing(
     func: Any, tensor: torch.Tensor, size: Any = None, dim: Any = 0, **named: Any
 ) -> Any:
-    """The one part of a dimension without elements; None where it has some."""
+    """The one chunk of a dimension of size 0; None where it has elements."""
     size = named.get("split_size", named.get("split_size_or_sections", size))
     if not isinstance(size, int) or not isinstance(dim, int) or not tensor.dim():
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,28 +22,17 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 
-class ExchangesWritten:
-    """A forward after which ``module`` holds the buffers that it held before, with new values.
-
-    Args:
-        forward: the forward of ``module``, or what stands for it.
-        module: whose buffers, and whose submodules' ones, are looked at.
-    """
-
-    def __init__(self, forward: Callable[..., Any], module: nn.Module) -> None:
-        self._forward = forward
-        self._module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = list(_buffers(self._module))
-        results = self._forward(*args, **kwargs)
-        exchanged = [held for held in before if held[1].get(held[2]) is not held[3]]
-        # All are read before one is written: two may have been exchanged for each other.
-        values = [_value(before, *held) for held in exchanged]
-        for (_, place, key, tensor), value in zip(exchanged, values, strict=True):
-            tensor.copy_(value)
-            place[key] = tensor
-        return results
+@contextmanager
+def exchanges_written(module: nn.Module) -> Iterator[None]:
+    """After it ``module`` holds the buffers that it held before, with new values."""
+    before = list(_buffers(module))
+    yield
+    exchanged = [held for held in before if held[1].get(held[2]) is not held[3]]
+    # All are read before one is written: two may have been exchanged for each other.
+    values = [_value(before, *held) for held in exchanged]
+    for (_, place, key, tensor), value in zip(exchanged, values, strict=True):
+        tensor.copy_(value)
+        place[key] = tensor
 
 
 _Place = dict[str, torch.Tensor | None]
@@ -76,11 +65,9 @@ def _value(
     return value.detach().clone()
 
 
-@contextmanager
-def exchanges_left_alone() -> Iterator[None]:
+def exchanges_left_alone() -> AbstractContextManager[Any]:
     """Within it torch.export does not look for exchanged buffers itself."""
-    with patched_here(torch.export._trace, "register_buffer_assignment_hook", _no_hook):
-        yield
+    return patched_here(torch.export._trace, "register_buffer_assignment_hook", _no_hook)
 
 
 def _no_hook(genuine: Callable[..., Any], *args: Any) -> RemovableHandle:

@@ -1,9 +1,9 @@
-"""The largest, the least and the middle of all elements, with the gradient that eager gives them.
+"""``max``, ``min``, ``median`` and ``nanmedian`` of all elements, with eager's gradient.
 
-Eager PyTorch asks whether the result is NaN, and fills the cotangent into zeros where elements
-equal the result. On fake tensors it cannot ask, and multiplies by a mask instead: where a cotangent
-is infinite or NaN, every other element would get NaN. So while a module is traced they are one
-operator, whose gradient is the former.
+Eager PyTorch branches on whether the result is NaN, and scatters the cotangent to the elements
+that equal it. For fake tensors it multiplies by a mask instead: an infinite or NaN cotangent would
+become NaN everywhere. So while a module is traced they are one custom operator with eager's
+gradient.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LIBRARY.define("extremum(Tensor input, str kind) -> Tensor")
@@ -27,7 +27,7 @@ _KINDS: dict[Any, str] = {
 
 
 def extremum_taken_apart(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """The value of the operator in PyTorch's own."""
+    """The decomposition of the operator."""
     if kind in ("max", "min") and x.numel():
         return torch.amax(x) if kind == "max" else torch.amin(x)
     result: torch.Tensor = getattr(torch, kind)(x)
@@ -52,20 +52,15 @@ torch.library.register_autograd(
 )
 
 
-class ExtremesOfAll(TorchFunctionMode):
-    """Within it ``x.max()`` and the like are calls of the operator where a gradient may flow."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        kind = _KINDS.get(func)
-        operands = [*args, *named.values()]
-        if (
-            kind is not None
-            and len(operands) == 1
-            and torch.is_grad_enabled()
-            and isinstance(operands[0], torch.Tensor)
-            and operands[0].requires_grad
-            and operands[0].numel()
-        ):
-            return EXTREMUM(operands[0], kind)
-        return func(*args, **named)
+@replaces(*_KINDS)
+def _of_all_elements(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operands = [*args, *kwargs.values()]
+    if (
+        len(operands) == 1
+        and torch.is_grad_enabled()
+        and isinstance(operands[0], torch.Tensor)
+        and operands[0].requires_grad
+        and operands[0].numel()
+    ):
+        return EXTREMUM(operands[0], _KINDS[call.function])
+    return call(*args, **kwargs)

@@ -1,58 +1,48 @@
-"""Fast paths of PyTorch's attention modules, spelled out while a module is traced.
+"""The inference fast paths of PyTorch's attention modules, decomposed.
 
-In eval mode, where nothing is recorded, ``nn.MultiheadAttention`` and
-``nn.TransformerEncoderLayer`` call fused kernels whose results differ from those of their other
-path in what nobody should look at, but who does must find the same: rows that may attend to nothing
-are NaN, masks of numbers count as masks of truths, and ``nn.TransformerEncoder`` leaves zeros where
-a sequence is padded.
+In eval mode without gradients ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` call
+fused kernels, which differ from the slow path in corner cases: fully masked rows are NaN, masks of
+numbers count as boolean ones, and ``nn.TransformerEncoder``, which makes nested tensors, gives
+zeros for padding.
 
-The modules leave these paths when they are traced. Here they stay on them, and the fused kernels
-are taken apart.
+The modules leave the fast path when they are traced. Here they stay on it, and the fused kernels
+are decomposed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.modules import activation, transformer
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.graph_capture.trace.patches import forward_patched_here, patched_here
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
+from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
 _ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
 
 
-@contextmanager
-def fast_paths_taken_apart(module: nn.Module) -> Iterator[None]:
-    """Within it attention modules take the path they take in eager PyTorch, in plain operators.
-
-    Args:
-        module: what is traced; a forward that its encoders hold themselves is replaced too.
-    """
-    with ExitStack() as stack:
-        # The modules ask these two whether they are traced.
-        stack.enter_context(patched_here(torch.overrides, "has_torch_function", _no))
-        stack.enter_context(patched_here(activation, "_is_make_fx_tracing", _no))
-        stack.enter_context(forward_patched_here(module, nn.TransformerEncoder, _encoder))
-        if _has_plain_layers(module):
-            stack.enter_context(patched_here(transformer, "_detect_is_causal_mask", _detected))
-        stack.enter_context(_FusedAttention())
-        yield
-
-
+# The modules ask these two whether they are traced.
+@patches(torch.overrides, "has_torch_function")
+@patches(activation, "_is_make_fx_tracing")
 def _no(genuine: Any, *args: Any) -> bool:
     return False
 
 
+def causal_masks_undetected(module: nn.Module) -> AbstractContextManager[Any]:
+    """Within it transformers do not compare their masks with a causal one, where they need not."""
+    if not _has_plain_layers(module):
+        return nullcontext()
+    return patched_here(transformer, "_detect_is_causal_mask", _detected)
+
+
 def _has_plain_layers(module: nn.Module) -> bool:
-    """Whether to every layer of a transformer a causal mask means what the word for it does."""
+    """Whether all layers of transformers are PyTorch's, for which ``is_causal`` is but a hint."""
     plain = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     stacks = [
         m for m in module.modules() if isinstance(m, nn.TransformerEncoder | nn.TransformerDecoder)
@@ -66,26 +56,28 @@ def _detected(
     is_causal: bool | None = None,
     size: int | None = None,
 ) -> bool:
-    """Whether a mask is causal, as nobody said; a causal mask serves as well as the word for it."""
+    """``_detect_is_causal_mask`` that compares no values: a causal mask serves as well as the
+    hint.
+    """
     if is_causal is None and mask is not None and not mask.requires_grad:
         return False
     known: bool = genuine(mask, is_causal, size)
     return known
 
 
-class _FusedAttention(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._native_multi_head_attention:
-            return _attention(*args, **(kwargs or {}))
-        if func is torch._transformer_encoder_layer_fwd:
-            if torch.is_autocast_enabled("cpu"):
-                raise UnsupportedOperatorError(
-                    "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "
-                    "PyTorch, with a result of another dtype than its parts; call it outside of "
-                    "autocast"
-                )
-            return _layer(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+@replaces(torch._native_multi_head_attention)
+def _fused_attention(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _attention(*args, **kwargs)
+
+
+@replaces(torch._transformer_encoder_layer_fwd)
+def _fused_layer(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.is_autocast_enabled("cpu"):
+        raise UnsupportedOperatorError(
+            "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "
+            "PyTorch, with a result of another dtype than its parts; call it outside of autocast"
+        )
+    return _layer(*args, **kwargs)
 
 
 def _attention(
@@ -125,7 +117,9 @@ def _attention(
 
 
 def _seen(mask: torch.Tensor, mask_type: int | None) -> torch.Tensor:
-    """Where a query may look: truths that broadcast to (batch, heads, queries, keys)."""
+    """Where a query may attend: a boolean mask of (batch, heads, queries, keys), or broadcast to
+    it.
+    """
     hidden = mask if mask.dtype is torch.bool else mask != 0
     return ~(hidden[:, None, None, :] if mask_type == _ONE_MASK_OF_KEYS else hidden)
 
@@ -178,6 +172,7 @@ def _layer(
     return second(x + fed_forward(x))
 
 
+@patches(nn.TransformerEncoder, "forward")
 def _encoder(
     genuine: Any,
     self: nn.TransformerEncoder,
@@ -211,7 +206,7 @@ def _encoder(
 
 
 def _nests(encoder: nn.TransformerEncoder, src: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether the encoder makes a nested tensor of ``src`` where its mask lets it."""
+    """Whether the encoder converts ``src`` to a nested tensor where its mask allows that."""
     first = encoder.layers[0]
     read = (src, *first.parameters())
     return (

@@ -1,47 +1,42 @@
-"""Fills and masked writes whose values get a gradient, in forms that a trace can differentiate.
+"""Masked and indexed writes of values that require a gradient, in forms that a trace can take.
 
-PyTorch differentiates ``x[mask] = value`` and ``index_fill`` by the values through ``nonzero`` and
-``unique``, whose results have a shape that depends on the data. With a scalar both are
-``masked_fill``, whose gradient is a masked sum; with several values the write is kept whole.
+PyTorch's gradient for the values of ``x[mask] = value`` and ``index_fill`` uses ``nonzero`` and
+``unique``, whose shapes are data-dependent. With a scalar both are ``masked_fill``, whose gradient
+is a masked sum; with several values the write is one opaque operator.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 import tvmbridge.graph_capture.trace.opaque_ops  # noqa: F401  (its operators)
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _PUTS = (torch.Tensor.index_put_, torch.index_put_, torch.Tensor.index_put, torch.index_put)
 _FILLS = (torch.Tensor.index_fill_, torch.Tensor.index_fill, torch.index_fill)
 _IN_PLACE = (torch.Tensor.__setitem__, *_PUTS[:2], _FILLS[0])
 
 
-class FillsByMask(TorchFunctionMode):
-    """Within it writes of learned values by a mask, or by a list of rows, are as said above."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        result = None
-        if func is torch.Tensor.__setitem__:
-            result = _assigned(*args, **named)
-        elif func in _PUTS and "out" not in named:
-            result = _put(*args, **named)
-        elif func in _FILLS and "out" not in named:
-            result = _filled(*args, **named)
-        if result is None:
-            return func(*args, **named)
-        if func not in _IN_PLACE:
-            return result
-        target = args[0] if args else named["input"]
-        target.copy_(result)
-        return None if func is torch.Tensor.__setitem__ else target
+@replaces(torch.Tensor.__setitem__, *_PUTS, *_FILLS)
+def _written(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    functional: Callable[..., torch.Tensor | None] = _filled
+    if call.function not in _FILLS:
+        functional = _put if call.function in _PUTS else _assigned
+    result = None if "out" in kwargs else functional(*args, **kwargs)
+    if result is None:
+        return call(*args, **kwargs)
+    if call.function not in _IN_PLACE:
+        return result
+    target = args[0] if args else kwargs["input"]
+    target.copy_(result)
+    return None if call.function is torch.Tensor.__setitem__ else target
 
 
 def _is_learned(tensor: Any, value: Any) -> bool:
-    """Whether ``value`` gets a gradient and is written as it is."""
+    """Whether ``value`` requires a gradient and is written without a conversion."""
     return (
         isinstance(tensor, torch.Tensor)
         and isinstance(value, torch.Tensor)

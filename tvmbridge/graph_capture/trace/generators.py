@@ -1,4 +1,4 @@
-"""Generators of random numbers: their states, noted and put back."""
+"""Random number generators: their states saved, compared and restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Generators:
         return [name for name, differs in changed.items() if differs]
 
     def restore(self) -> None:
-        """Give the generators these states back."""
+        """Restore these states."""
         torch.set_rng_state(self._torch)
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
@@ -38,7 +38,7 @@ class Generators:
 
 @contextmanager
 def no_draws_by(operators: Iterable[str]) -> Iterator[None]:
-    """Within it code runs in which ``operators``, of unknown makers, are called.
+    """Refuses random draws within it by custom ``operators``, which do not declare them.
 
     Raises:
         UnsupportedOperatorError: random numbers were drawn. All draws of compiled code are made

@@ -1,8 +1,7 @@
-"""Strides of results as PyTorch's kernels give them, where its fake kernels do not.
+"""Strides of results as PyTorch's kernels give them, where its fake kernels differ.
 
-They say how outputs lie, and whether a ``reshape`` or ``contiguous()`` is a view: where a trace has
-other strides, what is written into one may reach the other in the trace alone, or in eager PyTorch
-alone.
+Strides decide how outputs lie, and whether ``reshape`` or ``contiguous()`` is a view: with other
+strides a mutation would reach an alias in the trace alone, or in eager PyTorch alone.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ _STRIDES: dict[Any, Callable[..., Sequence[int]]] = {
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Within it results of fake tensors have the strides that they have of others."""
+    """Within it results of fake kernels have the strides of real ones."""
     with patched_here(FakeTensorMode, "dispatch", _dispatched):
         yield
 
@@ -128,8 +127,9 @@ def _dispatched(
 
 @functools.cache
 def _is_pointwise(func: Any) -> bool:
-    """Whether PyTorch's iterator computes it from its operands as they are: all of them contiguous,
-    and of one shape, the result is contiguous, though their strides may fit another format too."""
+    """Whether TensorIterator computes it: of contiguous operands of one shape the result is
+    contiguous, though their strides may fit another memory format too.
+    """
     if func in _POINTWISE:
         return True
     if not isinstance(func, torch._ops.OpOverload):

@@ -1,12 +1,12 @@
 """Linear algebra that raises for some values, such as the inverse of a singular matrix.
 
-``torch.linalg.inv`` is ``inv_ex``, whose second result says of which matrices it failed, and a
-check of that, which a trace takes for an effect. While a module is traced the check is an operator
-that the result passes through; it raises what PyTorch raises.
+``torch.linalg.inv`` is ``inv_ex`` and a check of its ``info``, which a trace takes for a side
+effect. While a module is traced the check is a custom operator that passes the result on, and
+raises what PyTorch raises.
 
-Determinants are those of a dense matrix. PyTorch's kernel factors a matrix that lies by columns as
-it is and a dense one transposed, and its gradient, which asks the trace how the matrix lies, uses
-the factors accordingly. Compiled code has all matrices dense.
+Determinants are those of a contiguous matrix. PyTorch's kernel factors a matrix or its transpose,
+depending on strides, and the gradient formula looks at the strides of the trace to know which.
+Compiled code has all matrices contiguous.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
 def _checked(
@@ -101,12 +101,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class LinearAlgebraChecked(TorchFunctionMode):
-    """Within it the functions above are made of ones that a trace can see."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        stand_in = _FUNCTIONS.get(func)
-        if stand_in is None or "out" in named:
-            return func(*args, **named)
-        return stand_in(*args, **{"A" if name == "input" else name: named[name] for name in named})
+@replaces(*_FUNCTIONS)
+def _made_of_parts(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if "out" in kwargs:
+        return call(*args, **kwargs)
+    named = {"A" if name == "input" else name: value for name, value in kwargs.items()}
+    return _FUNCTIONS[call.function](*args, **named)

@@ -1,7 +1,7 @@
-"""Numbers beyond the range of a dtype, which some functions of PyTorch refuse at each call.
+"""Python scalars out of the range of a dtype, for which some ATen kernels raise.
 
-``torch.add(x, y, alpha=1e40)`` raises for float32, where ``x * 1e40`` is an infinity. Traces do not
-look, so while a module is traced such a call is tried on zeros.
+``torch.add(x, y, alpha=1e40)`` raises for float32, where ``x * 1e40`` is an infinity. Fake kernels
+do not check, so while a module is traced such a call is tried on zeros.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import math
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,19 +33,15 @@ _DRAWS = frozenset(
 )
 
 
-class NumbersOutOfRange(TorchFunctionMode):
-    """Within it calls raise that eager PyTorch refuses for a number beyond their dtype.
+def refuse_out_of_range(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call that eager PyTorch refuses for a number beyond the range of its dtype.
 
     Raises:
-        UnsupportedOperatorError: forward makes such a call.
+        UnsupportedOperatorError: it is such a call.
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        large = any(_is_large(value) for value in (*args, *named.values()))
-        if large and getattr(func, "__name__", "") not in _DRAWS:
-            _try_on_zeros(func, args, named)
-        return func(*args, **named)
+    large = any(_is_large(value) for value in (*args, *kwargs.values()))
+    if large and getattr(func, "__name__", "") not in _DRAWS:
+        _try_on_zeros(func, args, kwargs)
 
 
 def _is_large(value: Any) -> bool:

@@ -1,13 +1,14 @@
-"""``torch.nn.utils.weight_norm`` and ``spectral_norm``: hooks that make a weight at each call.
+"""``torch.nn.utils.weight_norm`` and ``spectral_norm``, whose hooks compute a weight at each call.
 
-The weight is a plain attribute, which the hook of a submodule exchanges before its forward. In a
-trace it is a value like others. Compiled code does not return it: after a call the attribute is
-made once more of what it is made of, by the hook's own function.
+The weight is a plain attribute, which the pre-forward hook of a submodule rebinds. The trace
+contains its computation. Compiled code does not return it: after a call the hook's own function
+computes the attribute again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ OldNorm = WeightNorm | SpectralNorm
 
 
 def normed_weights(module: nn.Module) -> dict[str, tuple[nn.Module, OldNorm]]:
-    """The weights that hooks of submodules make, by dotted name, with owner and hook."""
+    """The weights that hooks of submodules compute, by dotted name, with owner and hook."""
     found: dict[str, tuple[nn.Module, OldNorm]] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for hook in owner._forward_pre_hooks.values() if path else ():
@@ -79,7 +80,7 @@ class OldNorms:
         return None
 
     def renew(self) -> None:
-        """Make the weights again, as the last run of each hook has made them."""
+        """Compute the weights again, as the last run of each hook has."""
         for norm in self._norms:
             if not norm.renewed:
                 continue
@@ -109,19 +110,11 @@ def _place(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), attribute
 
 
-class NormsPutBack:
-    """A forward after which ``module`` holds the weights that it held before.
-
-    torch.export refuses attributes that are exchanged.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._forward: Callable[..., Any] = module.forward
-        self._places = [(owner, h.name) for owner, h in normed_weights(module).values()]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = [owner.__dict__.get(name) for owner, name in self._places]
-        results = self._forward(*args, **kwargs)
-        for (owner, name), weight in zip(self._places, before, strict=True):
-            owner.__dict__[name] = weight
-        return results
+@contextmanager
+def norms_put_back(module: nn.Module) -> Iterator[None]:
+    """Restores the weights that ``module`` held before: torch.export refuses rebound attributes."""
+    places = [(owner.__dict__, hook.name) for owner, hook in normed_weights(module).values()]
+    before = [held.get(name) for held, name in places]
+    yield
+    for (held, name), weight in zip(places, before, strict=True):
+        held[name] = weight

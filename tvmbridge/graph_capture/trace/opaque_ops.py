@@ -1,13 +1,12 @@
-"""Functions that ask their data a question, kept whole while a module is traced.
+"""Functions with data-dependent control flow, as opaque custom operators.
 
-``torch.cov`` asks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
-negative, ``one_hot`` whether each class exists: a trace cannot answer. Each becomes one operator of
-our own that calls the function itself at each call, and so raises what it raises; its gradient is
-the one that PyTorch's autograd gives it. Only functions are here whose results have a shape that
-the arguments' shapes tell.
+``torch.cov`` checks whether its weights sum to zero, ``gaussian_nll_loss`` whether a variance is
+negative, ``one_hot`` whether each class exists; none of it can be traced. Each becomes one custom
+operator that calls the eager function, and so raises what that raises; its gradient is autograd's.
+Only functions are here whose output shapes follow from the input shapes.
 
-Products are here for their gradient: PyTorch's formula looks for zeros, and on fake tensors takes
-another branch, which differs where a row has both zeros and NaN.
+Products are here for their gradient: PyTorch's formula branches on zeros, and takes another branch
+for fake tensors, which differs where a row has both zeros and NaN.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
 def _quantile(
@@ -113,7 +112,7 @@ _NLL = "bool full=False, float eps=1e-06, str reduction='mean'"
 
 
 def _quantiles(function: Any) -> tuple[CustomOperator, CustomOperator]:
-    """The function for fractions in a tensor, and for one that is a number."""
+    """Overloads for ``q`` as a tensor and as a number."""
     name = function.__name__
     by_tensor = CustomOperator(
         name,
@@ -233,41 +232,44 @@ _ASSERTIONS = (
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
-class FunctionsKeptWhole(TorchFunctionMode):
-    """Within it the functions above are calls of the operators that stand for them."""
+@replaces(*_ASSERTIONS)
+def _asserted(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedOperatorError(
+        f"forward asserts something of values ({call.function}), which compiled code would not"
+    )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        if func in _ASSERTIONS:
-            raise UnsupportedOperatorError(
-                f"forward asserts something of values ({func}), which compiled code would not"
-            )
-        if func is torch.Tensor.cumprod_ and _by_gradient(*args, **named):
-            # Of a clone, for its gradient reads what is written now.
-            product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **named)
-            return args[0].copy_(product)
-        operator = _OPERATORS.get(func)
-        if (
-            operator is None
-            or "out" in named
-            or (func in _QUANTILES and _by_learned(*args, **named))
-            or (func is functional.one_hot and not _with_classes(*args, **named))
-            or (func in _PRODUCTS and not _by_gradient(*args, **named))
-        ):
-            return func(*args, **named)
-        return operator(*args, **named)
+
+@replaces(torch.Tensor.cumprod_)
+def _cumprod_in_place(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not _by_gradient(*args, **kwargs):
+        return call(*args, **kwargs)
+    # Of a clone, for its gradient reads what is written now.
+    product = torch.ops.tvmbridge.cumprod(args[0].clone(), *args[1:], **kwargs)
+    return args[0].copy_(product)
+
+
+@replaces(*_OPERATORS)
+def _opaque(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (
+        "out" in kwargs
+        or (call.function in _QUANTILES and _by_learned(*args, **kwargs))
+        or (call.function is functional.one_hot and not _with_classes(*args, **kwargs))
+        or (call.function in _PRODUCTS and not _by_gradient(*args, **kwargs))
+    ):
+        return call(*args, **kwargs)
+    return _OPERATORS[call.function](*args, **kwargs)
 
 
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
-    """Whether the fraction asked for may get a gradient, which not all interpolations give it."""
+    """Whether ``q`` may require a gradient, which not all interpolations give it."""
     return isinstance(q, torch.Tensor) and q.requires_grad
 
 
 def _with_classes(input: torch.Tensor, num_classes: int = -1) -> bool:
-    """Whether the shape of the result is known, and the classes are looked at."""
+    """Whether the output shape is known."""
     return num_classes > 0
 
 
 def _by_gradient(input: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """Whether a gradient is to flow through the call; else the plain operator serves as well."""
+    """Whether autograd records the call; otherwise the ATen operator serves as well."""
     return torch.is_grad_enabled() and input.requires_grad

@@ -1,7 +1,7 @@
-"""Patches of foreign functions that hold in one thread and leave the others alone.
+"""Thread-local patches of PyTorch's functions.
 
-What is patched while a module is traced belongs to PyTorch and is shared by all threads, some of
-which may be running models meanwhile.
+What is patched while a module is traced is shared by all threads, some of which may be running
+models meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 from torch import nn
@@ -23,7 +23,7 @@ _LOCK = threading.Lock()
 
 @dataclass
 class _Installed:
-    """A patched attribute: who uses it now, and what each thread has in its place."""
+    """A patched attribute: how many use it, and the replacements of each thread."""
 
     genuine: Any
     own: Any
@@ -79,6 +79,37 @@ def forward_patched_here(
             if isinstance(own, MethodType) and own.__func__ is genuine:
                 bound = MethodType(partial(replacement, genuine), owner)
                 stack.enter_context(mock.patch.dict(owner.__dict__, forward=bound))
+        yield
+
+
+# What is patched wherever forward is traced.
+_TABLE: list[tuple[Any, str, Callable[..., Any]]] = []
+_Replacement = TypeVar("_Replacement", bound=Callable[..., Any])
+
+
+def patches(owner: Any, name: str) -> Callable[[_Replacement], _Replacement]:
+    """Enter the decorated replacement into the table; otherwise as :func:`patched_here`."""
+
+    def enter(replacement: _Replacement) -> _Replacement:
+        _TABLE.append((owner, name, replacement))
+        return replacement
+
+    return enter
+
+
+@contextmanager
+def table_patched_here(module: nn.Module) -> Iterator[None]:
+    """Within it all of the table is patched, for this thread.
+
+    Args:
+        module: what is traced; see :func:`forward_patched_here`.
+    """
+    with ExitStack() as stack:
+        for owner, name, replacement in _TABLE:
+            if name == "forward":
+                stack.enter_context(forward_patched_here(module, owner, replacement))
+            else:
+                stack.enter_context(patched_here(owner, name, replacement))
         yield
 
 

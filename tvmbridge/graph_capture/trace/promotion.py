@@ -1,8 +1,8 @@
-"""Promotion of operands of several dtypes, as PyTorch's kernels do it.
+"""Type promotion as PyTorch's kernels do it.
 
-The dtype of a result is known from the trace, which asks PyTorch's fake kernels and decompositions.
-Of operands of several dtypes some of them promise another dtype than the kernel makes (of
-``huber_loss`` of float32 and float64, say). So the kernel itself is asked, on zeros.
+For operands of mixed dtypes some fake kernels and decompositions promote otherwise than the real
+kernel (``huber_loss`` of float32 and float64, say). So the real kernel is run on zeros, and its
+dtypes count.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 Decomposition = Callable[..., Any]
 
@@ -22,7 +23,7 @@ Decomposition = Callable[..., Any]
 def _huber_loss(
     input: torch.Tensor, target: torch.Tensor, reduction: str = "mean", delta: float = 1.0
 ) -> torch.Tensor:
-    """Each element is computed in the common dtype and rounded to the dtype of the input."""
+    """Each element is computed in the promoted dtype and rounded to the dtype of the input."""
     wide = torch.promote_types(input.dtype, target.dtype)
     each = nn.functional.huber_loss(input.to(wide), target.to(wide), "none", delta)
     rounded = each.to(input.dtype)
@@ -64,18 +65,14 @@ _KEPT_DTYPE: dict[Callable[..., Any], Callable[..., Any]] = {
 _OPERANDS = ("input", "target", "mean", "std")
 
 
-class KernelPromotion(TorchFunctionMode):
-    """Within it losses and draws of several dtypes have, in a trace too, the dtype that eager
-    gives them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = dict(kwargs or {})
-        if func in _KEPT_DTYPE and named.get("weight") is None and len(args) < 5:
-            operands = [*args[:2], *(named[name] for name in _OPERANDS if name in named)]
-            if _differ_in_dtype(operands):
-                named.pop("weight", None)
-                func = _KEPT_DTYPE[func]
-        return func(*args, **named)
+@replaces(*_KEPT_DTYPE)
+def _promoted(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs.get("weight") is None and len(args) < 5:
+        operands = [*args[:2], *(kwargs[name] for name in _OPERANDS if name in kwargs)]
+        if _differ_in_dtype(operands):
+            kwargs.pop("weight", None)
+            return _KEPT_DTYPE[call.function](*args, **kwargs)
+    return call(*args, **kwargs)
 
 
 def _differ_in_dtype(operands: Sequence[Any]) -> bool:

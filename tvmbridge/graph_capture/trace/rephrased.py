@@ -1,9 +1,9 @@
-"""Functions of PyTorch that no trace can take as they are called, said in other words.
+"""Functions that torch.export cannot trace as they are called, replaced by equivalent ones.
 
-``tensor.data`` is ``tensor.detach()``: both are the same memory without a history. A trace would
-lose what is assigned to it. ``random_(a, b)`` has an overload called ``from``, which is no name in
-the Python that a trace is written in; it draws as ``random_(b - a)`` does, and adds ``a``. What
-``copy_`` copies is converted first: torch.export forgets to, for a buffer that is written whole.
+``tensor.data`` becomes ``tensor.detach()``; assignments to it, which a trace would lose, are
+refused. ``random_(a, b)`` is an overload named ``from``, a keyword that no generated code can
+name; it becomes ``random_(b - a)``, plus ``a``. ``copy_`` converts dtypes before it copies:
+torch.export forgets to, for a buffer that is overwritten as a whole.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.dependence import DependenceError
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _DATA: Any = torch.Tensor.data
 
@@ -31,38 +31,37 @@ _ASKING = {
 }
 
 
-class FunctionsRephrased(TorchFunctionMode):
-    """Within it functions are called as said above.
-
-    Raises:
-        DependenceError: forward assigns to ``tensor.data``, or asks for a number that only a call
-            knows.
-        UnsupportedOperatorError: ``random_`` is given bounds that cannot be said otherwise.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _DATA.__get__:
-            return args[0].detach()
-        if func == _DATA.__set__:
-            raise DependenceError(
-                "assigns to .data of a tensor, which a trace does not see: write "
-                "`with torch.no_grad(): tensor.copy_(value)`"
-            )
-        if func is torch.Tensor.copy_:
-            return _copied(*args, **(kwargs or {}))
-        if func is torch.Tensor.random_:
-            return _random(func, *args, **(kwargs or {}))
-        try:
-            return func(*args, **(kwargs or {}))
-        except GuardOnDataDependentSymNode as error:
-            if func in _ASKING:
-                raise DependenceError(_ASKING[func]) from error
-            raise
+@replaces(_DATA.__get__)
+def _data(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].detach()
 
 
-def _copied(tensor: torch.Tensor, other: Any, non_blocking: bool = False) -> torch.Tensor:
-    """``tensor.copy_(other)``, where a trace would give ``tensor`` the dtype of ``other``."""
-    return tensor.copy_(other.to(tensor.dtype) if other.dtype is not tensor.dtype else other)
+@replaces(_DATA.__set__)
+def _data_assigned(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise DependenceError(
+        "assigns to .data of a tensor, which a trace does not see: write "
+        "`with torch.no_grad(): tensor.copy_(value)`"
+    )
+
+
+# Before the handler that makes a masked fill of x[mask] = value.
+@replaces(*_ASKING, order=-1)
+def _asked(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except GuardOnDataDependentSymNode as error:
+        raise DependenceError(_ASKING[call.function]) from error
+
+
+@replaces(torch.Tensor.copy_)
+def _copied(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, other = args[0], args[1] if len(args) > 1 else kwargs["src"]
+    return call(tensor, other if other.dtype is tensor.dtype else other.to(tensor.dtype))
+
+
+@replaces(torch.Tensor.random_)
+def _drawn(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _random(call, *args, **kwargs)
 
 
 def _random(func: Any, tensor: torch.Tensor, *bounds: Any, **named: Any) -> torch.Tensor:
@@ -82,7 +81,7 @@ def _random(func: Any, tensor: torch.Tensor, *bounds: Any, **named: Any) -> torc
 
 
 def _holds_exactly(dtype: torch.dtype, low: Any, high: Any) -> bool:
-    """Whether ``dtype`` has all integers between the bounds, and their distance."""
+    """Whether ``dtype`` represents all integers between the bounds, and their difference."""
     if type(low) is not int or type(high) is not int or low >= high or dtype is torch.bool:
         return False
     if dtype.is_floating_point:

@@ -1,12 +1,12 @@
-"""Views of a captured program as reshapes, which do not depend on how their operand lies.
+"""``view`` becomes ``reshape`` in an exported program, which any strides of its operand allow.
 
-A program is recorded with the strides that PyTorch's kernels give their results, and PyTorch drops
-``contiguous()`` where these make it needless. The parts that an operator is taken apart into may
-lie otherwise: those of attention are dense, where the fused kernel's result lies as its query. A
-``view`` that was possible when it was recorded is then an error; a ``reshape`` copies.
+A program is recorded with the strides of PyTorch's kernels, and without the ``contiguous()`` that
+these make needless. Decompositions may give other strides: decomposed attention is contiguous,
+where the fused kernel's result has the strides of its query. A ``view`` that was possible when it
+was recorded is then an error; a ``reshape`` copies.
 
-Of memory that is written it matters whether a ``reshape`` is a view or a copy: it stays what it was
-when it was recorded.
+For memory that is mutated it matters whether a ``reshape`` is a view or a copy: there it is made
+the one that it was when it was recorded.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _written_by(node: fx.Node) -> Iterator[int]:
 
 
 def _storages(value: Any) -> Iterator[int]:
-    """The memory that the nodes in ``value`` lie in, as it was when they were recorded."""
+    """The storages of the nodes in ``value``, when they were recorded."""
     for node in pytree.tree_leaves(value):
         found = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(found, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Stand-ins: a module for tracing that shares nothing with the user's but the tensors.
+"""Stand-ins: copies of modules for tracing, which share the tensors alone.
 
-Tracing runs forward on fake tensors, with the module's own ones exchanged, and forward may write
-attributes. None of that may be seen by the user, nor by other threads that run the module.
+A trace replaces the tensors of a module by fake ones, and forward may write attributes. Neither
+may be visible to the user, nor to other threads that run the module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAND_IN = "tvmbridge.stand_in"
 
 
 def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
-    """A copy of ``module`` in all but its tensors, which are the very same.
+    """A deep copy of ``module`` that holds the very same tensors.
 
     None where it cannot be copied: an attribute refuses, or the copy has other submodules.
 
@@ -64,7 +64,7 @@ def has_own_call(module: nn.Module) -> bool:
 
 
 def without_own_call(module: nn.Module) -> None:
-    """Let calls of a stand-in lead to its forward alone, as what is compiled replaces forward."""
+    """Remove the ``__call__`` of a stand-in's class: what is compiled replaces forward alone."""
     if has_own_call(module):
         kind = type(module)
         body = {"__call__": nn.Module.__call__, "__module__": kind.__module__}
@@ -73,7 +73,7 @@ def without_own_call(module: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
-    """Within it a call of ``module`` is one of its forward: hooks run around what is compiled.
+    """Within it calls of ``module`` skip its hooks, which run around the compiled code.
 
     So it is for the modules that PyTorch itself puts around it, or makes of it, in a trace.
     """
@@ -88,12 +88,12 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
 
 
 def without_inference_tensors(value: Any) -> Any:
-    """``value``, a structure of arguments, with copies that autograd takes where it refuses."""
+    """``value``, a structure of arguments, with clones in place of inference tensors."""
     return map_tensors(lambda t: _copied(t) if t.is_inference() else t, value)
 
 
 def without_repetitions(value: Any) -> Any:
-    """``value``, a structure of arguments, in which each tensor is another one.
+    """``value``, a structure of arguments, with clones in place of repeated tensors.
 
     A trace takes two that are one tensor for one that is written twice.
     """
@@ -109,7 +109,7 @@ def without_repetitions(value: Any) -> Any:
 
 
 def without_inference_state(module: nn.Module) -> None:
-    """Exchange the inference tensors of a stand-in for copies that may be traced under autograd."""
+    """Replace the inference tensors of a stand-in by clones, which autograd can save."""
     own = {id(t): t for t in tensors_of(module).values() if t.is_inference()}
     _exchange(module, {key: _copied(t) for key, t in own.items()})
 
@@ -148,7 +148,7 @@ def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def _uncopyable(value: Any) -> dict[int, Any]:
-    """What ``value`` holds that holds nothing and cannot be copied, by its id."""
+    """The objects in ``value`` that hold no others and cannot be copied, by id."""
     found = {}
     for held in all_held(value):
         if not contents(held):
@@ -160,7 +160,7 @@ def _uncopyable(value: Any) -> dict[int, Any]:
 
 
 def modules_held(value: Any) -> list[nn.Module]:
-    """``value`` itself if it is a module, and the modules that it holds."""
+    """The modules in ``value``, itself included."""
     return [held for held in all_held(value) if isinstance(held, nn.Module)]
 
 
@@ -225,10 +225,10 @@ def _exchange(module: nn.Module, held: Mapping[int, torch.Tensor]) -> None:
 
 @contextmanager
 def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Within it the module holds other tensors (by the id of its own); then all is as before.
+    """Within it the module holds other tensors, by the id of its own.
 
     Lists of parameters that a module keeps beside its own (as recurrent layers do) are replaced
-    too, and attributes that forward sets are taken back.
+    too, and attributes that forward sets are restored.
     """
     replaced = _Replaced(held)
     with attributes_put_back(module):
@@ -242,7 +242,7 @@ def tensors_replaced(module: nn.Module, held: Mapping[int, torch.Tensor]) -> Ite
 
 @contextmanager
 def attributes_put_back(module: nn.Module) -> Iterator[None]:
-    """Within it attributes may be set; then the module has what it had, the same containers too."""
+    """Restores the attributes of the module and its submodules, the same containers included."""
     saved = [(m.__dict__, dict(m.__dict__)) for m in module.modules()]
     try:
         yield
@@ -253,7 +253,7 @@ def attributes_put_back(module: nn.Module) -> Iterator[None]:
 
 
 class _Replaced:
-    """Gives ``held`` for the tensors with its ids, and copies of the containers that hold these.
+    """Replaces the tensors whose ids are in ``held``, also in containers, which are copied for it.
 
     Modules that share a container share its copy: what one writes into it another may read.
     """
@@ -288,10 +288,10 @@ def without_autocast() -> Iterator[None]:
 
 @contextmanager
 def as_captured(is_compiling: bool = True) -> Iterator[None]:
-    """Within it ``torch.compiler.is_compiling()`` says what it said when they were captured.
+    """Within it ``torch.compiler.is_compiling()`` returns ``is_compiling``.
 
-    They must take the same way through their code; and what they keep for later calls (in caches
-    of functions) must not be made of fake tensors.
+    All traces of a forward must take the same path; and what forward keeps for later calls (in
+    caches of functions) must not be made of fake tensors.
     """
     place = torch.compiler
     with mock.patch.multiple(

@@ -1,8 +1,8 @@
-"""Uniform draws that are compared with a number which no draw can reach.
+"""Control flow on uniform draws whose outcome is certain.
 
-``if torch.rand([]) < self.layerdrop:`` (LayerDrop) asks for a random number, which no trace knows.
-But a draw lies in [0, 1): below 0 it never is, and below 1 always. While forward is traced such a
-comparison is as true as it will be at each call; the draw itself is made as ever.
+``if torch.rand([]) < self.layerdrop:`` (LayerDrop) branches on a random number. But a draw lies in
+[0, 1): it is never below 0, and always below 1. While forward is traced such a comparison has the
+truth value that it has at each call; the draw itself stays in the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _COMPARISONS = {
 class UniformComparisons(TorchFunctionMode):
     """Within it forward may branch on a uniform draw where the draw decides nothing.
 
-    A draw counts until any function but a comparison takes it, for that might write into it.
+    A draw counts until any function but a comparison takes it, for that might write into it: hence
+    a mode of its own, which sees every function.
 
     Raises:
         DependenceError: the draw does decide which way forward takes.

@@ -1,9 +1,8 @@
-"""What forward demands of values, checked at each call: it raises where they are others.
+"""Checks of values in forward, which raise at each call.
 
-``torch._assert_async`` does so, and a distribution of ``torch.distributions`` looks at the values
-of its parameters (``if not all(valid): raise``), which cannot be traced. While forward is traced
-each of these checks passes and is noted; it becomes one more result of the compiled code, which is
-looked at after the call.
+``torch._assert_async``, and the validation of arguments in ``torch.distributions`` (``if not
+all(valid): raise``), cannot be traced. While forward is traced each of these checks passes, and
+its condition becomes an additional output, which is checked after the call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ _UNNAMED = "Expected Tensor with single nonzero value, but got zero"
 
 @contextmanager
 def noted_checks() -> Iterator[Noted]:
-    """Collects the checks, each a tensor of one bool. Real ones are judged too."""
+    """Collects the conditions of checks, each a tensor of one bool; of real tensors they are
+    checked too.
+    """
     found: Noted = []
 
     def noting(genuine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +58,7 @@ def noted_checks() -> Iterator[Noted]:
 
 
 def raise_unless_passed(passed: Sequence[torch.Tensor], checks: Sequence[Check]) -> None:
-    """Raise what the first of the ``checks`` raises that a call did not pass."""
+    """Raise the error of the first of the ``checks`` that did not pass."""
     for one, check in zip(passed, checks, strict=True):
         if not one:
             raise check.error(check.message)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tvmbridge.core.types import IntermediateBase
-from tvmbridge.graph_capture.observe.arguments import Arguments, ArgumentWatch
+from tvmbridge.graph_capture.trace.arguments import Arguments, ArgumentWatch
 from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
 from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
 from tvmbridge.inspect.compare.sample import Sample

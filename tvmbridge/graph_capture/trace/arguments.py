@@ -1,13 +1,12 @@
-"""Arguments that are containers, and what forward does to them.
+"""Containers among the arguments (lists, dicts, caches) that forward mutates.
 
-A list, a dict or a cache of keys and values that forward fills is changed in place; the captured
-graph would lose that. While forward is traced it is watched: the final content of each argument
-that it has changed becomes one more result, and is put into the caller's own object at each call.
+The captured graph would lose such a mutation. While forward is traced the containers are compared
+before and after: the final content of each that changed becomes an additional output, and is
+written into the caller's own object at each call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +27,7 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 class ArgumentWatch:
-    """A forward that tells which of its container arguments it changes.
+    """Wraps a forward so that mutations of containers and checks of values are outputs.
 
     Where it changes some, it returns ``(results, changed)``: ``changed`` maps the place of each (a
     position or a keyword) to its final content, and where a result is such an argument itself, a
@@ -68,7 +67,7 @@ class ArgumentWatch:
 
 
 def _marked(results: Any, marks: Mapping[int, str]) -> Any:
-    """``results`` with ``marks`` where the containers of these ids stand."""
+    """``results`` with ``marks`` in place of the containers with these ids."""
     leaves, spec = pytree.tree_flatten(results, is_leaf=lambda value: id(value) in marks)
     if not any(id(leaf) in marks for leaf in leaves):
         return results  # a torch.Size in it is none after it was flattened
@@ -91,26 +90,6 @@ def _differ(before: tuple[list[Any], Any], after: tuple[list[Any], Any]) -> bool
     return not same
 
 
-@contextmanager
-def watched_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within it ``module`` has another ``forward``, such as an :class:`ArgumentWatch`."""
-    own = module.__dict__.get("forward")
-
-    # torch.export reads the signature, and the code, of a function.
-    @functools.wraps(module.forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    module.__dict__["forward"] = watched
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
-
-
 def rebuild(
     flat: list[Any],
     out_spec: pytree.TreeSpec,
@@ -118,7 +97,7 @@ def rebuild(
     arguments: Arguments,
     checks: Sequence[Check] = (),
 ) -> Any:
-    """The results of a call from their leaves; the ``changed`` arguments get their new content.
+    """The results of a call from its leaves; ``changed`` arguments get their new content.
 
     Raises:
         Exception: that of one of the ``checks``, the last leaves, which did not pass.

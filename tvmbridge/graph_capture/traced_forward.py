@@ -1,0 +1,91 @@
+"""The forward that is traced: a module's own, within what watches and completes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.assumptions import Answer, Check
+from tvmbridge.core.types import Epilogue, IntermediateBase
+from tvmbridge.graph_capture.epilogue import EpilogueRecorder
+from tvmbridge.graph_capture.memory.bases import WithBases
+from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
+from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
+from tvmbridge.graph_capture.trace.exchanges import exchanges_written
+from tvmbridge.graph_capture.trace.old_norms import norms_put_back
+from tvmbridge.graph_capture.trace.standins import as_captured
+
+
+@dataclass(kw_only=True, eq=False)
+class TracedForward:
+    """The forward of a module, as every trace calls it.
+
+    ``is_compiling`` is what ``torch.compiler.is_compiling()`` returns within it,
+    ``differentiated`` whether its results will be, ``values`` what the small buffers of the module
+    hold, ``bases`` the intermediate view bases that it returns as well. ``exported``: torch.export
+    calls it, which refuses rebound attributes, so that the module gets its old ones back.
+
+    After a call, ``changed_arguments`` are the positions and keywords of the containers that it
+    mutated, ``checks`` the checks of values that became outputs, ``answers`` the guards on small
+    buffers, and ``epilogue`` computes its data-dependent results.
+    """
+
+    module: nn.Module
+    is_compiling: bool
+    differentiated: bool
+    values: Mapping[str, torch.Tensor]
+    bases: Sequence[IntermediateBase] = ()
+    exported: bool = False
+    changed_arguments: tuple[Any, ...] = ()
+    checks: tuple[Check, ...] = ()
+    answers: tuple[Answer, ...] = ()
+    epilogue: Epilogue | None = None
+
+    def __post_init__(self) -> None:
+        # That of now, which may be a patched one.
+        self._forward = self.module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        answers = Answers(self.values, buffers_of(self.module))
+        watch = ArgumentWatch(self._own)
+
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            with answers:
+                return watch(*args, **kwargs)
+
+        recorder = EpilogueRecorder(answered, differentiated=self.differentiated)
+        results = WithBases(recorder, self.bases)(*args, **kwargs)
+        self.changed_arguments, self.checks = watch.changed, watch.checks
+        self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue
+        return results
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if self.exported:
+                stack.enter_context(exchanges_written(self.module))
+                stack.enter_context(norms_put_back(self.module))
+            stack.enter_context(as_captured(self.is_compiling))
+            return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it it is the ``forward`` of the module."""
+        held = self.module.__dict__
+        own = held.get("forward")
+
+        # torch.export reads the signature, and the code, of a function.
+        @wraps(self._forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        held["forward"] = forward
+        try:
+            yield
+        finally:
+            held.pop("forward") if own is None else held.update(forward=own)
