@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModu
 from tvmbridge.graph_capture.observe.leaks import (
     Made,
     collections_put_off,
+    refuse_hidden,
     release_frames,
     saved_without_circles,
 )
@@ -113,19 +115,24 @@ def observe(
         within: further contexts, for forward alone.
         is_compiling: whether forward is told that it is traced.
     """
-    made, handled = Made(), sys.exc_info()[1]
+    made, handled, outside = Made(), sys.exc_info()[1], OutsideReads(module)
     with collections_put_off():
         try:
             with saved_without_circles():
                 # The fakes have no name here: what is alive when it is done counts as kept.
-                seen = _observe(
-                    module, Fakes.of(module, args, kwargs), needs_grad, made, within, is_compiling
-                )
+                run = partial(_observe, module, needs_grad, made, outside, within, is_compiling)
+                seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             release_frames(error, handled)
-            made.forget()
+            if made.alive():
+                outside.remove_fakes()
             raise
-        return replace(seen, kept=made.forget())
+        kept = bool(made.alive())
+        if kept:
+            outside.remove_fakes()
+            read = (*seen.values.values(), *(value.expected for value in seen.outside))
+            refuse_hidden(made.alive(), module, read)
+        return replace(seen, kept=kept)
 
 
 class _Run:
@@ -140,8 +147,9 @@ class _Run:
         fakes: Fakes,
         foreign_modules: ForeignModules,
         buffers: Mapping[str, torch.Tensor],
+        outside: OutsideReads,
     ) -> None:
-        self.outside = OutsideReads(module)
+        self.outside = outside
         self.foreign = ForeignTensors(fakes.beside)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
@@ -231,11 +239,12 @@ class _Run:
 
 def _observe(
     module: nn.Module,
-    fakes: Fakes,
     needs_grad: bool,
     made: Made,
+    outside: OutsideReads,
     within: Iterable[AbstractContextManager[Any]],
     is_compiling: bool,
+    fakes: Fakes,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
     with ExitStack() as stack:
@@ -250,7 +259,7 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, buffers)
+        run = _Run(module, fakes, others, buffers, outside)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)
