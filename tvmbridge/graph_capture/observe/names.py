@@ -72,5 +72,5 @@ def _loaded(steps: Sequence[dis.Instruction]) -> set[str]:
     return {str(s.argval) for s in steps[next(others, -1) + 1 :]}
 
 
-def _module(level: object, name: str) -> str:
-    return "." * (level if isinstance(level, int) else 0) + name
+def _module(level: object, name: object) -> str:
+    return "." * (level if isinstance(level, int) else 0) + str(name)
