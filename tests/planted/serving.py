@@ -175,6 +175,14 @@ SERVING = (
         ("tests/runtime/guards/test_state.py", "-k", "attribute"),
     ),
     Plant(
+        "a changed global not noticed",
+        "guard",
+        "tvmbridge.graph_capture.observe.outside",
+        "waiting = list(roots(executed))",
+        "waiting: list[Source] = []",
+        ("tests/graph_capture/observe/test_outside.py", "-k", "change_is_noticed and CONFIG"),
+    ),
+    Plant(
         "untied parameters not noticed",
         "guard",
         "tvmbridge.runtime.guards.state",

@@ -18,6 +18,14 @@ def _reads(x: Any) -> Any:
     return None
 
 
+def _compares(x: Any, y: Any) -> bool:
+    return x is None or x is pytest.mark or x is y.dis
+
+
+def _compares_with_globals(x: Any) -> bool:
+    return x is None or x is pytest.mark or dis.opname is None
+
+
 def _writes(x: Any) -> None:
     global WRITTEN
     WRITTEN = x
@@ -33,6 +41,8 @@ def test_globals_attributes_and_imports_are_told_apart() -> None:
     assert {"pytest", "mark"} <= names.identified
     assert {"dis", "opname"} <= names.compared - names.identified
     assert names.asks_identity
+    assert names_of(_compares.__code__).asks_identity
+    assert not names_of(_compares_with_globals.__code__).asks_identity
     assert names_of(_writes.__code__).globals == {"WRITTEN"}
 
 

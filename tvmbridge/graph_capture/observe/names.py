@@ -52,24 +52,26 @@ def names_of(code: CodeType) -> Names:
     strings = frozenset(c for c in texts if c.replace(".", "_").isidentifier())
     before = {p: _loaded(steps[:p]) for p, s in enumerate(steps) if s.opname in _COMPARING}
     identities = [p for p in before if steps[p].opname == "IS_OP"]
-    fixed = outside.union(code.co_freevars)
+    reached = outside.union(code.co_freevars)
     return Names(
         globals=frozenset(outside),
         looked_up=strings.union(code.co_names),
         strings=strings,
         modules=frozenset(_module(steps[p - 2].argval, steps[p].argval) for p in modules),
-        compared=frozenset().union(*before.values()),
-        identified=frozenset().union(*(before[p] for p in identities)),
-        asks_identity=any(
-            steps[p - 1].opname != "LOAD_CONST" and not before[p] & fixed for p in identities
+        compared=frozenset(str(s.argval) for loaded in before.values() for s in loaded),
+        identified=frozenset(str(s.argval) for p in identities for s in before[p]),
+        asks_identity=not all(
+            steps[p - 1].opname == "LOAD_CONST"
+            or (before[p] and before[p][0].opname != "LOAD_ATTR" and before[p][0].argval in reached)
+            for p in identities
         ),
     )
 
 
-def _loaded(steps: Sequence[dis.Instruction]) -> set[str]:
+def _loaded(steps: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:
     """The names that are loaded directly before the end of ``steps``."""
     others = (p for p in reversed(range(len(steps))) if steps[p].opname not in _LOADING)
-    return {str(s.argval) for s in steps[next(others, -1) + 1 :]}
+    return steps[next(others, -1) + 1 :]
 
 
 def _module(level: object, name: object) -> str:
