@@ -62,7 +62,7 @@ def names_of(code: CodeType) -> Names:
         identified=frozenset(str(s.argval) for p in identities for s in before[p]),
         asks_identity=not all(
             steps[p - 1].opname == "LOAD_CONST"
-            or (before[p] and before[p][0].opname != "LOAD_ATTR" and before[p][0].argval in reached)
+            or any(s.argval in reached for s in before[p] if s.opname != "LOAD_ATTR")
             for p in identities
         ),
     )
