@@ -85,6 +85,53 @@ def test_a_cache_is_filled_with_what_a_call_would_fill_it_with(kind: str) -> Non
     assert dispatch_report(module).tvm_calls == 1
 
 
+class Tables:
+    """Keeps tables in itself, of which one was made before."""
+
+    def __init__(self) -> None:
+        self.made: dict[int, torch.Tensor | None] = {5: torch.ones(5), 6: None}
+        self.last: torch.Tensor | None = None
+
+    def find(self, size: int) -> torch.Tensor:
+        if self.made[size] is None:
+            self.made[size] = self.last = torch.arange(float(size))
+        return self.made[size]  # type: ignore[return-value]
+
+
+OBJECT = Tables()
+KEPT_OF_FIVE = OBJECT.made[5]
+
+
+def test_an_object_that_keeps_tables_keeps_those_that_it_had() -> None:
+    def raises(_: Any) -> torch.Tensor:
+        raise ValueError(OBJECT.find(6).shape)
+
+    x = torch.randn(2, 6)
+    with pytest.raises(BridgeError):
+        add_tvm_dispatch(Cached(raises).train(), x)
+    OBJECT.made[6], OBJECT.last = None, None
+    module = Cached(lambda _: OBJECT.find(6)).train()
+    add_tvm_dispatch(module, x)
+    torch.testing.assert_close(module(x), eager(module)(x))
+    assert OBJECT.made[5] is KEPT_OF_FIVE
+    assert type(OBJECT.made[6]) is type(OBJECT.last) is torch.Tensor
+    assert dispatch_report(module).tvm_calls == 1
+
+
+# Forward does not name it.
+TABLES_WITHOUT_A_NAME: list[Any] = []
+KEEP = TABLES_WITHOUT_A_NAME.append
+
+
+def test_what_is_kept_where_no_name_leads_is_refused() -> None:
+    module = Cached(lambda _: KEEP(torch.arange(6.0)) or torch.ones(6)).train()
+    try:
+        with pytest.raises(CaptureError, match="Cached keeps a tensor outside of the module"):
+            add_tvm_dispatch(module, torch.randn(2, 6))
+    finally:
+        TABLES_WITHOUT_A_NAME.clear()
+
+
 def test_what_is_kept_of_each_call_is_refused_and_left_as_it_was() -> None:
     def keeps(module: Any) -> torch.Tensor:
         KEPT.append(module.weight * 2)

@@ -126,9 +126,6 @@ def _table(patch: Patch) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Model], Any], Callable[[Patch], Any]]] = {
-    "globals()[...]": (lambda _: globals()["SCALE"], _global),
-    "globals().get": (lambda _: globals().get("SCALE"), _global),
-    "globals() by a computed name": (lambda _: globals()[NAME], _global),
     "vars of a module": (lambda _: vars(settings)["SCALE"], _setting),
     "__dict__ of a module": (lambda _: settings.__dict__["SCALE"], _setting),
     "getattr of a module": (lambda _: getattr(settings, "SCALE"), _setting),  # noqa: B009
@@ -136,7 +133,6 @@ CASES: dict[str, tuple[Callable[[Model], Any], Callable[[Patch], Any]]] = {
     "a module in a variable": (_in_a_variable, _setting),
     "an imported module": (_imported, _setting),
     "sys.modules": (lambda _: sys.modules["settings_of_a_test"].SCALE, _setting),
-    "sys.modules[__name__]": (lambda _: getattr(sys.modules[__name__], NAME), _global),
     "importlib": (lambda _: importlib.import_module("settings_of_a_test").SCALE, _setting),
     "getattr of a class": (
         lambda _: getattr(Holder, "scale"),  # noqa: B009

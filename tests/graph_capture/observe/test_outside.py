@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextvars
+import enum
 import itertools
 import math
 import os
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -49,6 +52,13 @@ class OfClass:
     tensor = torch.tensor(2.0)
 
 
+class Mode(enum.Enum):
+    FIRST = 1
+    SECOND = 2
+
+
+MODE = Mode.FIRST
+ARGUMENTS = argparse.Namespace(scale=2.0)
 SETTINGS = Settings()
 OF_CLASS = OfClass()
 TENSOR = torch.tensor(2.0)
@@ -92,13 +102,15 @@ CASES: dict[str, tuple[Callable[[Model], Any], Callable[[Patch], Any]]] = {
     "SCALE": (lambda _: SCALE, lambda p: p.setitem(globals(), "SCALE", 3.0)),
     "SCALE in a function": (lambda _: _helper(), lambda p: p.setitem(globals(), "SCALE", 3.0)),
     "CONFIG": (lambda _: CONFIG["scale"], lambda p: p.setitem(CONFIG, "scale", 3.0)),
-    "NESTED.inner.scale": (
-        lambda _: NESTED.inner.scale,
-        lambda p: p.setattr(NESTED.inner, "scale", 3.0),
-    ),
-    "NESTED.inner": (
+    "NESTED": (lambda _: NESTED.inner.scale, lambda p: p.setattr(NESTED.inner, "scale", 3.0)),
+    "NESTED (its inner)": (
         lambda _: NESTED.inner.scale,
         lambda p: p.setattr(NESTED, "inner", types.SimpleNamespace(scale=3.0)),
+    ),
+    "ARGUMENTS": (lambda _: ARGUMENTS.scale, lambda p: p.setattr(ARGUMENTS, "scale", 3.0)),
+    "MODE": (
+        lambda _: 2.0 if MODE is Mode.FIRST else 3.0,
+        lambda p: p.setitem(globals(), "MODE", Mode.SECOND),
     ),
     "LOCAL.scale": (lambda _: LOCAL.scale, lambda p: p.setattr(LOCAL, "scale", 3.0)),
     "VARIABLE": (lambda _: VARIABLE.get(), lambda p: VARIABLE.set(3.0)),
@@ -107,12 +119,12 @@ CASES: dict[str, tuple[Callable[[Model], Any], Callable[[Patch], Any]]] = {
     "Model.scale": (lambda m: type(m).scale, lambda p: p.setattr(Model, "scale", 3.0)),
     "TENSOR": (lambda _: TENSOR, lambda p: p.setitem(globals(), "TENSOR", THREE)),
     "TENSORS": (lambda _: TENSORS["scale"], lambda p: p.setitem(TENSORS, "scale", THREE)),
-    "OF_CLASS.scale": (lambda _: OF_CLASS.scale, lambda p: p.setattr(OF_CLASS, "scale", 3.0)),
-    "OF_CLASS.scale of its class": (
+    "OF_CLASS": (lambda _: OF_CLASS.scale, lambda p: p.setattr(OF_CLASS, "scale", 3.0)),
+    "OfClass.scale": (
         lambda _: OF_CLASS.scale,
         lambda p: p.setattr(OfClass, "scale", 3.0),
     ),
-    "OF_CLASS.tensor": (lambda _: OF_CLASS.tensor, lambda p: p.setattr(OfClass, "tensor", THREE)),
+    "OfClass.tensor": (lambda _: OF_CLASS.tensor, lambda p: p.setattr(OfClass, "tensor", THREE)),
     "held": (CELL, lambda p: CELL(None, 3.0)),
     "math.pi": (lambda _: _imported(), lambda p: p.setattr(math, "pi", 3.0)),
     "os.environ": (
@@ -162,6 +174,14 @@ def _of_default_generator(_: Model) -> torch.Tensor:
     return drawn
 
 
+def _searching(_: Model) -> float:
+    return float(globals()["SCALE"])
+
+
+def _searching_itself(_: Model) -> float:
+    return float(getattr(sys.modules[__name__], "SCA" + "LE"))
+
+
 def _counting_in_class(model: Model) -> float:
     type(model).calls = getattr(type(model), "calls", 0) + 1  # type: ignore[attr-defined]
     return 2.0
@@ -171,6 +191,8 @@ def _counting_in_class(model: Model) -> float:
     ("read", "message"),
     [
         (_counting_in_class, "changes Model.calls outside of the module"),
+        (_searching, r"searches its own globals by globals \(name what it reads\)"),
+        (_searching_itself, "searches its own globals by sys.modules"),
         (_counting, "changes COUNTER outside of the module"),
         (lambda _: float(NUMPYS.random()), "changes NUMPYS outside of the module"),
         (lambda _: PYTHONS.random(), "changes PYTHONS outside of the module"),

@@ -100,7 +100,7 @@ EFFECTS: dict[str, tuple[Callable[..., Any], str]] = {
     "deque": (lambda *_: DEQUE.append(1), "changes DEQUE outside"),
     "array": (_in_array, "changes ARRAY outside"),
     "bytes": (_in_bytes, "changes BYTES outside"),
-    "globals": (_in_globals, "changes MADE outside"),
+    "globals": (_in_globals, r"searches its own globals by globals"),
     "default": (_in_default, "changes a default of _in_default outside"),
     "meters": (lambda *_: METERS[0].update(), "changes METERS outside"),
     "iterator": (lambda *_: float(next(NUMBERS[0])), "reads the iterator NUMBERS"),

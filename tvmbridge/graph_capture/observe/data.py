@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
+import array
+import io
+import queue
 import random
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import CONTAINERS, DEPTH, attributes_of, is_constant, may_grow
+from tvmbridge.core.contents import (
+    CONTAINERS,
+    DEPTH,
+    all_held,
+    attributes_of,
+    is_constant,
+    may_grow,
+)
 
 _GENERATORS = (numpy.random.Generator, numpy.random.RandomState, random.Random, torch.Generator)
+_FILLED = (numpy.ndarray, torch.Tensor, array.array, bytearray, queue.Queue, queue.SimpleQueue)
+_PLAIN = (types.SimpleNamespace, argparse.Namespace)
 
 
 def is_data(value: Any, depth: int = DEPTH) -> bool:
@@ -23,7 +36,7 @@ def is_data(value: Any, depth: int = DEPTH) -> bool:
     Keys of a mapping alone are none: registries of functions have such. Objects that hold data
     count in a container as data do.
     """
-    if is_constant(value) or isinstance(value, (*_GENERATORS, numpy.ndarray, torch.Tensor)):
+    if is_constant(value) or isinstance(value, (*_GENERATORS, *_FILLED)):
         return True
     if depth == 0 or not isinstance(value, CONTAINERS) or value is sys.modules:
         return False
@@ -40,7 +53,7 @@ def is_object(value: Any, depth: int = DEPTH) -> bool:
         return False
     if isinstance(value, (type, torch.Tensor, nn.Module, types.ModuleType)):
         return False
-    if not is_of_users(type(value)) and type(value) is not types.SimpleNamespace:
+    if not is_of_users(type(value)) and type(value) not in _PLAIN:
         return False
     of_classes = (v for c in type(value).__mro__ if is_of_users(c) for v in _own(c).values())
     held = attributes_of(value)
@@ -50,6 +63,13 @@ def is_object(value: Any, depth: int = DEPTH) -> bool:
 
 def _has_data(value: Any, depth: int) -> bool:
     return is_data(value, depth) or is_object(value, depth)
+
+
+def holds_iterator(value: Any) -> bool:
+    """Whether ``value`` is an iterator, or a container or a user's object that holds one."""
+    looked_into = isinstance(value, CONTAINERS) or is_object(value)
+    held = all_held(value) if looked_into else [value]
+    return any(isinstance(h, Iterator) and not isinstance(h, io.IOBase) for h in held)
 
 
 def is_of_users(cls: type) -> bool:

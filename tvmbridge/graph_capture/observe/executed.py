@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from tvmbridge.core.libraries import KEEPS_BOOKS
-from tvmbridge.graph_capture.observe.mentions import Mentions, mentions_of
+from tvmbridge.graph_capture.observe.names import Names, names_of
 from tvmbridge.graph_capture.trace.callers import calling_python_module
 
 # Of these nothing is read that is not watched, or that may change what is computed.
@@ -26,9 +26,9 @@ class Executed:
     free: Mapping[str, Any]
 
     @property
-    def mentions(self) -> Mentions:
-        """What its bytecode mentions."""
-        return mentions_of(self.code)
+    def names(self) -> Names:
+        """The names in its code."""
+        return names_of(self.code)
 
 
 @contextmanager

@@ -1,33 +1,31 @@
 """Leaks: fake tensors that outlive the trace they belong to, in caches outside of the module.
 
 A function with a cache, or a dict in a global, that is filled while a module is traced would hand a
-fake tensor to every later call, eager ones too.
+fake tensor to every later call, eager ones too. Weak references tell whether any is left. Caches,
+containers and names that forward's code leads to get back what they had; others are refused.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import traceback
-import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tvmbridge.core.contents import CONTAINERS, DEPTH, all_held, attributes_of
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.graph_capture.trace.patches import patched_here
-
-# How many containers may lie around a tensor.
-_DEPTH = 4
-_CACHE: Any = functools._lru_cache_wrapper
-_FIXED = (tuple, frozenset)
 
 
 class Made(TorchDispatchMode):
@@ -44,22 +42,14 @@ class Made(TorchDispatchMode):
                 self._references.append(weakref.ref(result))
         return results
 
-    def forget(self) -> bool:
-        """Remove what is left of the tensors from caches and containers; whether there was any.
-
-        Nobody else may use them any more.
-        """
-        if not self._alive():
-            return False
-        # Nearly always circles of what the trace made: a look at all objects takes seconds.
-        gc.collect(1)
-        if not self._alive():
-            return False
-        gc.collect()
-        kept = self._alive()
-        for tensor in kept:
-            _forget(tensor, [kept], _DEPTH)
-        return bool(kept)
+    def alive(self) -> list[torch.Tensor]:
+        """Those that are still there; nobody else may use them any more."""
+        if self._alive():
+            # Nearly always circles of what the trace made: a look at all objects takes seconds.
+            gc.collect(1)
+        if self._alive():
+            gc.collect()
+        return self._alive()
 
     def _alive(self) -> list[torch.Tensor]:
         found = (reference() for reference in self._references)
@@ -135,60 +125,47 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _forget(value: Any, ours: list[Any], depth: int) -> None:
-    if depth == 0:
-        return
-    holders = gc.get_referrers(value)
-    skipped = [*ours, holders]
-    for holder in holders:
-        if isinstance(holder, types.FrameType) or any(holder is s for s in skipped):
+def refuse_hidden(
+    kept: Iterable[torch.Tensor], module: nn.Module, read: Iterable[Any] = ()
+) -> None:
+    """Raise CaptureError if one that is ``kept`` is neither the ``module``'s nor in what is read.
+
+    A stand-in's own attributes go with it.
+    """
+    own = (value for m in module.modules() for value in vars(m).values())
+    known = {id(held) for value in (*own, *read) for held in all_held(value)}
+    if any(id(tensor) not in known for tensor in kept):
+        raise CaptureError(
+            f"forward of {type(module).__name__} keeps a tensor outside of the module, where no "
+            "name in its code leads to; keep it in an attribute or a global"
+        )
+
+
+def holds_fakes(value: Any) -> bool:
+    """Whether ``value`` is a fake tensor, or holds one."""
+    return any(isinstance(held, FakeTensor) for held in all_held(value))
+
+
+def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
+    """Take fake tensors out of a container; what they replaced comes from ``before``, its copy."""
+    entries, earlier = _entries(now), _entries(before)
+    if not isinstance(now, CONTAINERS) and hasattr(now, "__dict__"):
+        now = vars(now)
+    for key in reversed(entries):
+        if not holds_fakes(entries[key]):
             continue
-        if isinstance(holder, _CACHE):
-            holder.cache_clear()
-        elif isinstance(holder, dict):
-            _forget_entries(holder, value, skipped)
-            if not holder and not _is_namespace(holder):
-                _forget_within(holder, skipped, depth - 1)
-        elif isinstance(holder, list | deque):
-            for index in reversed([i for i, held in enumerate(holder) if held is value]):
-                del holder[index]
-            if not holder:
-                _forget_within(holder, skipped, depth - 1)
-        elif isinstance(holder, set):
-            holder.discard(value)
-        elif isinstance(holder, _FIXED) or type(holder).__module__ == "functools":
-            # A link of a bounded cache is a "functools._lru_list_elem".
-            _forget(holder, skipped, depth - 1)
-
-
-def _forget_within(emptied: Any, ours: list[Any], depth: int) -> None:
-    """Remove a container of removed tensors from those that it was put into."""
-    holders = gc.get_referrers(emptied)
-    for holder in holders if depth else ():
-        if isinstance(holder, dict) and not _is_namespace(holder):
-            _forget_entries(holder, emptied, [*ours, holders])
-
-
-def _is_namespace(entries: dict[Any, Any]) -> bool:
-    """Whether the dict holds the names of a module, a class, an instance or a function's frame."""
-    if "__builtins__" in entries or "__module__" in entries:
-        return True
-    return any(getattr(h, "__dict__", None) is entries for h in gc.get_referrers(entries))
-
-
-def _forget_entries(entries: dict[Any, Any], value: Any, ours: list[Any]) -> None:
-    holders = [h for h in gc.get_referrers(entries) if not any(h is o for o in ours)]
-    caches = [h for h in holders if isinstance(h, _CACHE)]
-    for cache in caches:
-        cache.cache_clear()
-    if caches:
-        return
-    classes = [h for h in holders if isinstance(h, type)]
-    for key in [k for k, held in entries.items() if held is value]:
-        if classes:
-            setattr(classes[0], key, None)
-        elif _is_namespace(entries):
-            # What it named before is not known; who fills it at the first call asks for None.
-            entries[key] = None
+        if key not in earlier or holds_fakes(earlier[key]):
+            del now[key]
+        elif depth and type(entries[key]) is type(earlier[key]) and _entries(entries[key]):
+            remove_fakes(entries[key], earlier[key], depth - 1)
         else:
-            del entries[key]
+            now[key] = earlier[key]
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """What a container or a plain object holds that may be exchanged, by its key."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | deque):
+        return dict(enumerate(value))
+    return attributes_of(value) if not isinstance(value, (*CONTAINERS, torch.Tensor)) else {}

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from tvmbridge.graph_capture.memory.aliasing import (
 )
 from tvmbridge.graph_capture.memory.layouts import dense_strides
 from tvmbridge.graph_capture.memory.views import ViewWatch
+from tvmbridge.graph_capture.observe import leaks
 from tvmbridge.graph_capture.observe.attributes import (
     recorded_assignments,
     recorded_reads,
@@ -37,12 +39,6 @@ from tvmbridge.graph_capture.observe.attributes import (
 from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
 from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, is_tagged, laid_out
 from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
-from tvmbridge.graph_capture.observe.leaks import (
-    Made,
-    collections_put_off,
-    release_frames,
-    saved_without_circles,
-)
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.trace.answers import small_buffers
@@ -72,8 +68,7 @@ class Observation:
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
-    ``strides`` are those of what it returns; see
-    :func:`~tvmbridge.graph_capture.memory.layouts.dense_strides`.
+    ``strides`` are those of what it returns, as of ``dense_strides``.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -112,26 +107,28 @@ def observe(
         within: further contexts, for forward alone.
         is_compiling: whether forward is told that it is traced.
     """
-    made, handled = Made(), sys.exc_info()[1]
-    with collections_put_off():
+    made, handled, outside = leaks.Made(), sys.exc_info()[1], OutsideReads(module)
+    with leaks.collections_put_off():
         try:
-            with saved_without_circles():
+            with leaks.saved_without_circles():
                 # The fakes have no name here: what is alive when it is done counts as kept.
-                seen = _observe(
-                    module, Fakes.of(module, args, kwargs), needs_grad, made, within, is_compiling
-                )
+                run = partial(_observe, module, needs_grad, made, outside, within, is_compiling)
+                seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
-            release_frames(error, handled)
-            made.forget()
+            leaks.release_frames(error, handled)
+            if made.alive():
+                outside.remove_fakes()
             raise
-        return replace(seen, kept=made.forget())
+        kept = bool(made.alive())
+        if kept:
+            outside.remove_fakes()
+            read = (*seen.values.values(), *(value.expected for value in seen.outside))
+            leaks.refuse_hidden(made.alive(), module, read)
+        return replace(seen, kept=kept)
 
 
 class _Run:
-    """One run of a forward on fakes, and what watches it.
-
-    It is made, and runs, in the modes that forward is run in.
-    """
+    """One run of a forward on fakes, made in the modes that it runs in, and what watches it."""
 
     def __init__(
         self,
@@ -139,8 +136,9 @@ class _Run:
         fakes: Fakes,
         foreign_modules: ForeignModules,
         forward: TracedForward,
+        outside: OutsideReads,
     ) -> None:
-        self.outside = OutsideReads(module)
+        self.outside = outside
         self.foreign = ForeignTensors(fakes.beside)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
@@ -153,7 +151,9 @@ class _Run:
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
-    def run(self, made: Made, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
+    def run(
+        self, made: leaks.Made, within: Iterable[AbstractContextManager[Any]]
+    ) -> pytree.TreeSpec:
         """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         held = self._fakes.held.values()
@@ -227,11 +227,12 @@ class _Run:
 
 def _observe(
     module: nn.Module,
-    fakes: Fakes,
     needs_grad: bool,
-    made: Made,
+    made: leaks.Made,
+    outside: OutsideReads,
     within: Iterable[AbstractContextManager[Any]],
     is_compiling: bool,
+    fakes: Fakes,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
     with ExitStack() as stack:
@@ -249,7 +250,7 @@ def _observe(
         forward = TracedForward(
             module=module, is_compiling=is_compiling, differentiated=needs_grad, values=buffers
         )
-        run = _Run(module, fakes, others, forward)
+        run = _Run(module, fakes, others, forward, outside)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)

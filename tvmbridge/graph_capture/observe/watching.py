@@ -1,21 +1,28 @@
-"""Watching: what is kept of the places that a mention leads past, for a guard to compare."""
+"""Watching: what a guard compares of the sources that forward reads.
+
+Data are compared with a copy. Functions, classes and modules must be the very same, and functions
+must have the code that they had: reloading, in a notebook, exchanges that alone.
+"""
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import inspect
 import os
+import queue
+import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from tvmbridge.core.assumptions import Holder, OutsideValue
-from tvmbridge.core.contents import MISSING, same_value, state_of
+from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object
-from tvmbridge.graph_capture.observe.definitions import exactly, named
-from tvmbridge.graph_capture.observe.sources import Place
+from tvmbridge.graph_capture.observe.sources import Attributes, Source
 from tvmbridge.graph_capture.trace.standins import copied_values
 
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
@@ -32,21 +39,58 @@ _SETTINGS = frozenset(
         "is_warn_always_enabled",
     }
 )
+_DEFINITIONS = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    functools._lru_cache_wrapper,
+    property,
+    staticmethod,
+    classmethod,
+)
+# Of larger mappings without data among their values the entries are not watched.
+_LARGEST_REGISTRY = 64
 
 
-def values_at(passed: Sequence[Place]) -> Iterator[OutsideValue]:
-    """The value at the end of a mention, and whether the objects before it are others now."""
-    *before, place = passed
-    found = _setting(place)
-    # What torch holds itself are dtypes and numbers.
-    of_torch = bool(before) and before[-1].value is torch
-    if found is None and not of_torch and (is_data(place.value) or is_object(place.value)):
-        found = watched(place)
-    ends = [found] if found is not None else list(named(passed))
-    yield from ends
-    for each in before if ends else ():
-        if not isinstance(each.value, types.ModuleType):
-            yield exactly(each)
+def watched(source: Source) -> Iterator[OutsideValue]:
+    """What is to be compared of ``source``; nothing of what PyTorch and Python's library define.
+
+    Of a mapping of functions it is each entry; others may be added.
+    """
+    value, owner = source.value, source.owner
+    setting = _setting(source)
+    if setting is not None:
+        yield setting
+    elif value is MISSING:
+        yield exactly(source)
+    elif owner is torch:  # It holds dtypes, numbers, and functions that nobody exchanges.
+        return
+    elif is_data(value) or is_object(value):
+        yield _copied(source)
+    elif isinstance(owner, types.ModuleType) and _is_of_pythons_library(owner.__name__):
+        return
+    elif isinstance(value, _DEFINITIONS):
+        defined = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType)
+        if not defined or not _is_of_pythons_library(value.__module__):
+            yield exactly(source)
+    elif isinstance(value, nn.Module) and not isinstance(owner, nn.Module):
+        yield exactly(source)
+    elif isinstance(value, dict) and len(value) <= _LARGEST_REGISTRY:
+        for key, held in value.items():
+            yield exactly(Source(value, value, key, f"{source.label}[{key!r}]", held))
+
+
+def _is_of_pythons_library(module: Any) -> bool:
+    return str(module).partition(".")[0] in sys.stdlib_module_names
+
+
+def exactly(source: Source) -> OutsideValue:
+    """What must be that very object, whatever it holds."""
+    return OutsideValue(
+        source.holder, source.name, source.label, source.value, source.key, itself=True
+    )
 
 
 class _State:
@@ -59,14 +103,14 @@ class _State:
         return state_of(self._holder.get(name, default))
 
 
-def watched(place: Place) -> OutsideValue:
-    """The value at ``place``, with a copy that no change reaches."""
-    holder, value = place.holder, place.value
+def _copied(source: Source) -> OutsideValue:
+    """The value, by a copy that no change reaches."""
+    holder, value = source.holder, source.value
     copied = copied_values({0: value})[0]
-    if not same_value(copied, value):
+    if isinstance(value, queue.SimpleQueue) or not same_value(copied, value):
         holder = _State(holder)
         copied = copied_values({0: state_of(value)})[0]
-    return OutsideValue(holder, place.name, place.label, copied, place.key)
+    return OutsideValue(holder, source.name, source.label, copied, source.key)
 
 
 class _Result:
@@ -83,21 +127,20 @@ class _Result:
         return self._last
 
 
-def _setting(place: Place) -> OutsideValue | None:
-    """A setting of PyTorch or of the process that is read by what stands at ``place``."""
-    value = place.value
+def _setting(source: Source) -> OutsideValue | None:
+    """A setting of PyTorch or of the process that is read by what stands at ``source``."""
+    value = source.value
     if value is os.environ or value is os.getenv:
         variables = os.environ._data  # type: ignore[attr-defined]
         label, key = "os.environ", (id(os.environ), "")
         return OutsideValue({"": variables}, "", label, dict(variables), key)
-    reader = None
     if isinstance(value, contextvars.ContextVar):
         reader = _Result(functools.partial(value.get, MISSING))
     elif _reads_setting(value):
         reader = _Result(value)
-    if reader is None:
+    else:
         return None
-    return OutsideValue(reader, "", place.label, reader.get("", None), (id(value), ""))
+    return OutsideValue(reader, "", source.label, reader.get("", None), (id(value), ""))
 
 
 def _reads_setting(value: Any) -> bool:
@@ -107,3 +150,49 @@ def _reads_setting(value: Any) -> bool:
     if (value.__module__ or "").startswith("torch.backends"):
         return value.__name__.endswith("_enabled") and not value.__name__.startswith("set_")
     return value.__name__ in _SETTINGS
+
+
+def defaults(value: Any) -> Iterator[OutsideValue]:
+    """The defaults of the functions that ``value`` is made of, where calls could change them."""
+    for function in _functions(value):
+        for name in ("__defaults__", "__kwdefaults__"):
+            held = getattr(function, name) or ()
+            each = held.values() if isinstance(held, dict) else held
+            if any(not is_constant(d) and (is_data(d) or is_object(d)) for d in each):
+                label = f"a default of {function.__name__}"
+                yield _copied(Source(function, Attributes(function), name, label, held))
+
+
+class Codes:
+    """The code of functions, and the defaults of their parameters, behind one name.
+
+    It stands for itself as long as they are the same; otherwise for the first that is not.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        functions = [f for value in values for f in _functions(value)]
+        self._before = [(f, f.__code__, f.__defaults__) for f in functions]
+
+    def get(self, name: str, default: Any) -> Any:
+        for function, code, before in self._before:  # This runs at every call.
+            if function.__code__ is not code or function.__defaults__ is not before:
+                return function
+        return self
+
+    def watched(self) -> OutsideValue:
+        """The value that a guard compares."""
+        return exactly(Source(self, self, "", "the code of a function", self))
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The functions of Python that ``value`` is, or is made of."""
+    if isinstance(value, property):
+        parts: list[Any] = [value.fget]
+    elif isinstance(value, functools.partial):
+        parts = [value.func]
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        parts = [value.__func__, getattr(value, "__wrapped__", None)]
+    else:
+        # Not by getattr: it may run code of users, and what stands for a missing package raises.
+        parts = [inspect.getattr_static(value, "__wrapped__", None), value]
+    yield from (part for part in parts if isinstance(part, types.FunctionType))

@@ -1,0 +1,78 @@
+"""Names: what a function's code object says about the names that it uses.
+
+``co_names``, ``co_freevars`` and constants are relied on; instructions narrow that down. An opcode
+that is not known here makes more names globals, never fewer.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Sequence
+from types import CodeType
+from typing import NamedTuple
+
+
+class Names(NamedTuple):
+    """The names in a code object; functions within it are code of their own.
+
+    ``looked_up`` may be names of attributes: so may the ``strings`` among the constants, as for
+    ``getattr``. ``modules`` are imported; relative ones have a dot for each level. ``compared``
+    stand directly before a comparison, ``identified`` before ``is``. ``asks_identity``: ``is``
+    compares two values neither of which is a constant or reached from a global.
+    """
+
+    globals: frozenset[str]
+    looked_up: frozenset[str]
+    strings: frozenset[str]
+    modules: frozenset[str]
+    compared: frozenset[str]
+    identified: frozenset[str]
+    asks_identity: bool
+
+
+# Parts of the opcodes whose names are looked up in something else.
+_NO_GLOBAL = ("ATTR", "METHOD", "IMPORT")
+_COMPARING = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
+# What may stand between a name and its comparison, such as the others of a tuple.
+_LOADING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_ATTR"}) | frozenset(
+    {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: CodeType) -> Names:
+    """The names that ``code`` uses."""
+    steps = [s for s in dis.get_instructions(code) if s.opname != "EXTENDED_ARG"]
+    named = [s for s in steps if s.opcode in dis.hasname]
+    own = {s.argval for s in named if not any(part in s.opname for part in _NO_GLOBAL)}
+    outside = own.union(code.co_names) - ({s.argval for s in named} - own)
+    modules = [p for p, s in enumerate(steps) if s.opname == "IMPORT_NAME"]
+    texts = (c for c in code.co_consts if isinstance(c, str))
+    strings = frozenset(c for c in texts if c.replace(".", "_").isidentifier())
+    before = {p: _loaded(steps[:p]) for p, s in enumerate(steps) if s.opname in _COMPARING}
+    identities = [p for p in before if steps[p].opname == "IS_OP"]
+    reached = outside.union(code.co_freevars)
+    return Names(
+        globals=frozenset(outside),
+        looked_up=strings.union(code.co_names),
+        strings=strings,
+        modules=frozenset(_module(steps[p - 2].argval, steps[p].argval) for p in modules),
+        compared=frozenset(str(s.argval) for loaded in before.values() for s in loaded),
+        identified=frozenset(str(s.argval) for p in identities for s in before[p]),
+        asks_identity=not all(
+            steps[p - 1].opname == "LOAD_CONST"
+            or any(s.argval in reached for s in before[p] if s.opname != "LOAD_ATTR")
+            for p in identities
+        ),
+    )
+
+
+def _loaded(steps: Sequence[dis.Instruction]) -> Sequence[dis.Instruction]:
+    """The names that are loaded directly before the end of ``steps``."""
+    others = (p for p in reversed(range(len(steps))) if steps[p].opname not in _LOADING)
+    return steps[next(others, -1) + 1 :]
+
+
+def _module(level: object, name: object) -> str:
+    return "." * (level if isinstance(level, int) else 0) + str(name)
