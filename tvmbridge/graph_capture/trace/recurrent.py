@@ -83,29 +83,24 @@ def _stack(
     if autocast is None and len({(t.dtype, t.device) for t in tensors}) > 1:
         raise UnsupportedOperatorError("the tensors of a recurrent layer differ in dtype or device")
 
-    def call(x: torch.Tensor, states: Any, weights: Any, layers: int, batch_first: bool) -> Any:
-        learned = any(weight.requires_grad for weight in weights)
-        settings = (has_biases, layers, bidirectional, batch_first, learned, autocast)
-        return STACKS[function](x, list(states), list(weights), *settings)
-
     drawn = dropout and train and num_layers > 1
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     by_layer = differentiated and differentiated_from_outputs(function, input, autocast)
-    if not drawn and not by_layer:
-        output, *finals = call(input, states, params, num_layers, batch_first)
-        return output.transpose(0, 1) if batch_first else output, *finals
-    x = input.transpose(0, 1) if batch_first else input
-    count = len(params) // num_layers
+    groups = num_layers if drawn or by_layer else 1
+    x, count = input, len(params) // groups
     each: list[Sequence[torch.Tensor]] = []
-    for i, own in enumerate(zip(*(s.chunk(num_layers) for s in states), strict=True)):
-        x, *final = call(x, own, params[i * count : (i + 1) * count], 1, False)
+    for i, own in enumerate(zip(*(s.chunk(groups) for s in states), strict=True)):
+        weights = list(params[i * count : (i + 1) * count])
+        learned = any(weight.requires_grad for weight in weights)
+        settings = (has_biases, num_layers // groups, bidirectional, batch_first and i == 0)
+        x, *final = STACKS[function](x, list(own), weights, *settings, learned, autocast)
         each.append(final)
-        if function is torch.lstm and x.dtype != input.dtype != torch.float32:
+        if function is torch.lstm and groups > 1 and x.dtype != input.dtype != torch.float32:
             raise UnsupportedOperatorError(
                 "autocast changes the dtype of an LSTM with dropout from one half precision to "
                 "another, and PyTorch chooses its kernel by the first; give it float32"
             )
-        if drawn and i < num_layers - 1:
+        if drawn and i < groups - 1:
             x = torch.dropout(x, dropout, True)
     x = x.transpose(0, 1) if batch_first else x
     return x, *(torch.cat(layers) for layers in zip(*each, strict=True))

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.graph_capture.trace.recurrent_backward import layer_gradients
 
-# ``learned``: whether weights require a gradient, for by that PyTorch chooses among products even
-# where none is computed. ``autocast``: the dtype of autocast, None where that is off.
+# ``batch_first`` is about the input alone: outputs have their steps first, and so has its gradient,
+# as they lie in memory in eager PyTorch. ``learned``: whether weights require a gradient, for by
+# that PyTorch chooses among products even where none is computed. ``autocast``: its dtype or None.
 _PARAMETERS = (
     "Tensor input, Tensor[] states, Tensor[] weights, bool has_biases, int num_layers, "
     "bool bidirectional, bool batch_first, bool learned, ScalarType? autocast"
@@ -36,13 +37,13 @@ def _call(
     settings: Sequence[Any],
     autocast: torch.dtype | None,
 ) -> tuple[torch.Tensor, ...]:
-    """PyTorch's ``function`` without dropout; its outputs have their steps first, as in memory."""
-    has_biases, num_layers, bidirectional, batch_first = settings
+    """PyTorch's ``function`` without dropout, of a sequence whose steps come first."""
+    has_biases, num_layers, bidirectional = settings
     given: Any = states if function is torch.lstm else states[0]
-    flags = (has_biases, num_layers, 0.0, False, bidirectional, batch_first)
+    flags = (has_biases, num_layers, 0.0, False, bidirectional, False)
     with torch.autocast(input.device.type, autocast, enabled=autocast is not None):
-        output, *finals = function(input, given, weights, *flags)
-    return output.transpose(0, 1) if batch_first else output, *finals
+        results: tuple[torch.Tensor, ...] = function(input, given, weights, *flags)
+    return results
 
 
 def _define(function: Callable[..., Any]) -> Any:
@@ -51,15 +52,16 @@ def _define(function: Callable[..., Any]) -> Any:
 
     @torch.no_grad()
     def run(input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any) -> Any:
-        *settings, learned, autocast = flags
+        *settings, batch_first, learned, autocast = flags
         weights = [weight.detach().requires_grad_(learned) for weight in weights]
-        return _call(function, input, states, weights, settings, autocast)
+        steps = _steps_first(input, batch_first)
+        return _call(function, steps, states, weights, settings, autocast)
 
     def fake(
         input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any
     ) -> tuple[torch.Tensor, ...]:
         _, _, bidirectional, batch_first, _, autocast = flags
-        steps = input.transpose(0, 1) if batch_first else input
+        steps = _steps_first(input, batch_first)
         size = states[0].shape[-1] * (2 if bidirectional else 1)
         results = [steps.new_empty([*steps.shape[:2], size]), *map(_empty_like, states)]
         if autocast is not None:
@@ -90,12 +92,12 @@ def _define_backward(function: Callable[..., Any], name: str) -> Any:
         output: torch.Tensor,
         *args: Any,
     ) -> list[torch.Tensor]:
-        input, states, weights, *settings, _, autocast = args
-        one_layer = settings[1] == 1 and not settings[3]
-        if one_layer and differentiated_from_outputs(function, input, autocast):
-            each = layer_gradients(gradients, output, input, states[0], weights)
+        input, states, weights, *settings, batch_first, _, autocast = args
+        steps = _steps_first(input, batch_first)
+        if settings[1] == 1 and differentiated_from_outputs(function, steps, autocast):
+            each = layer_gradients(gradients, output, steps, states[0], weights)
             return _unaliased([each[place] for place in wanted], gradients)
-        leaves = [leaf.detach() for leaf in (input, *states, *weights)]
+        leaves = [leaf.detach() for leaf in (steps, *states, *weights)]
         operands = [leaves[place].requires_grad_() for place in wanted]
         split = 1 + len(states)
         given = leaves[0], leaves[1:split], leaves[split:]
@@ -107,8 +109,9 @@ def _define_backward(function: Callable[..., Any], name: str) -> Any:
         return _unaliased(found, gradients)
 
     def fake(gradients: Any, wanted: Sequence[int], output: Any, *args: Any) -> list[torch.Tensor]:
-        input, states, weights, *_ = args
-        return [_empty_like([input, *states, *weights][place]) for place in wanted]
+        input, states, weights, _, _, _, batch_first, *_ = args
+        steps = _steps_first(input, batch_first)
+        return [_empty_like([steps, *states, *weights][place]) for place in wanted]
 
     _LIBRARY.define(
         f"{name}(Tensor?[] gradients, int[] wanted, Tensor output, {_PARAMETERS}) -> Tensor[]"
@@ -162,6 +165,8 @@ def _register_autograd(name: str, differentiate: Callable[..., list[torch.Tensor
         if wanted and any(gradient is not None for gradient in gradients):
             args = (output, input, states, weights, *ctx.flags)
             found = dict(zip(wanted, differentiate(list(gradients), wanted, *args), strict=True))
+        if 0 in found:
+            found[0] = _steps_first(found[0], ctx.flags[3])
         each = [found.get(place) for place in range(len(needed))]
         nothing = [None] * len(ctx.flags)
         return each[0], each[1 : 1 + ctx.states], each[1 + ctx.states :], *nothing
@@ -181,6 +186,11 @@ def _as_in_eager_pytorch() -> Iterator[None]:
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def _steps_first(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """``tensor`` with its first two dimensions exchanged if ``batch_first``."""
+    return tensor.transpose(0, 1) if batch_first else tensor
 
 
 def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
