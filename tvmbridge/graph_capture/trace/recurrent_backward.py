@@ -38,17 +38,21 @@ def layer_gradients(
     of_output, of_final = gradients
     found = []
     for i in range(directions):
-        dims = [0] if i else []
         arriving = torch.zeros_like(output) if of_output is None else of_output
-        mine, arriving = (t.chunk(directions, -1)[i].flip(dims) for t in (output, arriving))
+        mine, arriving = (_turned(t.chunk(directions, -1)[i], i) for t in (output, arriving))
         if of_final is not None:
             arriving = torch.cat([arriving[:-1], arriving[-1:] + of_final[i]])
         own = weights[i * count : (i + 1) * count]
-        of_input, *others = _direction(arriving, mine, input.flip(dims), state[i], own)
-        found.append((of_input.flip(dims), *others))
+        of_input, *others = _direction(arriving, mine, _turned(input, i), state[i], own)
+        found.append((_turned(of_input, i), *others))
     of_inputs, of_states, *_ = zip(*found, strict=True)
     of_input = of_inputs[0] if directions == 1 else of_inputs[0] + of_inputs[1]
     return [of_input, torch.stack(of_states), *(g for each in found for g in each[2:])]
+
+
+def _turned(tensor: torch.Tensor, direction: int) -> torch.Tensor:
+    """``tensor`` with its steps in the order in which ``direction`` takes them."""
+    return tensor.flip(0) if direction else tensor
 
 
 def _direction(
