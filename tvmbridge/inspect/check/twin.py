@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.observe.arguments import Arguments, ArgumentWatch
 from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
-from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
-from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.compare.reference import named_bases, output_names
+from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.runtime.dispatcher import Dispatcher
 
 GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]

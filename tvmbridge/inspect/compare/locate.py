@@ -9,6 +9,7 @@ value does not: there stands the operator that the stage gets wrong.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,16 +41,20 @@ class Finding:
         names = [step.operator for step in self.after]
         return ", ".join(dict.fromkeys(n for n in names if n != "result"))
 
+    @property
+    def source(self) -> str:
+        """The line of Python that what has taken its place comes from."""
+        return self.after[0].source if self.after else ""
+
 
 class Values:
     """The values of a trace, to be looked up by their numbers."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, steps: Sequence[Step]) -> None:
         self._by_count: dict[int, list[int]] = defaultdict(list)
         self._sums: list[tuple[float, float]] = []
         self._flat: list[torch.Tensor] = []
-        for number, step in enumerate(trace.steps):
+        for number, step in enumerate(steps):
             flat = step.value.reshape(-1).double()
             flat = flat.nan_to_num(0.0, 1e300, -1e300).clamp(-1e300, 1e300)
             self._flat.append(flat)
@@ -74,7 +79,7 @@ class Matching:
 
     def __init__(self, before: Trace, after: Trace, tolerance: float) -> None:
         self.before, self.after = before, after
-        left, right = Values(before), Values(after)
+        left, right = Values(before.steps), Values(after.steps)
         self.in_after = [right.find(left, n, tolerance) for n in range(len(before.steps))]
         self.in_before = [left.find(right, n, tolerance) for n in range(len(after.steps))]
 
@@ -134,10 +139,9 @@ def _lost(trace: Trace, result: str, matched: list[int | None]) -> list[int]:
     pending = [] if start is None else [start]
     while pending:
         number = pending.pop()
-        first = number == start
-        if number in found or trace.steps[number].is_input:
+        if number in found or not trace.steps[number].operator:
             continue
-        if matched[number] is not None and not first:
+        if matched[number] is not None and number != start:
             continue
         found.add(number)
         pending.extend(trace.steps[number].operands)
@@ -150,15 +154,7 @@ def _front(trace: Trace, lost: list[int]) -> list[int]:
     return [n for n in lost if not inside & set(trace.steps[n].operands)]
 
 
-def source_of(step: Step | None, traces: list[Trace], tolerance: float) -> str:
-    """The user's line that a step comes from: its own, or that of the same value elsewhere."""
-    if step is None:
-        return ""
-    if step.source:
-        return step.source
-    alone = Values(Trace((step,), {}))
-    for trace in traces:
-        found = Values(trace).find(alone, 0, tolerance)
-        if found is not None and trace.steps[found].source:
-            return trace.steps[found].source
-    return ""
+def source_of(step: Step, program: Trace, tolerance: float) -> str:
+    """The user's line that a step comes from: that of the same value in ``program``."""
+    found = Values(program.steps).find(Values([step]), 0, tolerance)
+    return "" if found is None else program.steps[found].source

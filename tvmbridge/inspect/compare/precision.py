@@ -4,91 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import torch
 
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.inspect.compare.eager import Reference, run_eager
+from tvmbridge.inspect.compare.compiled import CompiledCode
 from tvmbridge.inspect.compare.locate import Finding, Matching
-from tvmbridge.inspect.compare.machine import CompiledCode
-from tvmbridge.inspect.compare.route import Route
+from tvmbridge.inspect.compare.reference import run_eager
 from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.compare.stages import Lowering, Stage
 from tvmbridge.inspect.compare.trace import Trace
-from tvmbridge.inspect.compare.verdict import Measure
 from tvmbridge.pipeline import AnyPass
 
 
-@dataclass
 class Precision:
-    """One of the two precisions: its reference, its graphs, and what was evaluated last."""
+    """One of the two precisions: its reference, its stages, and what was run last (``now``)."""
 
-    sample: Sample
-    reference: Reference
-    measures: dict[str, Measure]
-    route: Route | None = None
-    code: CompiledCode | None = None
-    now: Trace | None = None
-    captured: Trace | None = None
-    before: dict[str, Trace] = field(default_factory=dict)
-    matchings: dict[float, dict[int, Matching]] = field(default_factory=dict)
+    lowering: Lowering
+    code: CompiledCode
 
-    @classmethod
-    def of(cls, sample: Sample, backward: bool) -> Precision:
-        """Run the reference."""
-        reference = run_eager(sample, backward=backward)
-        eps = unit_of(reference.trace)
-        measures = {
-            name: Measure.of(reference.trace.steps[number].value, reference.noise[name], eps)
-            for name, number in reference.trace.results.items()
-        }
-        made = cls(sample, reference, measures)
-        made.before = dict.fromkeys(reference.trace.results, reference.trace)
-        return made
+    def __init__(self, sample: Sample, backward: bool) -> None:
+        self.sample = sample
+        self.reference = run_eager(sample, backward=backward)
+        self.now: Trace | None = None
+        # For each result the last stage that has it.
+        self._before = dict.fromkeys(self.reference.trace.results, self.reference.trace)
+        self._matchings: dict[tuple[float, int], Matching] = {}
 
     def lower(self, needs_grad: bool, options: CompileOptions, passes: Sequence[AnyPass]) -> None:
-        """Make the graphs; raises as :meth:`Route.of`."""
-        self.route = Route.of(
-            self.sample, self.reference, needs_grad=needs_grad, options=options, passes=passes
-        )
+        """Make the graphs; raises as :class:`Lowering`."""
+        self.lowering = Lowering(self.sample, needs_grad, options, passes)
+
+    def run(self, stage: Stage | None) -> None:
+        """Go on to a stage."""
+        self.now = None
+        if stage is not None:
+            self.now = self.lowering.run(stage)
+
+    def run_compiled(self, options: CompileOptions) -> None:
+        """Build the code, and go on to it."""
+        self.code = CompiledCode(self.lowering, options)
+        self.now = self.code.run()
+
+    def settle(self) -> None:
+        """The present stage becomes the stage before."""
+        if self.now is not None:
+            self._before.update(dict.fromkeys(self.now.results, self.now))
+        self._matchings.clear()
 
     def departure(self, name: str) -> float:
         """How far the present value is from the reference."""
-        value = None if self.now is None else self.now.result(name)
-        measure = self.measures.get(name)
-        return math.inf if measure is None else measure.departure(value)
-
-    def step(self, name: str) -> float:
-        """How far the present value is from that of the stage before."""
-        measure, before = self.measures.get(name), self.before.get(name)
-        if self.now is None or measure is None or before is None:
+        measure = self.reference.measures.get(name)
+        if measure is None or self.now is None:
             return math.inf
-        return measure.departure(self.now.result(name), before.result(name))
+        return measure.departure(self.now.result(name))
+
+    def is_new(self, name: str) -> bool:
+        """Whether a departure comes in with the present stage, not with one before."""
+        if self.now is None:
+            return False
+        measure, before = self.reference.measures.get(name), self._before.get(name)
+        if measure is None or before is None:
+            return True
+        return measure.departure(self.now.result(name), before.result(name)) > measure.bound
 
     def bound(self, name: str) -> float:
         """What rounding explains of a departure."""
-        measure = self.measures.get(name)
+        measure = self.reference.measures.get(name)
         return 0.0 if measure is None else measure.bound
 
     def locate(self, name: str, tolerance: float) -> Finding:
         """The operator that the present stage gets wrong for ``name``."""
-        before, now = self.before.get(name), self.now
-        assert now is not None
-        if before is None:
-            before = self.reference.trace
-        known = self.matchings.setdefault(tolerance, {})
-        if id(before) not in known:
-            known[id(before)] = Matching(before, now, tolerance)
-        return known[id(before)].locate(name)
-
-    def settle(self) -> None:
-        """The present stage becomes the stage before."""
         assert self.now is not None
-        self.before.update(dict.fromkeys(self.now.results, self.now))
-        self.matchings.clear()
-
-
-def unit_of(trace: Trace) -> float:
-    """The largest unit of rounding among the computed values."""
-    computed = [s.value for s in trace.steps if not s.is_input and s.value.is_floating_point()]
-    return max((torch.finfo(v.dtype).eps for v in computed), default=0.0)
+        before = self._before.get(name, self.reference.trace)
+        key = tolerance, id(before)
+        if key not in self._matchings:
+            self._matchings[key] = Matching(before, self.now, tolerance)
+        return self._matchings[key].locate(name)
