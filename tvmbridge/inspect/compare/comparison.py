@@ -14,11 +14,12 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
-from tvmbridge.inspect.compare.locate import source_of
+from tvmbridge.inspect.compare.compiled import CompiledCode
 from tvmbridge.inspect.compare.precision import Precision
 from tvmbridge.inspect.compare.report import ComparisonReport, Departure, Figure
 from tvmbridge.inspect.compare.sample import Sample
-from tvmbridge.inspect.compare.trace import Step, Trace
+from tvmbridge.inspect.compare.stages import Lowering
+from tvmbridge.inspect.compare.trace import Trace
 from tvmbridge.inspect.compare.verdict import AGREES, MISTAKE, ROUNDING, verdict
 from tvmbridge.pipeline import AnyPass
 
@@ -103,6 +104,7 @@ class Comparison:
         self.figures: list[Figure] = []
         self.departures: list[Departure] = []
         self.notes: list[str] = []
+        self._rounded: set[str] = set()
 
     def run(self) -> ComparisonReport:
         """Run the stages and compare them."""
@@ -147,7 +149,7 @@ class Comparison:
     def _lower(self) -> None:
         names = self.own.reference.trace.results
         needs_grad = self.backward and any(n.startswith(_GRADIENT) for n in names)
-        self.own.lower(needs_grad, self.options, self.passes)
+        self.own.lowering = Lowering(self.sample, needs_grad, self.options, self.passes)
         derivation, options = self.own.lowering.lowered.derivation, self.options
         if derivation is not None:
             options = replace(options, joint=derivation.source)
@@ -155,7 +157,7 @@ class Comparison:
                 self.notes.append(f"joint by PyTorch's own derivatives: {derivation.reason}")
         if self.wide is not None:
             try:
-                self.wide.lower(needs_grad, options, self.passes)
+                self.wide.lowering = Lowering(self.wide.sample, needs_grad, options, self.passes)
             except BridgeError as error:
                 self.notes.append(f"not compared in float64: {error}")
                 self.wide = None
@@ -171,15 +173,14 @@ class Comparison:
         if self.wide is None:
             return
         self.evaluated.append("eager")
-        own = self.own.reference
-        for name in self._expected(own.trace):
-            value, exact = own.trace.result(name), self.wide.reference.trace.result(name)
+        own, wide = self.own.reference, self.wide.reference
+        for name, measure in own.measures.items():
+            value, exact = own.trace.result(name), wide.trace.result(name)
             if name in own.unwritten or value is None or exact is None:
                 continue
-            error = own.measures[name].departure(value, exact.to(value.dtype))
+            error, bound64 = measure.departure(value, exact.to(value.dtype)), wide.bound(name)
             kind = ROUNDING if error > 0 else AGREES
-            bound, bound64 = self.own.bound(name), self.wide.bound(name)
-            self.figures.append(Figure(name, "eager", error, bound, 0.0, bound64, kind))
+            self.figures.append(Figure(name, "eager", error, measure.bound, 0.0, bound64, kind))
 
     def _compare_stages(self) -> None:
         others = {} if self.wide is None else {s.name: s for s in self.wide.lowering.stages}
@@ -189,101 +190,70 @@ class Comparison:
             if stage.group not in self.chosen or not changed:
                 continue
             for precision, part in zip(self._precisions, (stage, other), strict=False):
+                precision.now = None
                 try:
-                    precision.run(part)
+                    precision.now = None if part is None else precision.lowering.run(part)
                 except Exception as error:
                     self.notes.append(f"stage {stage.name} cannot be evaluated: {_first(error)}")
-            if self.own.now is not None:
-                self._compare(stage.name, self.own.now)
+            self._compare(stage.name)
         if "compiled" in self.chosen:
             for precision in self._precisions:
-                precision.run_compiled(self.options)
-            assert self.own.now is not None
-            self._compare("compiled", self.own.now)
+                precision.code = CompiledCode(precision.lowering, self.options)
+                precision.now = precision.code.run()
+            self._compare("compiled")
 
-    def _expected(self, trace: Trace) -> list[str]:
-        """The values that a stage must have: gradients once it has any of them."""
-        reference = self.own.reference
-        known = reference.trace.results
-        names = [n for n in known if n in trace.results or n not in reference.unwritten]
-        names += [n for n in trace.results if n not in known]
-        has_gradients = any(n.startswith(_GRADIENT) for n in trace.results)
-        return [n for n in names if has_gradients or not n.startswith(_GRADIENT)]
-
-    def _compare(self, stage: str, trace: Trace) -> None:
+    def _compare(self, stage: str) -> None:
+        if self.own.now is None:
+            return
         self.evaluated.append(stage)
-        for name in self._expected(trace):
+        for name in self._expected(self.own.now):
             self._compare_value(stage, name)
         for precision in self._precisions:
             precision.settle()
 
+    def _expected(self, trace: Trace) -> list[str]:
+        """The values that a stage must have: gradients once it has any of them."""
+        reference = self.own.reference
+        names = [n for n in reference.measures if n not in reference.unwritten]
+        names = list(dict.fromkeys([*names, *trace.results]))
+        has_gradients = any(n.startswith(_GRADIENT) for n in trace.results)
+        return [n for n in names if has_gradients or not n.startswith(_GRADIENT)]
+
     def _compare_value(self, stage: str, name: str) -> None:
-        own, wide = self.own, self.wide
-        error, bound = own.departure(name), own.bound(name)
+        wrong, wide = self.own, self.wide
+        error, bound, new = wrong.judge(name)
         error64, bound64 = (error, bound) if self.is_wide else (None, None)
+        size, least = error, bound
         if wide is not None and wide.now is not None:
-            error64, bound64 = wide.departure(name), wide.bound(name)
+            error64, bound64, new64 = wide.judge(name)
+            new = new or new64
+            if error64 > bound64:
+                wrong, size, least = wide, error64, bound64
         kind = verdict(error, bound, error64 or 0.0, bound64 or 0.0)
         figure = Figure(name, stage, error, bound, error64, bound64, kind)
         self.figures.append(figure)
-        if kind == MISTAKE and any(p.is_new(name) for p in self._precisions):
-            wrong, size = own, error
-            if wide is not None and error64 is not None and error64 > (bound64 or 0.0):
-                wrong, size = wide, error64
+        if kind == MISTAKE and new:
             # A power of ten, so that values of one stage share their matching.
-            between = math.sqrt(min(1.0, size) * max(wrong.bound(name), 1e-16))
+            between = math.sqrt(min(1.0, size) * max(least, 1e-16))
             self._depart(wrong, figure, 10.0 ** math.ceil(math.log10(between)))
-        elif kind == ROUNDING and all(
-            d.verdict != kind or d.value != name for d in self.departures
-        ):
-            self._depart(own, figure, 0.0)
+        elif kind == ROUNDING and name not in self._rounded:
+            self._rounded.add(name)
+            self._depart(self.own, figure, 0.0)
 
     def _depart(self, wrong: Precision, figure: Figure, tolerance: float) -> None:
-        if figure.stage == "compiled":
-            operator, source, becomes = self._in_compiled(wrong, figure, tolerance)
-        else:
-            finding = wrong.locate(figure.value, tolerance)
-            operator, becomes = finding.operator, finding.becomes
-            source = _source(wrong, finding.before, tolerance) or finding.source
-        self.departures.append(
-            Departure(
-                value=figure.value,
-                stage=figure.stage,
-                operator=operator,
-                source=source,
-                verdict=figure.verdict,
-                error=figure.error,
-                error_float64=figure.error_float64,
-                becomes=becomes,
-            )
-        )
-
-    def _in_compiled(
-        self, wrong: Precision, figure: Figure, tolerance: float
-    ) -> tuple[str, str, str]:
-        kernels = wrong.code.kernels(figure.value)
-        if figure.verdict == ROUNDING:
-            return "compiled code", "", kernels
+        name, becomes = figure.value, ""
+        operator, source = "compiled code", ""
         try:
-            step = wrong.code.departing(figure.value, tolerance)
+            if figure.stage == "compiled":
+                operator, source, becomes = wrong.locate_kernel(name, tolerance, figure.verdict)
+            else:
+                operator, source, becomes = wrong.locate(name, tolerance)
         except Exception as error:
-            self.notes.append(
-                f"compiled code of {figure.value} could not be taken apart: {_first(error)}"
-            )
-            return "compiled code", "", ""
-        if step is None:
-            return "compiled code", "", kernels
-        return step.operator, _source(wrong, step, max(tolerance, 1e-9)), kernels
-
-
-def _source(precision: Precision, step: Step | None, tolerance: float) -> str:
-    """The user's line that a step comes from, which the captured program knows."""
-    if step is None or step.source:
-        return "" if step is None else step.source
-    try:
-        return source_of(step, precision.lowering.program, tolerance)
-    except Exception:
-        return ""  # the program cannot be run
+            self.notes.append(f"the operator behind {name} was not found: {_first(error)}")
+        errors = (figure.error, figure.error_float64)
+        self.departures.append(
+            Departure(name, figure.stage, operator, source, figure.verdict, *errors, becomes)
+        )
 
 
 def _first(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import tvm
 from tvm import relax
 
 from tvmbridge.compiler.compiled import build_lowered
+from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
-from tvmbridge.inspect.compare.interpreter import operator_of, run_alone
+from tvmbridge.inspect.compare.interpreter import calls_of, operator_of, run_alone
 from tvmbridge.inspect.compare.stages import Lowering
 from tvmbridge.inspect.compare.trace import Step, Trace, tensors_in
 from tvmbridge.inspect.compare.verdict import Measure
@@ -33,8 +35,6 @@ class CompiledCode:
     def __init__(self, lowering: Lowering, options: CompileOptions) -> None:
         self._lowering = lowering
         self._fused: tvm.IRModule | None = None
-        # By function: how far each of its operators departs when it is compiled alone.
-        self._departures: dict[str, list[tuple[relax.Var, Step, float]]] = {}
         with observed_passes(self._keep):
             self._compiled = build_lowered(lowering.lowered, options, lowering.records)
 
@@ -74,26 +74,25 @@ class CompiledCode:
         are right, so the fault lies in how operators were fused or scheduled.
         """
         function, position = self._function_of(name)
-        if not self._departures:
-            self._run_each_alone()
         needed = _ancestors(self._lowering.lowered.mod[function], position)
-        for var, step, departure in self._departures[function]:
+        for var, step, departure in self._each_alone[function]:
             if var in needed and departure > tolerance:
                 return step
         return None
 
-    def _run_each_alone(self) -> None:
-        mod = self._lowering.lowered.mod
-        runs = zip(("forward", "backward"), self._lowering.run_split(mod), strict=True)
-        for name, run in runs:
-            found = self._departures.setdefault(name, [])
-            for var, call in [] if run is None else _calls(mod[name]):
-                values = tensors_in(run_alone(call, run.operands(call)))
+    @cached_property
+    def _each_alone(self) -> dict[str, list[tuple[relax.Var, Step, float]]]:
+        """By function: how far each of its operators departs when it is compiled alone."""
+        mod, loaded = self._lowering.lowered.mod, dict[int, LoadedModule]()
+        found: dict[str, list[tuple[relax.Var, Step, float]]] = {}
+        for name, run in self._lowering.run_split(mod).items():
+            for var, call in calls_of(mod[name]):
+                values = tensors_in(run_alone(var, call, run.values, loaded))
                 for expected, value in zip(tensors_in(run.values[var]), values, strict=True):
-                    number = run.trace.number(expected)
-                    assert number is not None
                     departure = Measure.of(expected, 0.0, 0.0).departure(value)
-                    found.append((var, run.trace.steps[number], departure))
+                    step = run.trace.steps[run.trace.number(expected) or 0]
+                    found.setdefault(name, []).append((var, step, departure))
+        return found
 
     def kernels(self, name: str) -> str:
         """The kernels that lead to the result ``name``, in order."""
@@ -101,7 +100,7 @@ class CompiledCode:
             return ""
         function, position = self._function_of(name)
         needed = _ancestors(self._fused[function], position)
-        calls = _calls(self._fused[function])
+        calls = calls_of(self._fused[function])
         return ", ".join(dict.fromkeys(_kernel_of(call) for var, call in calls if var in needed))
 
     def _function_of(self, name: str) -> tuple[str, int]:
@@ -115,11 +114,6 @@ def _kernel_of(call: relax.Call) -> str:
     if getattr(call.op, "name", "") == "relax.call_tir":
         return str(call.args[0].name_hint)
     return operator_of(call)
-
-
-def _calls(function: relax.Function) -> list[tuple[relax.Var, relax.Call]]:
-    bindings = [b for block in function.body.blocks for b in block.bindings]
-    return [(b.var, b.value) for b in bindings if isinstance(b.value, relax.Call)]
 
 
 def _ancestors(function: relax.Function, position: int) -> set[relax.Var]:

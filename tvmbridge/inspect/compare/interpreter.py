@@ -6,7 +6,7 @@ registered kernels by calling them, and what is left by TVM, compiled alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,10 +17,13 @@ from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.compiler.build import build
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.split import build_function
 from tvmbridge.inspect.compare.operators import OPERATORS
 from tvmbridge.inspect.compare.trace import Trace, tensors_in
 from tvmbridge.kernels import register_kernels
 from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.kernels.convolution import CONVOLUTIONS, Convolution
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, shape_of
 from tvmbridge.schedules.target import host_target
@@ -60,16 +63,12 @@ class RelaxRun:
                     self._bind(binding.var, binding.value)
         self.results = tensors_in(self._value(function.body.body))
 
-    def operands(self, call: relax.Call) -> list[Any]:
-        """The values that a call gets."""
-        return [self._value(a) for a in call.args]
-
     def _bind(self, var: relax.Var, expr: relax.Expr) -> None:
         if not isinstance(expr, relax.Call):
             self.values[var] = self._value(expr)
             return
-        operands = self.operands(expr)
-        self.values[var] = self._call(expr, operands)
+        operands = [self._value(a) for a in expr.args]
+        self.values[var] = self._call(var, expr, operands)
         for value in tensors_in(self.values[var]):
             self.trace.add(value, operator_of(expr), tensors_in(operands))
 
@@ -92,17 +91,27 @@ class RelaxRun:
             return str(expr.global_symbol)
         raise NotImplementedError(f"a {type(expr).__name__} in a Relax function")
 
-    def _call(self, call: relax.Call, operands: list[Any]) -> Any:
+    def _call(self, var: relax.Var, call: relax.Call, operands: list[Any]) -> Any:
         name = str(getattr(call.op, "name", call.op))
         if name == "relax.nn.dropout":
             kept = next(self._masks).to(operands[0].dtype)
             return [operands[0] * (kept * (1.0 / (1.0 - float(call.attrs.rate)))), kept]
+        convolution = Convolution.of(call) if name in CONVOLUTIONS else None
+        if convolution is not None:
+            call = convolution.kernel_call(list(call.args), call.ty)
+            name, operands = call.op.name, [self._value(a) for a in call.args]
         if name in _PACKED:
             return _call_kernel(call, operands, into=name == "relax.call_dps_packed")
         if name in OPERATORS:
             with suppress(NotImplementedError):
-                return _checked(call, OPERATORS[name](call, operands))
-        return run_alone(call, operands)
+                return _checked(call, OPERATORS[name](call, *operands))
+        return run_alone(var, call, self.values)
+
+
+def calls_of(function: relax.Function) -> list[tuple[relax.Var, relax.Call]]:
+    """The calls of a function, with the variables that they bind, in order."""
+    bindings = [b for block in function.body.blocks for b in block.bindings]
+    return [(b.var, b.value) for b in bindings if isinstance(b.value, relax.Call)]
 
 
 def operator_of(call: relax.Call) -> str:
@@ -127,54 +136,38 @@ def _checked(call: relax.Call, value: Any) -> Any:
 
 def _call_kernel(call: relax.Call, operands: list[Any], *, into: bool) -> Any:
     """Run a registered kernel; ``into`` a result that is allocated for it."""
-    function = tvm_ffi.get_global_func(operands[0])
+    kernel = tvm_ffi.get_global_func(operands[0])
     arguments = operands[1] if into else operands[1:]
     dense = [o.contiguous() if isinstance(o, torch.Tensor) else o for o in arguments]
-    if not into:
-        return _copied(call, function(*dense))
-    shape = shape_of(call)
-    assert shape is not None
-    result = torch.empty(shape, dtype=from_relax_dtype(dtype_of(call)))
-    function(*dense, result)
-    return result
-
-
-# Operators compiled alone, by what they are; they are few, and small.
-_MACHINES: dict[int, relax.VirtualMachine] = {}
-
-
-def run_alone(call: relax.Call, operands: list[Any]) -> Any:
-    """What the code computes that one operator is compiled to alone."""
-    mod = _alone(call)
-    key = tvm_ffi.structural_hash(mod)
-    if key not in _MACHINES:
-        _MACHINES[key] = build(mod, host_target(), []).machine
-    dense = [t.clone(memory_format=torch.contiguous_format) for t in tensors_in(operands)]
-    return _copied(call, _MACHINES[key]["main"](*dense))
-
-
-def _copied(call: relax.Call, returned: Any) -> Any:
+    if into:
+        result = torch.empty(shape_of(call) or (), dtype=from_relax_dtype(dtype_of(call)))
+        kernel(*dense, result)
+        return result
+    returned = kernel(*dense)
     if isinstance(call.ty, relax.TupleType):
         return [from_dlpack(r).clone() for r in returned]
     return from_dlpack(returned).clone()
 
 
-def _alone(call: relax.Call) -> tvm.IRModule:
-    """A module whose ``main`` makes this call of its parameters."""
-    parameters: list[relax.Var] = []
+# Operators compiled alone, by what they are; they are few, and small.
+_LOADED: dict[int, LoadedModule] = {}
 
-    def parameter(expr: relax.Expr) -> relax.Expr:
-        if isinstance(expr, relax.Tuple) and isinstance(expr.ty, relax.TupleType):
-            return relax.Tuple([parameter(f) for f in expr.fields])
-        if not isinstance(expr.ty, relax.TensorType):
-            return expr
-        parameters.append(relax.Var(f"x{len(parameters)}", expr.ty))
-        return parameters[-1]
 
-    arguments = [parameter(a) for a in call.args]
-    builder = relax.BlockBuilder()
-    with builder.function("main", parameters):
-        with builder.dataflow():
-            result = builder.emit_output(relax.Call(call.op, arguments, call.attrs, call.ty_args))
-        builder.emit_func_output(result)
-    return builder.get()
+def run_alone(
+    var: relax.Var,
+    call: relax.Call,
+    values: Mapping[relax.Var, torch.Tensor],
+    loaded: dict[int, LoadedModule] = _LOADED,
+) -> Any:
+    """What one operator computes when it is compiled alone; ``loaded`` has those that are."""
+    operands = list(relax.analysis.free_vars(call))
+    fields = len(var.ty.fields) if isinstance(var.ty, relax.TupleType) else None
+    results = [var] if fields is None else [relax.TupleGetItem(var, i) for i in range(fields)]
+    function = build_function("forward", operands, [relax.VarBinding(var, call)], results)
+    mod = tvm.IRModule({"forward": function})
+    key = tvm_ffi.structural_hash(mod)
+    if key not in loaded:
+        built = build(mod, host_target(), [])
+        loaded[key] = LoadedModule(built.machine, built.unaligned)
+    found = loaded[key].run("forward", [values[operand] for operand in operands])
+    return found[0] if fields is None else found

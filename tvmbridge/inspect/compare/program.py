@@ -38,11 +38,10 @@ class ProgramRun(fx.Interpreter):
         """The values so far."""
         return self.recorder.trace
 
-    def run_on(self, inputs: Mapping[str, Any], *, differentiated: bool) -> dict[str, Any]:
+    def run_on(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run on the values of the placeholders by name; returns those of all nodes."""
         arguments = [inputs.get(n.name) for n in self.graph.find_nodes(op="placeholder")]
-        with torch.set_grad_enabled(differentiated):
-            self.run(*arguments, enable_io_processing=False)
+        self.run(*arguments, enable_io_processing=False)
         return {node.name: value for node, value in self.env.items()}
 
     def run_node(self, n: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""What PyTorch computes, operator by operator: its values, its draws, what rounding does to them."""
+"""What PyTorch computes, operator by operator: values, draws, and what rounding does to them."""
 
 from __future__ import annotations
 

@@ -39,6 +39,10 @@ class Reference:
     unit: float
     unwritten: frozenset[str]
 
+    def bound(self, name: str) -> float:
+        """What rounding explains of a departure."""
+        return self.measures[name].bound if name in self.measures else 0.0
+
 
 def run_eager(sample: Sample, *, backward: bool) -> Reference:
     """Run ``sample``; the first run draws the random numbers and the cotangents, and keeps them.

@@ -63,11 +63,14 @@ class Sample:
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs, leaves
 
-    def held(self, name: str) -> torch.Tensor:
-        """The parameter, buffer or other tensor of the module with this dotted name."""
-        path, _, attribute = name.rpartition(".")
-        value: torch.Tensor = getattr(self.module.get_submodule(path), attribute)
-        return value.detach()
+    def tensor(self, name: str) -> torch.Tensor:
+        """The input with this title, or the module's tensor with this dotted name."""
+        if name.startswith("input "):
+            value: torch.Tensor = self.leaves[int(name.removeprefix("input "))]
+        else:
+            path, _, attribute = name.rpartition(".")
+            value = getattr(self.module.get_submodule(path), attribute)
+        return value
 
     @property
     def dtypes(self) -> list[torch.dtype]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 import tvm
@@ -28,7 +27,7 @@ from tvmbridge.core.types import (
 from tvmbridge.graph_capture.memory.aliasing import made_again
 from tvmbridge.graph_capture.memory.views import laid_out
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.inspect.compare.interpreter import RelaxRun
+from tvmbridge.inspect.compare.interpreter import RelaxRun, calls_of
 from tvmbridge.inspect.compare.program import ProgramRun
 from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.inspect.compare.trace import Trace
@@ -90,15 +89,13 @@ class Lowering:
         # Gradients by one source may have been tried, and given up.
         kept = [step for step in seen if any(step[0] is record for record in self.records)]
         self.stages = list(_stages(self.lowered, kept))
-        self._draws = self._named_draws()
-
-    def _named_draws(self) -> dict[str, torch.Tensor]:
-        noise, draws = self.captured.noise, self.sample.draws or []
+        noise, draws = self.captured.noise, sample.draws or []
         if [n.spec.shape for n in noise] != [tuple(d.shape) for d in draws]:
             raise UnsupportedOperatorError(
                 "the captured graph draws other random numbers than the module"
             )
-        return {n.name: d.to(n.spec.dtype).contiguous() for n, d in zip(noise, draws, strict=True)}
+        pairs = zip(noise, draws, strict=True)
+        self._draws = {n.name: d.to(n.spec.dtype).contiguous() for n, d in pairs}
 
     # What the functions get -----------------------------------------------------------------------
 
@@ -107,10 +104,7 @@ class Lowering:
         return [d for d in self.captured.inputs if d.kind is not InputKind.CONSTANT]
 
     def _value(self, descriptor: InputDescriptor) -> torch.Tensor:
-        if descriptor.kind is InputKind.USER:
-            value: torch.Tensor = self.sample.leaves[descriptor.position or 0]
-            return value.detach().contiguous()
-        return self.sample.held(descriptor.target or "").contiguous()
+        return self.sample.tensor(title(descriptor)).detach().contiguous()
 
     def _noise(self, *, masks: bool) -> list[torch.Tensor]:
         """The masks of dropout, or all other draws, in program order."""
@@ -123,7 +117,8 @@ class Lowering:
         if masks:
             values += self._noise(masks=True)
         if packed:  # concatenated here: the module's own stay where they are
-            values += [torch.cat([self.sample.held(n) for n in p]) for p in self.lowered.packs]
+            parts = [[self.sample.tensor(n).detach() for n in p] for p in self.lowered.packs]
+            values += map(torch.cat, parts)
         return values
 
     def cotangents(self) -> list[torch.Tensor]:
@@ -175,17 +170,15 @@ class Lowering:
         aliased = [(n, o.alias) for n, o in outputs if o.alias is not None]
         # Views of outputs come after what they are views of, exchanged buffers after these.
         for name, alias in sorted(aliased, key=lambda pair: pair[1].kind is None):
-            base = users[int(alias.key)] if alias.kind is None else _base_name(alias)
-            if base not in trace.results:
-                user = alias.kind is InputKind.USER
-                value = self.sample.leaves[int(alias.key)] if user else None
-                held = self.sample.held(str(alias.key)) if value is None else value.detach()
-                trace.results[base] = trace.add(held)
-            number = trace.results[base]
+            base = users[int(alias.key)] if alias.kind is None else state_name(_base_name(alias))
+            number = trace.results.get(base)
+            if number is None:
+                number = trace.add(self.sample.tensor(_base_name(alias)))
+            value = trace.steps[number].value
             if alias.shape is not None:
-                whole = laid_out(trace.steps[number].value, alias.base_stride)
-                number = trace.add(made_again(alias, whole), "view", (trace.steps[number].value,))
-            trace.results[name] = number
+                value, whole = made_again(alias, laid_out(value, alias.base_stride)), value
+                trace.add(value, "view", (whole,))
+            trace.note_result(name, value)
         return trace
 
     # The stages -----------------------------------------------------------------------------------
@@ -196,11 +189,10 @@ class Lowering:
             return self.program
         functions = {g.name_hint: f for g, f in stage.mod.functions_items()}
         if "forward" in functions:
-            forward, backward = self.run_split(stage.mod)
-            results = forward.results[: len(self.output_names)]
-            return self.with_results(
-                forward.trace, results if backward is None else [*results, *backward.results]
-            )
+            runs = self.run_split(stage.mod)
+            results = runs["forward"].results[: len(self.output_names)]
+            gradients = runs["backward"].results if "backward" in runs else []
+            return self.with_results(runs["forward"].trace, [*results, *gradients])
         name = next(n for n in ("main_adjoint", "joint", "main") if n in functions)
         function = functions[name]
         lifted = any(p.name.startswith(LiftPackedWeights.prefix) for p in function.params)
@@ -215,41 +207,42 @@ class Lowering:
         count = len(self.output_names) if name == "main" else None
         return self.with_results(run.trace, run.results[first:][:count])
 
-    def run_split(self, mod: tvm.IRModule) -> tuple[RelaxRun, RelaxRun | None]:
+    def run_split(self, mod: tvm.IRModule) -> dict[str, RelaxRun]:
         """Run forward, then backward on what forward keeps."""
         primals = self.primals()
         forward = RelaxRun(mod["forward"], primals)
         parts = self.lowered.split
         if parts is None:
-            return forward, None
+            return {"forward": forward}
         position = {name: i for i, name in enumerate(parts.primals)}
         reads = [primals[position[name]] for name in parts.reads]
         kept = [forward.results[n].reshape(shape) for n, shape in parts.kept_outputs]
         residuals = forward.results[parts.num_outputs :]
         arguments = [*reads, *kept, *residuals, *self.cotangents()]
-        return forward, RelaxRun(mod["backward"], arguments, trace=forward.trace)
+        return {
+            "forward": forward,
+            "backward": RelaxRun(mod["backward"], arguments, trace=forward.trace),
+        }
 
     @cached_property
     def program(self) -> Trace:
         """The captured program, or the joint one that was recorded from PyTorch's autograd."""
         derivation = self.lowered.derivation
+        values = [self._value(d) for d in self._inputs]
         if derivation is not None and derivation.traced is not None:
             run = ProgramRun(derivation.traced, {})
-            values = [*map(self._value, self._inputs), *self.cotangents(), *self._draws.values()]
-            placeholders = derivation.traced.graph.find_nodes(op="placeholder")
-            given = {n.name: v for n, v in zip(placeholders, values, strict=True)}
-            found = run.run_on(given, differentiated=False)
-            (results,) = derivation.traced.graph.output_node().args
-            return self.with_results(run.trace, [found[n.name] for n in results])  # type: ignore[union-attr]
+            with torch.no_grad():
+                results = run.run(*values, *self.cotangents(), *self._draws.values())
+            return self.with_results(run.trace, results)
         run = ProgramRun(self.captured.program.graph_module, self._draws)
-        differentiated = derivation is not None
-        leaves = {d.name: self._value(d).requires_grad_(d.requires_grad) for d in self._inputs}
-        found = run.run_on(
-            {**leaves, **self.captured.constant_tensors}, differentiated=differentiated
-        )
+        leaves = {d.name: v for d, v in zip(self._inputs, values, strict=True)}
+        with torch.set_grad_enabled(derivation is not None):
+            for descriptor in self._inputs:
+                leaves[descriptor.name].requires_grad_(descriptor.requires_grad)
+            found = run.run_on({**leaves, **self.captured.constant_tensors})
         outputs = {name: found[o.name] for name, o in self._outputs if o.is_computed}
         self.with_results(run.trace, list(outputs.values()))
-        if differentiated:
+        if derivation is not None:
             cotangents = self.sample.cotangents
             flowing = {n: v for n, v in outputs.items() if n in cotangents and v.requires_grad}
             wanted = {title(d): leaves[d.name] for d in self._inputs if d.requires_grad}
@@ -265,16 +258,12 @@ def title(descriptor: InputDescriptor) -> str:
 
 
 def _base_name(alias: OutputAlias) -> str:
-    base = f"input {alias.key}" if alias.kind is InputKind.USER else str(alias.key)
-    return state_name(base)
+    return f"input {alias.key}" if alias.kind is InputKind.USER else str(alias.key)
 
 
 def _has_dropout(function: relax.Function) -> bool:
-    bindings: list[Any] = [b for block in function.body.blocks for b in block.bindings]
-    return any(getattr(getattr(b.value, "op", 0), "name", "") == _DROPOUT for b in bindings)
-
-
-_DROPOUT = "relax.nn.dropout"
+    calls = (call for _, call in calls_of(function))
+    return any(getattr(call.op, "name", "") == "relax.nn.dropout" for call in calls)
 
 
 def _stages(
