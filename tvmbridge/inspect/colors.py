@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from tvmbridge.coloring import Coloring
 
 Attributes = dict[str, str]
 
@@ -13,31 +14,7 @@ BACKWARD = {"fillcolor": "#aecdf2", "color": "#2460a7"}
 REPEATED = {"fillcolor": "#f4b6b0:#aecdf2", "color": "#7d3c98", "style": "filled,dashed"}
 
 
-class Colored(Protocol):
-    """What ``tvmbridge.coloring.Coloring`` says of each binding."""
-
-    @property
-    def forward(self) -> Sequence[Any]:
-        """Bindings that run in forward."""
-
-    @property
-    def backward(self) -> Sequence[Any]:
-        """Bindings that run in backward."""
-
-    @property
-    def residuals(self) -> Collection[Any]:
-        """Variables that forward keeps for backward."""
-
-    @property
-    def drawn(self) -> Collection[Any]:
-        """Random draws that backward reads."""
-
-    @property
-    def repeated(self) -> Collection[Any]:
-        """Variables that forward computes, and backward again."""
-
-
-def node_colors(coloring: Colored) -> dict[Any, Attributes]:
+def node_colors(coloring: Coloring) -> dict[Any, Attributes]:
     """graphviz attributes of each variable of a joint function.
 
     Forward is red, what is kept for backward yellow with a thick line, backward blue, and what

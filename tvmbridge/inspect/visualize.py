@@ -9,7 +9,8 @@ import graphviz
 import tvm
 from tvm import relax
 
-from tvmbridge.inspect.colors import Colored, node_colors
+from tvmbridge.coloring import Coloring
+from tvmbridge.inspect.colors import node_colors
 from tvmbridge.inspect.drawing import Attributes, FunctionDrawing, NodeAttributes, handle
 
 _NO_ATTRIBUTES: Mapping[Any, Mapping[str, Any]] = MappingProxyType({})
@@ -50,7 +51,7 @@ def visualize(
     *,
     collapse_small: bool = True,
     node_attr_dict: Mapping[Any, Mapping[str, Any]] = _NO_ATTRIBUTES,
-    coloring: Colored | None = None,
+    coloring: Coloring | None = None,
 ) -> graphviz.Digraph:
     """Draws a Relax function, or every Relax function of a module with a frame around each.
 

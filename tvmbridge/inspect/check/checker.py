@@ -26,7 +26,7 @@ from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check.judge import Judge
 from tvmbridge.inspect.check.twin import Twin, generator_states, observed_call
-from tvmbridge.inspect.compare.inputs import title
+from tvmbridge.inspect.compare.stages import title
 from tvmbridge.runtime.entry import CompiledEntry
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.inspect.check.twin import GeneratorStates, restarted
 from tvmbridge.inspect.compare.comparison import STAGES, Comparison
-from tvmbridge.inspect.compare.precision import Precision
+from tvmbridge.inspect.compare.reference import run_eager
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.verdict import FLOOR, Measure
 
@@ -50,7 +50,7 @@ class Judge:
     @cached_property
     def _measures(self) -> Mapping[str, Measure]:
         with restarted(self._states):
-            return Precision.of(self._sample, self._backward).measures
+            return run_eager(self._sample, backward=self._backward).measures
 
     def fault(self, name: str, actual: Any, expected: Any) -> str | None:
         """What is wrong with ``actual``, with figures; None: nothing."""
@@ -101,8 +101,7 @@ class Judge:
         """What ``look`` finds; a sentence where the comparison fails."""
         with restarted(self._states), torch.enable_grad():
             try:
-                chosen = frozenset(stages)
-                return look(Comparison(self._sample, self._backward, chosen, self._options, ()))
+                return look(Comparison(self._sample, self._backward, stages, self._options))
             except Exception as error:
                 return f"its operator was not found: {first_paragraph(error)}"
 

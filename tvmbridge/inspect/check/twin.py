@@ -6,7 +6,7 @@ import copy
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.trace.arguments import Arguments, ArgumentWatch
 from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
-from tvmbridge.inspect.compare.eager import named_bases, output_names, state_name
-from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.compare.reference import named_bases, output_names
+from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.runtime.dispatcher import Dispatcher
 
 GeneratorStates = list[tuple[torch.Generator, torch.Tensor]]
@@ -128,17 +128,13 @@ class Twin:
         self.sample = Sample.of(module, tuple(args), kwargs)
         self.states = generator_states(device)
         self.error: Exception | None = None
-        self._module = copy.deepcopy(self.sample.module)
-        own_args, own_kwargs, self._inputs = self.sample.arguments()
+        copied = copy.deepcopy(self.sample.module)
+        own_args, own_kwargs, inputs = self.sample.arguments()
+        self._own = replace(self.sample, module=copied, leaves=inputs)
         with restarted(self.states), without_autocast():
             try:
-                self.outcome = observed_call(
-                    self._module.forward,
-                    self._module,
-                    (own_args, own_kwargs),
-                    self._inputs,
-                    bases,
-                )
+                own_arguments = (own_args, own_kwargs)
+                self.outcome = observed_call(copied.forward, copied, own_arguments, inputs, bases)
             except Exception as error:
                 self.error = error
             self.states_after = generator_states(device)
@@ -149,7 +145,7 @@ class Twin:
         """Gradients of ``wanted`` for the cotangents of outputs; None where none flows."""
         outputs = {n: o for n, o in self.outcome.differentiable.items() if n in cotangents}
         flowing = [name for name, output in outputs.items() if output.requires_grad]
-        leaves = [self._leaf(name) for name in wanted]
+        leaves = [self._own.tensor(name) for name in wanted]
         if not flowing:
             return [None] * len(leaves)
         return list(
@@ -161,14 +157,6 @@ class Twin:
                 allow_unused=True,
             )
         )
-
-    def _leaf(self, name: str) -> torch.Tensor:
-        if name.startswith("input "):
-            value: torch.Tensor = self._inputs[int(name.removeprefix("input "))]
-            return value
-        path, _, attribute = name.rpartition(".")
-        held: torch.Tensor = getattr(self._module.get_submodule(path), attribute)
-        return held
 
 
 def _closure_over(module: nn.Module) -> str | None:

@@ -9,6 +9,7 @@ value does not: there stands the operator that the stage gets wrong.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,36 +21,24 @@ from tvmbridge.inspect.compare.trace import Step, Trace
 class Finding:
     """The operator of the program before a stage whose value the stage does not reproduce.
 
-    ``before`` is None where the stage only adds values; ``after`` are the steps of the stage that
-    stand in its place, the first one first.
+    ``becomes`` are the operators of the stage that stand in its place, ``before`` is its step (None
+    where the stage only adds values), ``source`` the line of what has taken its place, if known.
     """
 
+    operator: str
+    becomes: str
     before: Step | None
-    after: tuple[Step, ...]
-
-    @property
-    def operator(self) -> str:
-        """The operator before the stage, and after it what has taken its place."""
-        if self.before is None:
-            return self.after[0].operator if self.after else "unknown"
-        return self.before.operator
-
-    @property
-    def becomes(self) -> str:
-        """The operators that have taken its place."""
-        names = [step.operator for step in self.after]
-        return ", ".join(dict.fromkeys(n for n in names if n != "result"))
+    source: str
 
 
 class Values:
     """The values of a trace, to be looked up by their numbers."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, steps: Sequence[Step]) -> None:
         self._by_count: dict[int, list[int]] = defaultdict(list)
         self._sums: list[tuple[float, float]] = []
         self._flat: list[torch.Tensor] = []
-        for number, step in enumerate(trace.steps):
+        for number, step in enumerate(steps):
             flat = step.value.reshape(-1).double()
             flat = flat.nan_to_num(0.0, 1e300, -1e300).clamp(-1e300, 1e300)
             self._flat.append(flat)
@@ -61,8 +50,7 @@ class Values:
         flat, (total, size) = other._flat[number], other._sums[number]
         bound = tolerance * float(flat.abs().max()) if flat.numel() else 0.0
         for candidate in self._by_count[flat.numel()]:
-            sums = self._sums[candidate]
-            if abs(sums[0] - total) > tolerance * size + 1e-300:
+            if abs(self._sums[candidate][0] - total) > tolerance * size + 1e-300:
                 continue
             if not flat.numel() or float((self._flat[candidate] - flat).abs().max()) <= bound:
                 return candidate
@@ -73,58 +61,62 @@ class Matching:
     """Two traces with their common values, to within ``tolerance`` of each value's magnitude."""
 
     def __init__(self, before: Trace, after: Trace, tolerance: float) -> None:
-        self.before, self.after = before, after
-        left, right = Values(before), Values(after)
-        self.in_after = [right.find(left, n, tolerance) for n in range(len(before.steps))]
-        self.in_before = [left.find(right, n, tolerance) for n in range(len(after.steps))]
+        self._before, self._after = before, after
+        left, right = Values(before.steps), Values(after.steps)
+        self._in_after = [right.find(left, n, tolerance) for n in range(len(before.steps))]
+        self._in_before = [left.find(right, n, tolerance) for n in range(len(after.steps))]
 
     def locate(self, result: str) -> Finding:
         """The operator behind the departure of ``result``."""
-        lost = _lost(self.before, result, self.in_after)
-        new = _lost(self.after, result, self.in_before)
-        fronts = _front(self.after, new)
-        started_from = {n for number in fronts for n in self._roots(number)}
-        candidates = [
-            number
-            for number in _front(self.before, lost)
-            if {self.in_after[o] for o in self.before.steps[number].operands} & started_from
-        ] or _front(self.before, lost)
-        if not candidates:
-            return Finding(None, tuple(self.after.steps[n] for n in new[:1]))
-        chosen = candidates[0]
-        operands = {self.in_after[o] for o in self.before.steps[chosen].operands}
-        placed = [n for n in fronts if operands & set(self._roots(n))] or fronts
-        replaced = self._until_read_again(chosen, _onward(placed, new))
-        return Finding(self.before.steps[chosen], tuple(self.after.steps[n] for n in replaced))
+        new = _lost(self._after, result, self._in_before)
+        fronts = _front(self._after, new)
+        starts = {root for number in fronts for root in self._roots(number)}
+        lost = _front(self._before, _lost(self._before, result, self._in_after))
+        if not lost:
+            added = [self._after.steps[n] for n in new[:1]]
+            return _finding(None, added)
+        chosen = next((n for n in lost if self._operands(n) & starts), lost[0])
+        operands = self._operands(chosen)
+        placed = [n for n in fronts if operands & self._roots(n)] or fronts
+        # The first of them and the lost values behind it, at most a handful.
+        behind = [n for n in new if n >= placed[0]][:8] if placed else new[:1]
+        return _finding(
+            self._before.steps[chosen],
+            [self._after.steps[n] for n in self._until_read_again(chosen, behind)],
+        )
 
     def _until_read_again(self, chosen: int, placed: list[int]) -> list[int]:
         """``placed`` up to what reads the value as it was read before the stage."""
         readers = [
-            {self.in_after[o] for o in step.operands if o != chosen} - {None}
-            for step in self.before.steps
+            {self._in_after[o] for o in step.operands if o != chosen} - {None}
+            for step in self._before.steps
             if chosen in step.operands
         ]
         for position, number in enumerate(placed[1:], start=1):
-            roots = set(self._roots(number))
+            roots = self._roots(number)
             if any(others and others <= roots for others in readers):
                 return placed[:position]
         return placed
 
-    def _roots(self, number: int) -> list[int]:
-        """Representatives of the operands of a step of ``after``."""
-        roots = []
-        for operand in self.after.steps[number].operands:
-            counterpart = self.in_before[operand]
-            again = None if counterpart is None else self.in_after[counterpart]
-            roots.append(operand if again is None else again)
+    def _operands(self, number: int) -> set[int | None]:
+        """The operands of a step before the stage, where they stand after it."""
+        return {self._in_after[o] for o in self._before.steps[number].operands}
+
+    def _roots(self, number: int) -> set[int | None]:
+        """The operands of a step after the stage, each by the same number as its equals."""
+        roots: set[int | None] = set()
+        for operand in self._after.steps[number].operands:
+            counterpart = self._in_before[operand]
+            again = None if counterpart is None else self._in_after[counterpart]
+            roots.add(operand if again is None else again)
         return roots
 
 
-def _onward(placed: list[int], new: list[int]) -> list[int]:
-    """The first of ``placed`` and the lost values behind it, at most a handful."""
-    if not placed:
-        return new[:1]
-    return [n for n in new if n >= placed[0]][:8]
+def _finding(before: Step | None, after: Sequence[Step]) -> Finding:
+    names = dict.fromkeys(step.operator for step in after)
+    becomes = ", ".join(n for n in names if n != "result")
+    operator = next(iter(names), "unknown") if before is None else before.operator
+    return Finding(operator, becomes, before, after[0].source if after else "")
 
 
 def _lost(trace: Trace, result: str, matched: list[int | None]) -> list[int]:
@@ -134,13 +126,10 @@ def _lost(trace: Trace, result: str, matched: list[int | None]) -> list[int]:
     pending = [] if start is None else [start]
     while pending:
         number = pending.pop()
-        first = number == start
-        if number in found or trace.steps[number].is_input:
-            continue
-        if matched[number] is not None and not first:
-            continue
-        found.add(number)
-        pending.extend(trace.steps[number].operands)
+        lost = matched[number] is None or number == start
+        if lost and number not in found and trace.steps[number].operator:
+            found.add(number)
+            pending.extend(trace.steps[number].operands)
     return sorted(found)
 
 
@@ -150,15 +139,7 @@ def _front(trace: Trace, lost: list[int]) -> list[int]:
     return [n for n in lost if not inside & set(trace.steps[n].operands)]
 
 
-def source_of(step: Step | None, traces: list[Trace], tolerance: float) -> str:
-    """The user's line that a step comes from: its own, or that of the same value elsewhere."""
-    if step is None:
-        return ""
-    if step.source:
-        return step.source
-    alone = Values(Trace((step,), {}))
-    for trace in traces:
-        found = Values(trace).find(alone, 0, tolerance)
-        if found is not None and trace.steps[found].source:
-            return trace.steps[found].source
-    return ""
+def source_of(step: Step, program: Trace, tolerance: float) -> str:
+    """The user's line that a step comes from: that of the same value in ``program``."""
+    found = Values(program.steps).find(Values([step]), 0, tolerance)
+    return "" if found is None else program.steps[found].source

@@ -3,92 +3,68 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-import torch
-
-from tvmbridge.core.options import CompileOptions
-from tvmbridge.inspect.compare.eager import Reference, run_eager
-from tvmbridge.inspect.compare.locate import Finding, Matching
-from tvmbridge.inspect.compare.machine import CompiledCode
-from tvmbridge.inspect.compare.route import Route
+from tvmbridge.inspect.compare.compiled import CompiledCode
+from tvmbridge.inspect.compare.locate import Finding, Matching, source_of
+from tvmbridge.inspect.compare.reference import run_eager
 from tvmbridge.inspect.compare.sample import Sample
-from tvmbridge.inspect.compare.trace import Trace
-from tvmbridge.inspect.compare.verdict import Measure
-from tvmbridge.pipeline import AnyPass
+from tvmbridge.inspect.compare.stages import Lowering
+from tvmbridge.inspect.compare.trace import Step, Trace
+from tvmbridge.inspect.compare.verdict import ROUNDING
 
 
-@dataclass
 class Precision:
-    """One of the two precisions: its reference, its graphs, and what was evaluated last."""
+    """One of the two precisions: its reference, its stages, and what was run last (``now``)."""
 
-    sample: Sample
-    reference: Reference
-    measures: dict[str, Measure]
-    route: Route | None = None
-    code: CompiledCode | None = None
+    lowering: Lowering
+    code: CompiledCode
     now: Trace | None = None
-    captured: Trace | None = None
-    before: dict[str, Trace] = field(default_factory=dict)
-    matchings: dict[float, dict[int, Matching]] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, sample: Sample, backward: bool) -> Precision:
-        """Run the reference."""
-        reference = run_eager(sample, backward=backward)
-        eps = unit_of(reference.trace)
-        measures = {
-            name: Measure.of(reference.trace.steps[number].value, reference.noise[name], eps)
-            for name, number in reference.trace.results.items()
-        }
-        made = cls(sample, reference, measures)
-        made.before = dict.fromkeys(reference.trace.results, reference.trace)
-        return made
-
-    def lower(self, needs_grad: bool, options: CompileOptions, passes: Sequence[AnyPass]) -> None:
-        """Make the graphs; raises as :meth:`Route.of`."""
-        self.route = Route.of(
-            self.sample, self.reference, needs_grad=needs_grad, options=options, passes=passes
-        )
-
-    def departure(self, name: str) -> float:
-        """How far the present value is from the reference."""
-        value = None if self.now is None else self.now.result(name)
-        measure = self.measures.get(name)
-        return math.inf if measure is None else measure.departure(value)
-
-    def step(self, name: str) -> float:
-        """How far the present value is from that of the stage before."""
-        measure, before = self.measures.get(name), self.before.get(name)
-        if self.now is None or measure is None or before is None:
-            return math.inf
-        return measure.departure(self.now.result(name), before.result(name))
-
-    def bound(self, name: str) -> float:
-        """What rounding explains of a departure."""
-        measure = self.measures.get(name)
-        return 0.0 if measure is None else measure.bound
-
-    def locate(self, name: str, tolerance: float) -> Finding:
-        """The operator that the present stage gets wrong for ``name``."""
-        before, now = self.before.get(name), self.now
-        assert now is not None
-        if before is None:
-            before = self.reference.trace
-        known = self.matchings.setdefault(tolerance, {})
-        if id(before) not in known:
-            known[id(before)] = Matching(before, now, tolerance)
-        return known[id(before)].locate(name)
+    def __init__(self, sample: Sample, backward: bool) -> None:
+        self.sample = sample
+        self.reference = run_eager(sample, backward=backward)
+        # For each result the last stage that has it.
+        self._before = dict.fromkeys(self.reference.trace.results, self.reference.trace)
+        self._matchings: dict[tuple[float, int], Matching] = {}
 
     def settle(self) -> None:
         """The present stage becomes the stage before."""
+        if self.now is not None:
+            self._before.update(dict.fromkeys(self.now.results, self.now))
+        self._matchings.clear()
+
+    def judge(self, name: str) -> tuple[float, float, bool]:
+        """The departure of the present value, its bound, and if it comes in with this stage."""
         assert self.now is not None
-        self.before.update(dict.fromkeys(self.now.results, self.now))
-        self.matchings.clear()
+        measure, before = self.reference.measures.get(name), self._before.get(name)
+        if measure is None:
+            return math.inf, 0.0, True
+        value = self.now.result(name)
+        step = math.inf if before is None else measure.departure(value, before.result(name))
+        return measure.departure(value), measure.bound, step > measure.bound
 
+    def locate(self, name: str, tolerance: float) -> tuple[str, str, str]:
+        """The operator that the present stage gets wrong, its source, and what stands for it."""
+        assert self.now is not None
+        before = self._before.get(name, self.reference.trace)
+        key = tolerance, id(before)
+        if key not in self._matchings:
+            self._matchings[key] = Matching(before, self.now, tolerance)
+        finding: Finding = self._matchings[key].locate(name)
+        source = self._source(finding.before, tolerance) or finding.source
+        return finding.operator, source, finding.becomes
 
-def unit_of(trace: Trace) -> float:
-    """The largest unit of rounding among the computed values."""
-    computed = [s.value for s in trace.steps if not s.is_input and s.value.is_floating_point()]
-    return max((torch.finfo(v.dtype).eps for v in computed), default=0.0)
+    def locate_kernel(self, name: str, tolerance: float, verdict: str) -> tuple[str, str, str]:
+        """The same in compiled code, of which only mistakes are taken apart."""
+        step = None if verdict == ROUNDING else self.code.departing(name, tolerance)
+        operator = "compiled code" if step is None else step.operator
+        return operator, self._source(step, max(tolerance, 1e-9)), self.code.kernels(name)
+
+    def _source(self, step: Step | None, tolerance: float) -> str:
+        """The user's line that a step comes from, which the captured program knows."""
+        if step is None or step.source:
+            return "" if step is None else step.source
+        try:
+            return source_of(step, self.lowering.program, tolerance)
+        except Exception:
+            return ""  # the program cannot be run

@@ -1,9 +1,8 @@
-"""Eager PyTorch, operator by operator: its values, its draws, and how far rounding moves them."""
+"""What PyTorch computes, operator by operator: values, draws, and what rounding does to them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.noise import RRELU_NAME, base_name
-from tvmbridge.inspect.compare.trace import FOREIGN, TraceBuilder, source_line, tensors_in
+from tvmbridge.inspect.compare.trace import Trace, tensors_in
 
 aten = torch.ops.aten
 
 
 class Recorder(TorchDispatchMode):
-    """Records what eager PyTorch computes while it is active, backward too.
+    """Records what PyTorch computes while it is active, backward too.
 
     Args:
         draws: random numbers to use instead of drawing, in program order; None: draw, and keep
@@ -28,30 +27,19 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, draws: Sequence[torch.Tensor] | None, rounding: torch.Generator | None = None
+        self,
+        draws: Sequence[torch.Tensor] | None = None,
+        rounding: torch.Generator | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = TraceBuilder()
+        self.trace = Trace(written=True)
         self.draws: list[torch.Tensor] = []
+        # What the operators that run now belong to, and its source; empty: they have names.
+        self.operator = self.source = ""
+        # Between two nodes of the graph of autograd adjoints are summed.
+        self.between = False
         self._replayed = None if draws is None else list(draws)
         self._rounding = rounding
-        self._numbers: dict[Any, int] = {}
-        # Memory of a recorded tensor must not be given to another one.
-        self._alive: list[torch.Tensor] = []
-
-    def given(self, name: str, value: torch.Tensor) -> None:
-        """Note an input of the run."""
-        self._alive.append(value)
-        self._numbers[_place(value)] = self.trace.given(name, value.detach().clone())
-
-    def result(self, name: str, value: torch.Tensor) -> None:
-        """Note a result of the run."""
-        number = self._numbers.get(_place(value))
-        steps = self.trace.steps
-        if number is None or not _alike(steps[number].value, value):
-            operands = () if number is None else (number,)
-            number = self.trace.computed(name, "result", "", operands, value.detach().clone())
-        self.trace.results[name] = number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,17 +52,37 @@ class Recorder(TorchDispatchMode):
             if operands and not func._schema.is_mutable:
                 self._move(result, operands)
         elif func.namespace != "prim":
-            self._record(func, operands, result)
+            operator = self.operator or str(func)
+            if self.between and func.overloadpacket in (aten.add, aten.add_):
+                operator = "sum of adjoints"
+            for value in tensors_in(result):
+                self.trace.add(value, operator, operands, self.source)
         return result
 
-    def _record(self, func: Any, operands: list[torch.Tensor], result: Any) -> None:
-        numbers = [self._numbers[p] for p in map(_place, operands) if p in self._numbers]
-        source = _line_of_forward()
-        for value in tensors_in(result):
-            self._alive.append(value)
-            self._numbers[_place(value)] = self.trace.computed(
-                func.__name__, str(func), source, numbers, value.detach().clone()
+    def gradients(
+        self,
+        outputs: Mapping[str, torch.Tensor],
+        leaves: Mapping[str, torch.Tensor],
+        cotangents: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Differentiate ``outputs`` and note the gradients of ``leaves``, all by name."""
+        if not outputs or not leaves:
+            return
+        arriving = [cotangents[name] for name in outputs]
+        if self._rounding is not None:
+            # Sums of cotangents may cancel, of which nothing that is computed here would tell.
+            arriving = [c.clone() for c in arriving]
+            for cotangent in arriving:
+                round_again(cotangent, self._rounding)
+        for cotangent in arriving:
+            self.trace.add(cotangent)
+        with self:
+            found = torch.autograd.grad(
+                list(outputs.values()), list(leaves.values()), arriving, allow_unused=True
             )
+        for name, gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                self.trace.note_result(f"gradient of {name}", gradient)
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._replayed is not None:
@@ -116,26 +124,3 @@ def round_again(value: torch.Tensor, generator: torch.Generator | None) -> None:
     unit = torch.rand(value.shape, generator=generator, dtype=torch.float64, device=value.device)
     moved = (value * (1 + eps * (2 * unit - 1))).to(value.dtype)
     value.copy_(torch.where(moved.isfinite(), moved, value))
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    """What identifies a tensor: saved for backward, it comes back as another object."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def _line_of_forward() -> str:
-    """The line of the user's forward that runs now; empty in backward."""
-    frame = sys._getframe(2)
-    found = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if frame.f_code.co_name == "run_forward" and name.endswith("eager.py"):
-            return found
-        if not found and not any(part in name for part in FOREIGN):
-            found = source_line(name, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
@@ -109,13 +111,13 @@ class ComparisonReport:
         Raises:
             KeyError: there is no such value or stage.
         """
-        for figure in self.figures:
-            if (figure.value, figure.stage) == (value, stage):
-                return figure
-        raise KeyError(
-            f"no figure of {value!r} at {stage!r}; values are {list(self.values)}, stages "
-            f"{list(self.stages)}"
-        )
+        found = {(figure.value, figure.stage): figure for figure in self.figures}
+        if (value, stage) not in found:
+            raise KeyError(
+                f"no figure of {value!r} at {stage!r}; values are {list(self.values)}, stages "
+                f"{list(self.stages)}"
+            )
+        return found[value, stage]
 
     def raise_for_mistakes(self) -> None:
         """Raise if something is wrong.
@@ -136,25 +138,22 @@ class ComparisonReport:
         return json.dumps({**asdict(self), "ok": self.ok}, indent=2)
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=118)
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=False, force_jupyter=False, width=118)
         if self.reason:
             console.print(f"cannot compare: {self.reason}", highlight=False, markup=False)
         if self.stages:
             console.print(_table(self))
-        console.print(f"values: {len(self.values)}, verdict: {self._summary()}", highlight=False)
-        for departure in self.mistakes[:10]:
-            console.print(f"* {departure}", highlight=False, markup=False)
-        for note in self.notes:
-            console.print(f"note: {note}", highlight=False, markup=False)
-        file = console.file
-        assert isinstance(file, io.StringIO)
+        count = len(self.mistakes)
+        summary = "rounding, no mistake" if self.departures else "agrees"
+        if count:
+            summary = f"{count} mistake{'s' * (count > 1)}"
+        lines = [f"values: {len(self.values)}, verdict: {summary}"]
+        lines += [f"* {departure}" for departure in self.mistakes[:10]]
+        lines += [f"note: {note}" for note in self.notes]
+        for line in lines:
+            console.print(line, highlight=False, markup=False)
         return file.getvalue()
-
-    def _summary(self) -> str:
-        if self.mistakes:
-            return f"{len(self.mistakes)} mistake{'s' * (len(self.mistakes) > 1)}"
-        found = {d.verdict for d in self.departures}
-        return "rounding, no mistake" if found else "agrees"
 
 
 def _table(report: ComparisonReport) -> Table:
@@ -167,39 +166,25 @@ def _table(report: ComparisonReport) -> Table:
     table = Table(*columns, title=f"departure from eager PyTorch ({own})")
     for column in table.columns[2:6]:
         column.justify = "right"
-    for stages, figures in _rows(report):
-        label = stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]}"
-        worst = max(figures, key=_excess)
+    for figures, group in groupby(report.stages, key=partial(_figures, report)):
+        if not figures:
+            continue
+        stages, worst = list(group), max(figures, key=_excess)
+        numbers = (worst.error, worst.bound, worst.error_float64, worst.bound_float64)
         table.add_row(
-            label,
+            stages[0] if len(stages) == 1 else f"{stages[0]} … {stages[-1]}",
             worst.value,
-            f"{worst.error:.1e}",
-            f"{worst.bound:.1e}",
-            "-" if worst.error_float64 is None else f"{worst.error_float64:.1e}",
-            "-" if worst.bound_float64 is None else f"{worst.bound_float64:.1e}",
+            *("-" if number is None else f"{number:.1e}" for number in numbers),
             f"[{_STYLES[worst.verdict]}]{worst.verdict}[/]",
         )
     return table
 
 
-def _rows(report: ComparisonReport) -> list[tuple[list[str], list[Figure]]]:
-    """Stages in order with their figures; equal neighbours together."""
-    rows: list[tuple[list[str], list[Figure]]] = []
-    for stage in report.stages:
-        here = [f for f in report.figures if f.stage == stage]
-        if rows and [replace(f, stage="") for f in here] == [
-            replace(f, stage="") for f in rows[-1][1]
-        ]:
-            rows[-1][0].append(stage)
-        elif here:
-            rows.append(([stage], here))
-    return rows
+def _figures(report: ComparisonReport, stage: str) -> list[Figure]:
+    return [replace(f, stage="") for f in report.figures if f.stage == stage]
 
 
 def _excess(figure: Figure) -> float:
     """The departure in units of its bound, the larger of the two precisions'."""
-    ratios = [figure.error / figure.bound if figure.bound else figure.error]
-    if figure.error_float64 is not None and figure.bound_float64 is not None:
-        bound = figure.bound_float64
-        ratios.append(figure.error_float64 / bound if bound else figure.error_float64)
-    return max(ratios)
+    error64, bound64 = figure.error_float64 or 0.0, figure.bound_float64 or 1.0
+    return max(figure.error / (figure.bound or 1.0), error64 / bound64)

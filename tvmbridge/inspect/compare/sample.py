@@ -7,8 +7,7 @@ never drawn again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,8 @@ class Sample:
 
     ``draws`` are the random numbers of a call in program order, ``cotangents`` the gradients that
     arrive for its outputs by name, ``output_names`` the names of the leaves of what forward
-    returns; the first run of eager PyTorch fills them. The module is a copy that nobody else holds.
+    returns; the first run of eager PyTorch fills them. The module is a copy that nobody else holds
+    and that no run writes into.
     """
 
     module: nn.Module
@@ -38,28 +38,39 @@ class Sample:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sample:
-        """A copy of the module and of the arguments, as they are."""
+        """A copy of the module, without dispatch and gradients, and of the arguments."""
         register_caches(module)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        return cls(_copied(module), _fresh(leaves, None), structure)
+        made = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
+        for parameter in made.parameters():
+            parameter.grad = None
+        return cls(made, _fresh(leaves), structure)
 
     def in_float64(self) -> Sample:
         """The same numbers in float64."""
-        draws = None if self.draws is None else [_widened(d) for d in self.draws]
         return Sample(
             copy.deepcopy(self.module).double(),
             _fresh(self.leaves, torch.float64),
             self.structure,
-            draws,
-            {name: _widened(ct) for name, ct in self.cotangents.items()},
+            None if self.draws is None else _fresh(self.draws, torch.float64),
+            {name: _fresh([ct], torch.float64)[0] for name, ct in self.cotangents.items()},
             self.output_names,
         )
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
         """Arguments of one call, which it may write into, and their leaves."""
-        leaves = _fresh(self.leaves, None)
+        leaves = _fresh(self.leaves)
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
         return args, kwargs, leaves
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The input with this title, or the module's tensor with this dotted name."""
+        if name.startswith("input "):
+            value: torch.Tensor = self.leaves[int(name.removeprefix("input "))]
+        else:
+            path, _, attribute = name.rpartition(".")
+            value = getattr(self.module.get_submodule(path), attribute)
+        return value
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -68,34 +79,8 @@ class Sample:
         floating = [t for t in held if isinstance(t, torch.Tensor) and t.is_floating_point()]
         return list(dict.fromkeys(t.dtype for t in floating))
 
-    @contextmanager
-    def unchanged_state(self) -> Iterator[None]:
-        """After it the module's buffers hold the values that they held before."""
-        before = [(b, b.detach().clone()) for b in self.module.buffers()]
-        held = [(m, dict(m._buffers)) for m in self.module.modules()]
-        try:
-            yield
-        finally:
-            for module, buffers in held:
-                module._buffers.update(buffers)
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
 
-
-def _copied(module: nn.Module) -> nn.Module:
-    """A copy that is not dispatched, and without gradients."""
-    made = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
-    for parameter in made.parameters():
-        parameter.grad = None
-    return made
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _fresh(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
+def _fresh(leaves: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """Copies of the tensors, which require a gradient as they do; floats in ``dtype``."""
     made = []
     for leaf in leaves:
@@ -106,3 +91,8 @@ def _fresh(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
             leaf = value.requires_grad_(leaf.requires_grad)
         made.append(leaf)
     return made
+
+
+def state_name(name: str) -> str:
+    """The name of an input or a buffer as a result of the call."""
+    return f"{name} after the call"

@@ -4,42 +4,78 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
-FOREIGN = ("/torch/", "/tvmbridge/", "/contextlib.py", "<frozen", "<string>", "<eval_with_key>")
+_FOREIGN = ("/torch/", "/tvmbridge/", "/contextlib.py", "<frozen", "<string>", "<eval_with_key>")
 
 
 @dataclass(frozen=True)
 class Step:
     """One value of a trace.
 
-    ``operands`` are the numbers of the steps that it was computed from (none for an input),
-    ``source`` the line of Python that it comes from, or empty where that is not known.
+    ``operator`` is empty for an input, ``operands`` are the numbers of the steps that it was
+    computed from, ``source`` is the line of Python that it comes from, where that is known.
     """
 
-    name: str
     operator: str
     source: str
     operands: tuple[int, ...]
     value: torch.Tensor
 
-    @property
-    def is_input(self) -> bool:
-        """Whether it was given to the program, and not computed."""
-        return self.operator == ""
 
-
-@dataclass(frozen=True)
 class Trace:
-    """The values of one run; ``results`` gives for the name of a result the number of its step."""
+    """The values of one run; ``results`` gives the number of the step of each result, by name.
 
-    steps: tuple[Step, ...]
-    results: Mapping[str, int]
+    Tensors are told apart by their memory, so that nobody has to number them: saved for backward,
+    one comes back as another object. They are kept alive, or others would get their memory.
+
+    Args:
+        written: the program may write into its values, so that copies of them are noted.
+    """
+
+    def __init__(self, *, written: bool = False) -> None:
+        self.steps: list[Step] = []
+        self.results: dict[str, int] = {}
+        self._written = written
+        self._numbers: dict[Any, int] = {}
+        self._alive: list[torch.Tensor] = []
+
+    def add(
+        self,
+        value: torch.Tensor,
+        operator: str = "",
+        operands: Sequence[torch.Tensor] = (),
+        source: str = "",
+    ) -> int:
+        """Note a value, without operator an input; returns the number of its step."""
+        numbers = dict.fromkeys(n for n in map(self.number, operands) if n is not None)
+        kept = value.detach().clone() if self._written else value.detach()
+        self.steps.append(Step(operator, source, tuple(numbers), kept))
+        number = len(self.steps) - 1
+        for tensor in (value, kept):
+            self._alive.append(tensor)
+            self._numbers[tensor.untyped_storage().data_ptr()] = number
+            self._numbers[_place(tensor)] = number
+        return number
+
+    def number(self, value: torch.Tensor) -> int | None:
+        """The step of a value, or the last one in its memory; None: it was not noted."""
+        found = self._numbers.get(_place(value))
+        return self._numbers.get(value.untyped_storage().data_ptr()) if found is None else found
+
+    def note_result(self, name: str, value: torch.Tensor) -> None:
+        """Note that ``value`` is the result called ``name``."""
+        number = self.number(value)
+        known = None if number is None else self.steps[number].value
+        alike = known is not None and (known.shape, known.dtype) == (value.shape, value.dtype)
+        if number is None or known is None or not alike or not torch.equal(known, value):
+            number = self.add(value, "result", (value,))
+        self.results[name] = number
 
     def result(self, name: str) -> torch.Tensor | None:
         """The result called ``name``; None: the program has no such result."""
@@ -47,46 +83,19 @@ class Trace:
         return None if number is None else self.steps[number].value
 
 
-class TraceBuilder:
-    """Collects the steps of a trace while the program runs."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self.results: dict[str, int] = {}
-
-    def given(self, name: str, value: torch.Tensor) -> int:
-        """Add an input; returns the number of its step."""
-        return self.computed(name, "", "", (), value)
-
-    def computed(
-        self, name: str, operator: str, source: str, operands: Sequence[int], value: torch.Tensor
-    ) -> int:
-        """Add a value; returns the number of its step."""
-        unique = tuple(dict.fromkeys(operands))
-        self.steps.append(Step(name, operator, source, unique, value.detach()))
-        return len(self.steps) - 1
-
-    def build(self) -> Trace:
-        """The trace so far."""
-        return Trace(tuple(self.steps), dict(self.results))
+def _place(tensor: torch.Tensor) -> Any:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def user_source(stack_trace: str | None) -> str:
     """The user's own line in a Python traceback, as ``file:line in function: code``."""
-    found = ""
-    for line in (stack_trace or "").splitlines():
-        frame = _FRAME.search(line)
-        if frame is None:
-            continue
-        if not found or not any(part in frame[1] for part in FOREIGN):
-            found = source_line(frame[1], int(frame[2]), frame[3])
-    return found
-
-
-def source_line(file: str, line: int, function: str) -> str:
-    """``file:line in function: code``."""
+    frames = [m for m in map(_FRAME.search, (stack_trace or "").splitlines()) if m is not None]
+    own = [m for m in frames if not any(part in m[1] for part in _FOREIGN)]
+    if not frames:
+        return ""
+    file, line, function = (own[-1] if own else frames[0]).groups()
     text = f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
-    code = linecache.getline(file, line).strip()
+    code = linecache.getline(file, int(line)).strip()
     return f"{text}: {code}" if code else text
 
 

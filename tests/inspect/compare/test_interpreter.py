@@ -9,9 +9,8 @@ import torch
 from tvm import relax
 
 from tests.relax_helpers import build_main, compile_and_run
-from tvmbridge.inspect.compare.evaluate import Evaluation
+from tvmbridge.inspect.compare.interpreter import RelaxRun
 from tvmbridge.inspect.compare.operators import OPERATORS
-from tvmbridge.inspect.compare.trace import tensors_in
 
 op = relax.op
 Formula = Callable[..., "relax.Expr | Sequence[relax.Expr]"]
@@ -122,7 +121,7 @@ CASES: dict[str, tuple[Formula, list[torch.Tensor]]] = {
 def test_an_operator_means_what_is_compiled(name: str) -> None:
     formula, inputs = CASES[name]
     mod = build_main(inputs, formula)
-    interpreted = tensors_in(Evaluation(mod["main"], inputs).results)
+    interpreted = RelaxRun(mod["main"], inputs).results
     compiled = compile_and_run(mod, *inputs)
     for mine, theirs in zip(interpreted, compiled, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -132,7 +131,7 @@ def test_an_operator_that_is_not_in_the_table_is_compiled_alone() -> None:
     assert "relax.nn.leakyrelu" not in OPERATORS
     x = positive(3, 4) - 0.5
     mod = build_main([x], lambda x: op.nn.leakyrelu(x, 0.25))
-    run = Evaluation(mod["main"], [x])
-    (value,) = tensors_in(run.results)
+    run = RelaxRun(mod["main"], [x])
+    (value,) = run.results
     torch.testing.assert_close(value, torch.nn.functional.leaky_relu(x, 0.25))
     assert [s.operator for s in run.trace.steps] == ["", "relax.nn.leakyrelu"]
