@@ -10,7 +10,6 @@ import tvm
 
 from tests.records.planted import record_of, right, softmax_task, wrong
 from tvmbridge.records import Task
-from tvmbridge.records.library import apply_trace
 from tvmbridge.schedules.target import host_target
 from tvmbridge.tuning import measure
 from tvmbridge.tuning.samples import disagreement, sample_inputs
@@ -26,8 +25,9 @@ def task() -> Task:
 
 
 def scheduled(task: Task, steps: object) -> str:
-    function = apply_trace(task.mod, record_of(task, steps, 1.0).trace)  # type: ignore[arg-type]
-    return tvm.ir.save_json(tvm.IRModule({"main": function}))
+    schedule = tvm.s_tir.Schedule(task.mod)
+    steps(schedule)  # type: ignore[operator]
+    return tvm.ir.save_json(schedule.mod)
 
 
 def test_a_right_schedule_is_measured(task: Task) -> None:

@@ -15,13 +15,14 @@ from tvmbridge.compiler.build import resolve_target
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.records import Folder, Task
-from tvmbridge.records.library import DEFAULT_LOG_DIR
 from tvmbridge.records.pending import read_pending, remove_pending
 from tvmbridge.tuning.collect import module_tasks
 from tvmbridge.tuning.progress import TuningProgress
 from tvmbridge.tuning.run import Clock, Outcome, Tuner
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_LOG_DIR = "tuning_logs"
 
 
 @dataclass(frozen=True)

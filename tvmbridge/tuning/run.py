@@ -12,6 +12,7 @@ from typing import Any
 
 import tvm
 
+from tvmbridge.records.allowed import trace_refusal
 from tvmbridge.records.folder import FAILED_SECONDS, Entry, Folder, Record, Verdict
 from tvmbridge.records.meta import target_json
 from tvmbridge.records.tasks import Task
@@ -127,6 +128,9 @@ class Tuner:
         verdict = entry.verdict if entry is not None else None
         if verdict is not None and _is_enough(verdict, wanted):
             return Outcome(task, weight, verdict, wanted, known=True)
+        if task.refusal is not None:
+            reason = f"not tuned: {task.refusal}"
+            return Outcome(task, weight, Verdict(task.key, 0, None, None, None, True, reason), 0)
         if self.clock.over:
             return Outcome(task, weight, None, wanted)
         # Compiled code stays in a process, so that it grows.
@@ -184,7 +188,7 @@ class _TaskRun:
 
     def _search(self) -> str:
         """Measure candidates until there are enough or the time is over; a reason to stop early."""
-        history = [r for r in self.records if r.seconds < FAILED_SECONDS]
+        history = [r for r in self.records if r.seconds < FAILED_SECONDS and self._usable(r)]
         earlier = json.dumps([[r.trace, list(r.content[1])] for r in history])
         searcher = self.tuner.searcher
         seed = 1 + (self.task.hash + self.trials) % (2**31 - 2)
@@ -217,6 +221,12 @@ class _TaskRun:
             self.finished = not error.late
             return f"the search ended early: {error}"
         return ""
+
+    def _usable(self, record: Record) -> bool:
+        reason = trace_refusal(record.trace)
+        if reason is not None:
+            logger.warning("the record %s of %s: %s", record.digest, self.task.label, reason)
+        return reason is None
 
     def _any_success(self) -> bool:
         return any(record.seconds < FAILED_SECONDS for record in self.records)

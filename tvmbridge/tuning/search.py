@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
+
+from tvmbridge.records.allowed import scheduled_by
 
 # Parallel parts for each core (-1: one thread), the most elements in a vectorised loop, and whether
 # reductions are tiled.
@@ -114,9 +115,7 @@ def _running() -> _Search:
 
 def _remember(history: Sequence[tuple[Any, list[float]]]) -> None:
     for trace, seconds in history:
-        schedule = tvm.s_tir.Schedule(_running().workload.mod)
-        Trace.apply_json_to_schedule(trace, schedule)
-        _commit(schedule.trace, seconds)
+        _commit(scheduled_by(_running().workload.mod, trace).trace, seconds)
 
 
 def _commit(trace: Any, seconds: Sequence[float]) -> None:
