@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -137,19 +139,26 @@ def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
         raise UsageError("name factories, or one of --pending, --merge and --prune")
     if known.out is not None and not known.merge:
         raise UsageError("--out goes with --merge")
-    from tvmbridge.tuning import command
+    from tvmbridge.tuning import api
+    from tvmbridge.tuning.merge import merge, prune
 
     if known.merge:
-        print(f"wrote {command.merge(known.merge, known.out)}")
+        print(f"wrote {merge(known.merge, known.out)}")
     elif known.prune:
-        print("wrote", *command.prune(known.prune))
+        print("wrote", *prune(known.prune))
     else:
+        if not sys.stderr.isatty():  # there is no bar, so say what happens
+            logging.basicConfig(format="%(message)s", stream=sys.stderr)
+            logging.getLogger("tvmbridge.tuning").setLevel(logging.INFO)
         samples = [resolve_factory(name) for name in known.factories]
         try:
-            limits = command.Limits(known.trials, known.timeout)
+            limits = api.Limits(known.trials, known.timeout)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        print(command.run(samples, Path(known.log_dir), known.target, limits))
+        if samples:
+            print(api.tune_all(samples, known.log_dir, known.target, limits))
+        else:
+            print(api.tune_pending(known.log_dir, target=known.target, **asdict(limits)))
     return 0
 
 

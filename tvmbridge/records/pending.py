@@ -10,6 +10,7 @@ from typing import Any
 
 import tvm
 
+from tvmbridge.core.errors import first_line
 from tvmbridge.records.folder import Folder
 from tvmbridge.records.jsonlines import append_lines, locked, read_lines, replace_file
 from tvmbridge.records.library import named_log_dir
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 NAME = "pending.json"
 MOST_TASKS = 2000
 MOST_BYTES = 64_000_000
+_MOST_CALLS = 2**31
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,23 @@ class Pending:
 def read_pending(folder: Folder) -> list[Pending]:
     """The list without what is damaged or doubled, the weightiest first."""
     found: dict[Task, Pending] = {}
-    for value in read_lines(folder.path / NAME):
-        pending = _parse(value)
+    path = folder.path / NAME
+    for number, value in enumerate(read_lines(path), 1):
+        pending = _parse(value, f"{path}, line {number}")
         if pending is not None and pending.task not in found:
             found[pending.task] = pending
     return sorted(found.values(), key=lambda p: -p.weight)
 
 
-def _parse(value: Any) -> Pending | None:
+def _parse(value: Any, place: str) -> Pending | None:
+    if value is None:
+        return None
     try:
-        structural, encoded = value["task"]
-        task = parse_workload(str(structural), str(encoded))
-        return Pending(task, int(value["weight"]), str(value["origin"]))
-    except Exception:  # TVM has no narrower class for what it cannot parse
+        _, encoded = value["task"]
+        task = parse_workload(str(encoded))
+        return Pending(task, min(int(value["weight"]), _MOST_CALLS), str(value["origin"]))
+    except Exception as error:  # TVM has no narrower class for what it cannot parse
+        logger.warning("%s is no task and was skipped: %s", place, first_line(error))
         return None
 
 
@@ -80,7 +86,7 @@ def note_pending(folder: Folder, tasks: Mapping[Task, int], origin: str) -> int:
             known = {pending.task for pending in read_pending(folder)}
             path = folder.path / NAME
             size = path.stat().st_size if path.exists() else 0
-            new = [task for task in tasks if task not in known]
+            new = [t for t in tasks if t not in known and t.refusal is None]
             room = max(0, MOST_TASKS - len(known)) if size < MOST_BYTES else 0
             lines = [_line(Pending(task, tasks[task], origin)) for task in new[:room]]
             if lines:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import struct
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,9 +17,10 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.s_tir import meta_schedule as ms
 
+from tvmbridge.records.allowed import RefusedRecordError
+from tvmbridge.records.workloads import LENGTH, checked_workload
 from tvmbridge.schedules import is_scheduled
 
-_LENGTH = struct.Struct("<Q")
 _KEPT_ATTRIBUTES = ("tirx.noalias", "s_tir")
 
 
@@ -61,10 +61,19 @@ class Task:
         """MetaSchedule's JSON of the function, without the spaces in it."""
         structural, encoded = ms.database.Workload(self.mod).as_json()
         # A stream of TVM's: the length in eight bytes, then the text, indented.
-        graph = json.loads(base64.b64decode(encoded)[_LENGTH.size :])
+        graph = json.loads(base64.b64decode(encoded)[LENGTH.size :])
         dense = json.dumps(graph, separators=(",", ":")).encode()
-        stream = _LENGTH.pack(len(dense)) + dense
+        stream = LENGTH.pack(len(dense)) + dense
         return [str(structural), base64.b64encode(stream).decode()]
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """Why the function cannot be kept in a file: it would not be read again."""
+        try:
+            checked_workload(self.workload[1])
+        except RefusedRecordError as error:
+            return str(error)
+        return None
 
     @property
     def key(self) -> str:
@@ -115,13 +124,17 @@ def workload_key(workload: list[str]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def parse_workload(structural: str, encoded: str) -> Task:
-    """The task of a workload's JSON.
+def parse_workload(encoded: str) -> Task:
+    """The task of the second part of a workload's JSON; the first is TVM's hash of it.
 
     Raises:
-        Exception: whatever TVM raises for what is no workload.
+        Exception: it is not allowed (:mod:`tvmbridge.records.workloads`), or whatever TVM raises
+            for what is no module.
     """
-    return Task(ms.database.Workload.from_json([structural, encoded]).mod)
+    task = Task(tvm.ir.load_json(checked_workload(encoded)))
+    if [name.name_hint for name in task.mod.get_global_vars()] != ["main"]:
+        raise RefusedRecordError("it is not one function, main")
+    return task
 
 
 def count_tasks(mod: tvm.IRModule) -> dict[Task, int]:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import nn
 
 from tvmbridge.compiler.build import resolve_target
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.records import Folder, Task
-from tvmbridge.records.library import DEFAULT_LOG_DIR
 from tvmbridge.records.pending import read_pending, remove_pending
 from tvmbridge.tuning.collect import module_tasks
-from tvmbridge.tuning.progress import TuningProgress
 from tvmbridge.tuning.run import Clock, Outcome, Tuner
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_LOG_DIR = "tuning_logs"
 
 
 @dataclass(frozen=True)
@@ -119,18 +128,43 @@ def tune(
         BridgeError: the module cannot be compiled, the directory cannot be written or has records
             of another TVM version, or a package that tuning needs is missing.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     limits = Limits(trials, timeout)
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    return _tune_modules([(module, args, kwargs)], log_dir, target, limits, options)
+
+
+def tune_all(
+    samples: Sequence[tuple[nn.Module, Any]],
+    log_dir: str | os.PathLike[str],
+    target: Any,
+    limits: Limits,
+) -> TuningReport:
+    """Tune the tasks of several modules with their sample inputs as one list."""
+    modules = [(module, *normalize_sample(sample, None)) for module, sample in samples]
+    return _tune_modules(modules, log_dir, target, limits, None)
+
+
+def _tune_modules(
+    modules: Sequence[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]],
+    log_dir: str | os.PathLike[str],
+    target: Any,
+    limits: Limits,
+    options: CompileOptions | dict[str, Any] | None,
+) -> TuningReport:
     clock = Clock(limits.timeout)
-    tasks, external, resolved = module_tasks(
-        module, args, kwargs, target=target, options=CompileOptions.of(options)
-    )
+    tasks: Counter[Task] = Counter()
+    external = 0
+    for module, args, kwargs in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+        found, kernels, resolved = module_tasks(
+            module, args, kwargs, target=target, options=CompileOptions.of(options)
+        )
+        tasks.update(found)
+        external += kernels
     folder = Folder.below(Path(log_dir), resolved)
-    return TuningReport(
-        folder.path, tuple(tune_tasks(folder, tasks, limits.trials, clock)), external
-    )
+    outcomes = tune_tasks(folder, tasks, limits.trials, clock)
+    return TuningReport(folder.path, tuple(outcomes), external)
 
 
 def tune_pending(
@@ -160,8 +194,18 @@ def tune_tasks(
     """Tune ``tasks`` and write what comes of it to ``folder``."""
     folder.open_for_writing()
     logger.info("%d tasks for %s", len(tasks), folder.path)
-    with TuningProgress(len(tasks)) as progress:
-        tuner = Tuner(folder, trials, clock, progress)
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.completed:.0f}/{task.total:.0f} trials"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        tuner = Tuner(folder, trials, clock, bar)
         try:
             return tuner.run(tasks)
         finally:

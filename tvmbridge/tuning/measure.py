@@ -19,7 +19,7 @@ from tvm.target import Target
 
 from tvmbridge.compiler.build import COMPILER_CONFIG
 from tvmbridge.legalize.fences import fence_arithmetic
-from tvmbridge.records.library import apply_trace
+from tvmbridge.records.allowed import scheduled_by
 from tvmbridge.schedules import schedule_function
 from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.threads import share_torch_threads
@@ -93,7 +93,7 @@ def race(traces: Sequence[Any]) -> list[float | None]:
     kernels: list[Callable[..., None] | None] = [bench.rule]
     for trace in traces:
         try:
-            kernels.append(_checked(apply_trace(bench.mod, trace), bench))
+            kernels.append(_checked(scheduled_by(bench.mod, trace).mod["main"], bench))
         except Exception:
             kernels.append(None)
     best = [math.inf] * len(kernels)

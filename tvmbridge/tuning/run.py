@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -11,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
+from rich.progress import Progress
 
+from tvmbridge.records.allowed import trace_refusal
 from tvmbridge.records.folder import FAILED_SECONDS, Entry, Folder, Record, Verdict
 from tvmbridge.records.meta import target_json
 from tvmbridge.records.tasks import Task
 from tvmbridge.schedules.target import core_count
 from tvmbridge.tuning import measure, search
-from tvmbridge.tuning.progress import TuningProgress
 from tvmbridge.tuning.worker import Worker, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -75,14 +75,9 @@ class Clock:
         self._end = math.inf if timeout is None else time.monotonic() + timeout
 
     @property
-    def left(self) -> float:
-        """Seconds until the end, infinity where there is none."""
-        return self._end - time.monotonic()
-
-    @property
     def over(self) -> bool:
         """Whether no batch may begin any more."""
-        return self.left <= 0
+        return time.monotonic() >= self._end
 
 
 @dataclass
@@ -92,16 +87,13 @@ class Tuner:
     folder: Folder
     trials: int | None
     clock: Clock
-    progress: TuningProgress
+    bar: Progress
     searcher: Worker = field(init=False)
     measurer: Worker = field(init=False)
-    measured: int = 0
-    ahead: int = 0
 
     def __post_init__(self) -> None:
         cores = core_count(self.folder.target)
         self.searcher, self.measurer = Worker(cores), Worker(cores)
-        self._started = time.monotonic()
 
     def close(self) -> None:
         """End the processes."""
@@ -114,19 +106,22 @@ class Tuner:
         wanted = {
             task: default_trials(task) if self.trials is None else self.trials for task in tasks
         }
-        self.ahead = sum(wanted.values())
-        outcomes = []
+        trials = self.bar.add_task("", total=sum(wanted.values()))
+        outcomes: list[Outcome] = []
         for task, weight in sorted(tasks.items(), key=lambda item: -item[1] * item[0].elements):
-            self.ahead -= wanted[task]
             outcome = self._outcome(task, weight, entries.get(task), wanted[task])
             outcomes.append(outcome)
-            self.progress.finish(str(outcome))
+            self.bar.update(trials, completed=sum(wanted[o.task] for o in outcomes))
+            logger.info("task %d of %d: %s", len(outcomes), len(tasks), outcome)
         return outcomes
 
     def _outcome(self, task: Task, weight: int, entry: Entry | None, wanted: int) -> Outcome:
         verdict = entry.verdict if entry is not None else None
         if verdict is not None and _is_enough(verdict, wanted):
             return Outcome(task, weight, verdict, wanted, known=True)
+        if task.refusal is not None:
+            reason = f"not tuned: {task.refusal}"
+            return Outcome(task, weight, Verdict(task.key, 0, None, None, None, True, reason), 0)
         if self.clock.over:
             return Outcome(task, weight, None, wanted)
         # Compiled code stays in a process, so that it grows.
@@ -134,12 +129,6 @@ class Tuner:
             if worker.calls > _MOST_CALLS:
                 worker.close()
         return Outcome(task, weight, _TaskRun(self, task, entry, wanted).run(), wanted)
-
-    def seconds_left(self, trials: int) -> float:
-        """An estimate of the rest of the run, with ``trials`` left for the task at work."""
-        spent = time.monotonic() - self._started
-        rest = (self.ahead + trials) * spent / self.measured if self.measured else math.inf
-        return min(rest, self.clock.left)
 
 
 class _TaskRun:
@@ -184,8 +173,8 @@ class _TaskRun:
 
     def _search(self) -> str:
         """Measure candidates until there are enough or the time is over; a reason to stop early."""
-        history = [r for r in self.records if r.seconds < FAILED_SECONDS]
-        earlier = json.dumps([[r.trace, list(r.content[1])] for r in history])
+        history = [r for r in self.records if r.seconds < FAILED_SECONDS and self._usable(r)]
+        earlier = [(r.trace, list(r.content[1])) for r in history]
         searcher = self.tuner.searcher
         seed = 1 + (self.task.hash + self.trials) % (2**31 - 2)
         left = self.wanted - self.trials
@@ -218,6 +207,12 @@ class _TaskRun:
             return f"the search ended early: {error}"
         return ""
 
+    def _usable(self, record: Record) -> bool:
+        reason = trace_refusal(record.trace)
+        if reason is not None:
+            logger.warning("the record %s of %s: %s", record.digest, self.task.label, reason)
+        return reason is None
+
     def _any_success(self) -> bool:
         return any(record.seconds < FAILED_SECONDS for record in self.records)
 
@@ -242,17 +237,14 @@ class _TaskRun:
             return []
         finally:
             self.trials += 1
-            self.tuner.measured += 1
+            self.tuner.bar.advance(self.tuner.bar.task_ids[0])
 
     def _show(self) -> None:
         best = min((r.seconds for r in self.records), default=math.inf)
-        self.tuner.progress.update(
-            self.task.label,
-            self.trials,
-            self.wanted,
-            self.rule,
-            best,
-            self.tuner.seconds_left(self.wanted - self.trials),
+        times = f"rule {self.rule * 1e6:.1f} µs, best {min(best, 1e3) * 1e6:.1f} µs"
+        shown = times if best < FAILED_SECONDS else times.partition(",")[0]
+        self.tuner.bar.update(
+            self.tuner.bar.task_ids[0], description=f"{self.task.label:.40}: {shown}"
         )
 
     def _write(self, candidates: list[Any], results: list[list[float]]) -> None:

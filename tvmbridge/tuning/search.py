@@ -7,7 +7,6 @@ kernels are faster on one thread.
 
 from __future__ import annotations
 
-import json
 import sys
 import types
 from collections.abc import Sequence
@@ -15,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm.s_tir import Trace
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
+
+from tvmbridge.records.allowed import scheduled_by
 
 # Parallel parts for each core (-1: one thread), the most elements in a vectorised loop, and whether
 # reductions are tiled.
@@ -29,6 +29,7 @@ _SPACES = (
     (-1, 16, False),
     (16, 64, True),
 )
+History = Sequence[tuple[Any, list[float]]]
 _POPULATION = 128
 _GENERATIONS = 3
 _FRESH = 16
@@ -47,11 +48,11 @@ class _Search:
 _search: _Search | None = None
 
 
-def start(module: str, target: str, history: str, trials: int, batch: int, seed: int) -> None:
+def start(module: str, target: str, history: History, trials: int, batch: int, seed: int) -> None:
     """Begin the search for ``trials`` candidates in batches.
 
     Args:
-        history: JSON of earlier records: a list of [trace, seconds].
+        history: the traces of earlier records, with the seconds that they took.
     """
     global _search
     _leave_out_intrinsics()
@@ -74,7 +75,8 @@ def start(module: str, target: str, history: str, trials: int, batch: int, seed:
     _search = _Search(
         context, _cost_model(threads), database, database.commit_workload(mod), resolved
     )
-    _remember(json.loads(history))
+    for trace, seconds in history:
+        _commit(scheduled_by(_search.workload.mod, trace).trace, seconds)
     context.pre_tuning(trials, batch, spaces, database, _search.cost_model)
 
 
@@ -110,13 +112,6 @@ def _running() -> _Search:
     if _search is None:
         raise RuntimeError("start was not called in this process")
     return _search
-
-
-def _remember(history: Sequence[tuple[Any, list[float]]]) -> None:
-    for trace, seconds in history:
-        schedule = tvm.s_tir.Schedule(_running().workload.mod)
-        Trace.apply_json_to_schedule(trace, schedule)
-        _commit(schedule.trace, seconds)
 
 
 def _commit(trace: Any, seconds: Sequence[float]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +21,6 @@ if sys.platform == "linux":
 import torch
 torch.set_num_threads({threads})
 """
-_START_SECONDS = 300.0
 
 
 class WorkerError(Exception):
@@ -33,7 +29,9 @@ class WorkerError(Exception):
     ``late`` is set for the last of these, which another time may end better.
     """
 
-    late = False
+    def __init__(self, message: str, late: bool = False) -> None:
+        super().__init__(message)
+        self.late = late
 
 
 class Worker:
@@ -52,14 +50,9 @@ class Worker:
         setup = _SETUP.format(path=[os.path.abspath(p) for p in sys.path], threads=threads)
         quiet = subprocess.DEVNULL
         self._worker = PopenWorker(exec, (setup,), stdout=quiet, stderr=quiet)
-        self._pid: int | None = None
+        self.running = False  # whether there is a process, with what earlier calls left in it
         self.starts = 0
         self.calls = 0
-
-    @property
-    def running(self) -> bool:
-        """Whether there is a process, with what earlier calls left in it."""
-        return self._pid is not None
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float) -> Any:
         """``function(*args)`` in the process, with ``timeout`` seconds to return.
@@ -67,41 +60,24 @@ class Worker:
         Raises:
             WorkerError: it raised, the process ended, or the time was over.
         """
-        if self._pid is None:
-            self._pid = int(self._receive(os.getpid, (), _START_SECONDS))
-            self.starts += 1
+        self.starts += not self.running
+        self.running = True
         self.calls += 1
-        return self._receive(function, args, timeout)
-
-    def _receive(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> Any:
-        self._worker.send(function, args)
-        late = threading.Event()
-        watch = threading.Timer(timeout, self._end, (late,))
-        watch.daemon = True
-        watch.start()
         try:
+            self._worker.send(function, args, timeout=timeout)
             return self._worker.recv()
+        except TimeoutError as error:
+            self.running = False
+            raise WorkerError(f"no answer within {timeout:.0f} s", late=True) from error
         except ChildProcessError as error:
-            self._pid = None
-            what = f"no answer within {timeout:.0f} s" if late.is_set() else "the process crashed"
-            failure = WorkerError(what)
-            failure.late = late.is_set()
-            raise failure from error
+            self.running = False
+            raise WorkerError("the process crashed") from error
         except Exception as error:
             lines = [line for line in str(error).splitlines() if line.strip()]
             raise WorkerError(lines[-1] if lines else type(error).__name__) from error
-        finally:
-            watch.cancel()
-
-    def _end(self, late: threading.Event) -> None:
-        late.set()
-        if self._pid is not None:
-            # Windows has no SIGKILL; its SIGTERM ends a process all the same.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
     def close(self) -> None:
         """End the process; another call starts a new one."""
         self._worker.kill()
-        self._pid = None
+        self.running = False
         self.calls = 0

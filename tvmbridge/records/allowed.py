@@ -1,0 +1,254 @@
+"""What the steps of a tuning record may be: an allow-list, kept as data.
+
+A trace drives TVM's scheduler, which takes annotations that link code of the record's own
+(``pragma_import_llvm``) and steps that change what a function computes. So a trace is applied only
+where each of its steps is one that the rules of :mod:`tvmbridge.tuning.search` make, with values of
+the kind and size that they have, and only where what it leads to is of a size with the function.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.s_tir import SBlock, Schedule
+
+Check = Callable[[Any], bool]
+
+
+class RefusedRecordError(ValueError):
+    """A record holds what is not on the allow-list; the message says what."""
+
+
+def _number(low: int, high: int) -> Check:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _word(pattern: str) -> Check:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def _list(check: Check, longest: int) -> Check:
+    return lambda value: (
+        isinstance(value, list) and len(value) <= longest and all(map(check, value))
+    )
+
+
+def _flag(value: Any) -> bool:
+    return value is True or value is False or (type(value) is int and value in (0, 1))
+
+
+def _share(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1
+
+
+MOST_STEPS = 4000
+MOST_OPERANDS = 64
+LARGEST_FACTOR = 2**31 - 1
+WIDEST_VECTOR = 256
+GROWTH = 64  # what a schedule may add in iterations and in memory, as a multiple of the function's
+_SMALL = 2**16
+
+NAME: Check = _word(r"[\w.\[\]-]{1,300}")
+VARIABLE: Check = _word(r"[blv]\d{1,6}")
+_UNROLL = _number(0, 1024)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of instruction.
+
+    Args:
+        inputs: a pattern over one letter for each input: a block, a loop, a value that a step
+            before named; ``i`` a number, ``n`` none, ``e`` an empty list, ``q`` a quoted word.
+        outputs: the same for what the step names.
+        attributes: a check for each attribute.
+        decision: a check of the decision, for the steps that take one.
+    """
+
+    inputs: str
+    outputs: str = ""
+    attributes: tuple[Check, ...] = ()
+    decision: Check | None = None
+
+
+_INDEX = _number(-2, 1000)
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str) and value in ANNOTATIONS
+
+
+_AT = Step("bl", "", (_flag, _INDEX))
+
+STEPS: Mapping[str, Step] = {
+    "GetSBlock": Step("", "b", (NAME, lambda value: value == "main")),
+    "GetLoops": Step("b", "l*"),
+    "GetChildBlocks": Step("b", "b*"),
+    "GetProducers": Step("b", "b*"),
+    "GetConsumers": Step("b", "b*"),
+    "SampleCategorical": Step(
+        "", "v", (_list(_UNROLL, 16), _list(_share, 16)), decision=_number(0, 15)
+    ),
+    "SamplePerfectTile": Step(
+        "l",
+        "v+",
+        (_number(1, 16), _number(1, 1024)),
+        decision=_list(_number(1, LARGEST_FACTOR), 16),
+    ),
+    "SampleComputeLocation": Step("b", "l", decision=_INDEX),
+    "ComputeInline": Step("b"),
+    "ReverseComputeInline": Step("b"),
+    "ComputeAt": _AT,
+    "ReverseComputeAt": _AT,
+    "CacheWrite": Step("be", "b", (_number(0, 64), lambda value: value == "global")),
+    "Fuse": Step("l+", "l", (_flag,)),
+    "Split": Step("l[vin]+", "l+", (_flag, _flag)),
+    "Reorder": Step("l+"),
+    "Parallel": Step("l"),
+    "Vectorize": Step("l"),
+    "RFactor": Step("l", "b", (_number(0, 64),)),
+    "DecomposeReduction": Step("bl", "b"),
+    "Annotate": Step("[bl][viq]", "", (_is_key,)),
+    "Unannotate": Step("[bl]", "", (_is_key,)),
+    "EnterPostproc": Step(""),
+}
+
+# The value of a key, or a value that a step before sampled from numbers that were checked there.
+ANNOTATIONS: Mapping[str, Check] = {
+    "meta_schedule.parallel": _number(-1, 2**20),
+    "meta_schedule.vectorize": _number(0, WIDEST_VECTOR),
+    "meta_schedule.unroll_explicit": _UNROLL,
+    "meta_schedule.tiling_structure": _word(r'"[SR]{1,16}"'),
+    "meta_schedule.random_compute_producer": _flag,
+    "pragma_auto_unroll_max_step": _UNROLL,
+    "pragma_unroll_explicit": _flag,
+}
+
+
+def trace_refusal(trace: Any) -> str | None:
+    """Why a trace, as its JSON gives it, may not be applied; None if it may."""
+    if not (isinstance(trace, list) and len(trace) == 2 and _list(_is_step, MOST_STEPS)(trace[0])):
+        return f"it is no trace of at most {MOST_STEPS} steps"
+    if not _list(_is_decision, MOST_STEPS)(trace[1]):
+        return "its decisions are no pairs of a step and a decision"
+    known: set[str] = set()
+    for number, (name, inputs, attributes, outputs) in enumerate(trace[0]):
+        reason = _step_refusal(name, inputs, attributes, outputs, known)
+        if reason is not None:
+            return f"step {number}, {name!r:.60}: {reason}"
+        known.update(outputs)
+    for number, decision in trace[1]:
+        step = STEPS[trace[0][number][0]] if 0 <= number < len(trace[0]) else None
+        if step is None or step.decision is None or not step.decision(decision):
+            return f"decision {decision!r:.60} of step {number} is not allowed"
+    return None
+
+
+def _is_step(value: Any) -> bool:
+    lists = isinstance(value, list) and len(value) == 4 and isinstance(value[0], str)
+    return lists and all(isinstance(v, list) and len(v) <= MOST_OPERANDS for v in value[1:])
+
+
+def _is_decision(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and type(value[0]) is int
+
+
+def _step_refusal(
+    name: str, inputs: list[Any], attributes: list[Any], outputs: list[Any], known: set[str]
+) -> str | None:
+    step = STEPS.get(name)
+    if step is None:
+        return "the instruction is not allowed"
+    kinds = "".join(_kind(value, known) for value in inputs)
+    if not re.fullmatch(step.inputs, kinds):
+        return f"it does not take the inputs {inputs!s:.80}"
+    if not all(map(VARIABLE, outputs)) or len(set(outputs)) < len(outputs):
+        return "its outputs are not named as variables"
+    if not re.fullmatch(step.outputs, "".join(value[0] for value in outputs)):
+        return f"it does not give the outputs {outputs!s:.80}"
+    checks = step.attributes
+    if len(attributes) != len(checks) or not all(
+        check(value) for check, value in zip(checks, attributes, strict=True)
+    ):
+        return f"the attributes {attributes!s:.80} are not allowed"
+    if name == "Annotate" and kinds[1] != "v" and not ANNOTATIONS[attributes[0]](inputs[1]):
+        return f"the value {inputs[1]!r:.80} of {attributes[0]} is not allowed"
+    return None
+
+
+def _kind(value: Any, known: set[str]) -> str:
+    """The letter of an input, ``?`` for what none may be."""
+    if isinstance(value, str) and value in known:
+        return value[0]
+    if type(value) is int and abs(value) <= LARGEST_FACTOR:
+        return "i"
+    if isinstance(value, str) and re.fullmatch(r'"\w{1,16}"', value):
+        return "q"
+    return "n" if value == "None" else "e" if value == [] else "?"
+
+
+def scheduled_by(mod: tvm.IRModule, trace: Any) -> Schedule:
+    """The function ``main`` of ``mod`` with the JSON of a trace applied to it.
+
+    Raises:
+        RefusedRecordError: a step is not on the allow-list, or leads to what is out of proportion.
+        Exception: the steps do not fit the function; TVM has no narrower class.
+    """
+    reason = trace_refusal(trace)
+    if reason is None:
+        schedule = Schedule(mod)
+        before = _extents(schedule)
+        tvm.s_tir.Trace.apply_json_to_schedule(trace, schedule)
+        reason = _growth(before, _extents(schedule))
+    if reason is not None:
+        raise RefusedRecordError(reason)
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Extents:
+    iterations: int
+    elements: int
+    lanes: int
+
+
+def _extents(schedule: Schedule) -> _Extents:
+    """The most iterations of a block, elements of a buffer, and lanes of a vectorised nest."""
+    function = schedule.mod["main"]
+    blocks: list[SBlock] = []
+    tvm_ffi.structural_walk(function.body, (SBlock, blocks.append))
+    iterations = lanes = 1
+    for block in blocks[1:]:  # the first one is the root
+        loops = [schedule.get(loop) for loop in _loops(schedule, block.name_hint)]
+        iterations = max(iterations, prod(_size(loop.extent) for loop in loops))
+        vectorised = (loop for loop in loops if loop.kind == tirx.ForKind.VECTORIZED)
+        lanes = max(lanes, prod(_size(loop.extent) for loop in vectorised))
+    buffers = [*function.params, *(b for block in blocks for b in block.alloc_buffers)]
+    shapes = (getattr(buffer, "shape", ()) for buffer in buffers)
+    elements = max((prod(_size(d) for d in shape) for shape in shapes), default=1)
+    return _Extents(iterations, elements, lanes)
+
+
+def _loops(schedule: Schedule, block: str) -> list[Any]:
+    return list(schedule.get_loops(schedule.get_sblock(block, func_name="main")))
+
+
+def _size(extent: Any) -> int:
+    return int(extent) if isinstance(extent, tirx.IntImm) else LARGEST_FACTOR
+
+
+def _growth(before: _Extents, after: _Extents) -> str | None:
+    if after.lanes > WIDEST_VECTOR:
+        return f"vectors of {after.lanes} elements"
+    for what in ("iterations", "elements"):
+        most = GROWTH * max(getattr(before, what), _SMALL)
+        if getattr(after, what) > most:
+            return f"{getattr(after, what)} {what}, where {most} are the most"
+    return None
