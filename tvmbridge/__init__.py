@@ -1,5 +1,11 @@
 """tvmbridge: run and train PyTorch modules on code compiled by Apache TVM."""
 
+from __future__ import annotations
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
 from tvmbridge.core import versions
 
 __version__ = "0.1.0"
@@ -30,9 +36,7 @@ __all__ = [
     "visualize",
 ]
 
-# The doctor must be able to say what is wrong with versions that crash when they are loaded.
-if not versions.running_doctor():
-    versions.check_versions()
+if TYPE_CHECKING:
     from tvmbridge.core.errors import (
         BridgeError,
         BuildError,
@@ -57,3 +61,50 @@ if not versions.running_doctor():
     )
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune
+
+# Imported when they are asked for: with torch.export comes all of TorchDynamo.
+_HOMES = MappingProxyType(
+    {
+        "core.errors": (
+            "BridgeError",
+            "BuildError",
+            "CaptureError",
+            "NumericsError",
+            "PassError",
+            "UnsupportedOperatorError",
+            "VersionError",
+        ),
+        "core.options": ("CompileOptions",),
+        "core.types": ("CapturedGraph",),
+        "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
+        "frontend": ("to_relax",),
+        "graph_capture.capture": ("capture",),
+        "inspect": (
+            "ComparisonReport",
+            "Departure",
+            "ExplainReport",
+            "compare",
+            "explain",
+            "visualize",
+        ),
+        "report": ("DispatchReport",),
+        "tuning": ("TuningReport", "tune"),
+    }
+)
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+# The doctor must be able to say what is wrong with versions that crash when they are loaded.
+if not versions.running_doctor():
+    versions.check_versions()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

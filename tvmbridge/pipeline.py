@@ -108,14 +108,19 @@ def run_passes(
 ) -> tvm.IRModule:
     """Apply ``passes`` in order; append a record of each to ``records``.
 
+    The form of the module is checked after each pass, its types after the last: to infer all types
+    again takes longer than a pass.
+
     With ``TVMBRIDGE_DUMP=folder`` the module after each pass is written there; where that fails,
     a warning is logged.
 
     Raises:
-        PassError: a pass failed, or left an ill-formed module; it names the pass.
+        PassError: a pass failed, or left an ill-formed module; it names the pass. Wrong types are
+            reported behind the last pass.
     """
-    for pass_ in passes:
-        mod = _run_pass(mod, pass_, records)
+    passes = list(passes)
+    for number, pass_ in enumerate(passes, 1):
+        mod = _run_pass(mod, pass_, records, check_types=number == len(passes))
     return mod
 
 
@@ -140,7 +145,7 @@ def run_extra_passes(
     """
     for pass_ in passes:
         before = _conventions(mod)
-        mod = _run_pass(mod, pass_, records)
+        mod = _run_pass(mod, pass_, records, check_types=True)
         if _conventions(mod) != before:
             raise PassError(
                 f"pass {pass_name(pass_)} changed the parameters or results of a function; an "
@@ -173,13 +178,15 @@ def let_interrupts_through() -> None:
         tvm_ffi.register_error(error.__name__, error)
 
 
-def _run_pass(mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord]) -> tvm.IRModule:
+def _run_pass(
+    mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord], *, check_types: bool
+) -> tvm.IRModule:
     let_interrupts_through()
     report = PassReport()
     start = time.perf_counter()
     try:
         after = pass_.apply(mod, report) if isinstance(pass_, RelaxPass) else pass_(mod)
-        relax.analysis.well_formed(after)
+        relax.analysis.well_formed(after, check_types)
     except Exception as error:
         raise PassError(f"pass {pass_name(pass_)} failed: {error}") from error
     record = PassRecord(

@@ -71,10 +71,11 @@ def concatenated_parameters(
         allowed: the names among which they must be.
     """
     found: dict[tuple[str, ...], None] = {}
+    among = set(allowed)
     for block in function.body.blocks:
         for binding in block.bindings:
             names = _members(binding.value, function)
-            if names and set(names) <= set(allowed):
+            if names and among.issuperset(names):
                 found[names] = None
     return tuple(found)
 

@@ -69,7 +69,8 @@ class StopGradients(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            wanted = [p for p in function.params if p.name in self.wanted]
+            names = set(self.wanted)
+            wanted = [p for p in function.params if p.name in names]
             active = active_variables(function, wanted)
             return _Stopper(active, set(function.params), report).visit_expr(function)
 

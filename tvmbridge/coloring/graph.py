@@ -45,7 +45,9 @@ class JointGraph:
         self.outputs = results[: joint.num_outputs]
         self.gradients = results[joint.num_outputs :]
         self.primals = tuple(function.params[: len(joint.primals)])
-        self.drawn = frozenset(p for p in self.primals if p.name in set(joint.drawn))
+        self._inputs = frozenset(self.primals)
+        drawn = set(joint.drawn)
+        self.drawn = frozenset(p for p in self.primals if p.name in drawn)
         self.forward = self._with_items(self._dependencies(self.outputs))
         self.backward, self.early, self.needed = self._backward(function.params)
         self.movable = self._movable()
@@ -75,7 +77,7 @@ class JointGraph:
             return None
         if var in self.early and var not in self.movable:
             return None
-        if var in self.primals:
+        if var in self._inputs:
             return tensor_bytes(var) if var in self.drawn else 0
         return 0 if storage_root(var, self.bound) in self._output_roots else tensor_bytes(var)
 
@@ -151,7 +153,7 @@ class JointGraph:
         movable = set(self.forward)
         for var, value in self.bound.items():
             if var in self.early and isinstance(value, relax.Call):
-                known = all(v in movable or v in self.primals for v in self.operands[var])
+                known = all(v in movable or v in self._inputs for v in self.operands[var])
                 if known and self.operands[var] and operators.repeats_every_bit(value):
                     movable.add(var)
         return frozenset(movable)

@@ -88,11 +88,11 @@ class Combining:
     def _lift(
         self, mod: tvm.IRModule, name: str, position: int | None
     ) -> tuple[tvm.IRModule, Packs]:
-        allowed = [n for n in self.targets if self._weight_refusal(n) is None]
         groups = tuple(
             names
-            for names in concatenated_parameters(mod[name], allowed)
-            if self._packing().group_refusal(self._targets(names)) is None
+            for names in concatenated_parameters(mod[name], set(self.targets))
+            if all(self._weight_refusal(n) is None for n in names)
+            and self._packing().group_refusal(self._targets(names)) is None
         )
         if groups:
             prefix = free_prefix("packed_", [p.name for p in mod[name].params])

@@ -116,15 +116,18 @@ def unmovable(parameter: object, module: nn.Module) -> str | None:
     if parameter.is_shared():
         return "it is shared with other processes"
     storage = parameter.untyped_storage()
-    mates = {
-        id(t): t
-        for t in (*module.parameters(), *module.buffers())
-        if t.layout is torch.strided and t.untyped_storage()._cdata == storage._cdata
-    }
-    if _holders(parameter) - _ALONE != len(mates) - 1 or id(parameter) not in mates:
-        return "something else holds its memory, a view or a tied parameter"
-    if any(_overlap(parameter, t) for t in mates.values() if t is not parameter):
-        return "another parameter or buffer shares its memory"
+    holders = _holders(parameter) - _ALONE
+    # All tensors of a module are looked at only where somebody holds the memory, which is rare.
+    if holders:
+        mates = {
+            id(t): t
+            for t in (*module.parameters(), *module.buffers())
+            if t.layout is torch.strided and t.untyped_storage()._cdata == storage._cdata
+        }
+        if holders != len(mates) - 1 or id(parameter) not in mates:
+            return "something else holds its memory, a view or a tied parameter"
+        if any(_overlap(parameter, t) for t in mates.values() if t is not parameter):
+            return "another parameter or buffer shares its memory"
     if not storage.resizable() and not _in_a_pack(parameter) and not _in_a_file(parameter):
         return "its memory was not allocated by PyTorch"
     return None

@@ -48,8 +48,8 @@ class JointModule:
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
     """Operators of ``main`` that a gradient must pass and that have no admitted rule."""
-    function = mod["main"]
-    active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
+    function, named = mod["main"], set(wanted)
+    active = active_variables(function, [p for p in function.params if p.name in named])
     missing: dict[str, None] = {}
     for block in function.body.blocks:
         for binding in block.bindings:
@@ -90,13 +90,14 @@ def differentiate(
         )
     function = mod["main"]
     for parameter in function.params:
-        if parameter.name in wanted and dtype_of(parameter) == "bfloat16":
+        if dtype_of(parameter) == "bfloat16" and parameter.name in wanted:
             raise UnsupportedOperatorError(
                 f"TVM's Gradient takes no bfloat16, and {parameter.name} wants a gradient; take "
                 "joint='aot' (or 'auto'), which uses PyTorch's own derivatives"
             )
     results = flat_results(function)
-    active = active_variables(function, [p for p in function.params if p.name in set(wanted)])
+    named = set(wanted)
+    active = active_variables(function, [p for p in function.params if p.name in named])
     differentiable = tuple(i for i in outputs if is_floating(results[i]) and results[i] in active)
     if not differentiable:
         raise UnsupportedOperatorError(

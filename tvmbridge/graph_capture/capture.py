@@ -48,6 +48,7 @@ from tvmbridge.graph_capture.trace.decompositions import (
 from tvmbridge.graph_capture.trace.exchanges import exchanges_left_alone
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
+from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
 from tvmbridge.graph_capture.trace.standins import (
     attributes_put_back,
@@ -196,6 +197,7 @@ def _exported(
         without_autocast(),
         without_hooks(module),
         kept_whole_under_autograd(),
+        export_in_linear_time(),
         warnings.catch_warnings(),
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.

@@ -1,0 +1,59 @@
+"""Importing the package loads little more than PyTorch and TVM; public names come on demand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import tvmbridge
+
+HEAVY = (
+    "graphviz",
+    "networkx",
+    "rich",
+    "sympy",
+    "torch._decomp",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "torch._inductor",
+    "torch.export",
+    "transformers",
+)
+
+LOADED = f"""
+import sys
+import torch, tvm
+before = set(sys.modules)
+import tvmbridge
+new = set(sys.modules) - before
+print(sorted(name for name in {HEAVY!r} if name in new))
+"""
+
+EVERY_NAME = """
+import tvmbridge
+from tvmbridge import *
+missing = [name for name in tvmbridge.__all__ if name not in globals()]
+print(missing)
+"""
+
+
+def answer(program: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    assert answer(LOADED) == "[]"
+
+
+def test_every_public_name_can_be_imported() -> None:
+    assert answer(EVERY_NAME) == "[]"
+
+
+def test_every_public_name_is_where_the_package_looks_for_it() -> None:
+    assert set(tvmbridge._HOME_OF) == set(tvmbridge.__all__)
+    assert set(tvmbridge.__all__) <= set(dir(tvmbridge))
+
+
+def test_other_names_are_missing_as_in_any_module() -> None:
+    assert not hasattr(tvmbridge, "no_such_name")
