@@ -51,14 +51,9 @@ if TYPE_CHECKING:
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
     from tvmbridge.frontend import to_relax
     from tvmbridge.graph_capture.capture import capture
-    from tvmbridge.inspect import (
-        ComparisonReport,
-        Departure,
-        ExplainReport,
-        compare,
-        explain,
-        visualize,
-    )
+    from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
+    from tvmbridge.inspect.explain import ExplainReport, explain
+    from tvmbridge.inspect.visualize import visualize
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune
 
@@ -79,14 +74,9 @@ _HOMES = MappingProxyType(
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
         "frontend": ("to_relax",),
         "graph_capture.capture": ("capture",),
-        "inspect": (
-            "ComparisonReport",
-            "Departure",
-            "ExplainReport",
-            "compare",
-            "explain",
-            "visualize",
-        ),
+        "inspect.compare": ("ComparisonReport", "Departure", "compare"),
+        "inspect.explain": ("ExplainReport", "explain"),
+        "inspect.visualize": ("visualize",),
         "report": ("DispatchReport",),
         "tuning": ("TuningReport", "tune"),
     }

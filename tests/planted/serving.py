@@ -155,7 +155,7 @@ SERVING = (
         (
             _DISPATCH,
             "tests/runtime/test_modules.py",
-            "tests/graph_capture/observe/test_arguments.py",
+            "tests/graph_capture/trace/test_arguments.py",
         ),
     ),
     Plant(

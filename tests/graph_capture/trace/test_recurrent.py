@@ -12,7 +12,7 @@ from torch import nn
 
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.graph_capture.trace.recurrent import RecurrentLayersKeptWhole
+from tvmbridge.graph_capture.trace.function_table import FunctionTable
 
 _OPTIONS: list[dict[str, Any]] = [
     {},
@@ -154,7 +154,7 @@ def test_layers_are_those_of_eager_pytorch(kind: str, dtype: torch.dtype) -> Non
             x = torch.randn(shape, dtype=dtype)
             for used in (None, 0, 1, 2)[: 4 if kind == "LSTM" else 3]:
                 expected = _results(module, x, used)
-                with RecurrentLayersKeptWhole():
+                with FunctionTable():
                     found = _results(module, x, used)
                 torch.testing.assert_close(found[0], expected[0])
                 for ours, eager in zip(found[1], expected[1], strict=True):

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
-from tvmbridge.graph_capture.trace.recurrent import RecurrentLayersKeptWhole
+from tvmbridge.graph_capture.trace.function_table import FunctionTable
 
 KINDS: dict[str, Any] = {
     "lstm": nn.LSTM,
@@ -76,11 +76,10 @@ def test_stacks_are_those_of_eager_pytorch(kind: str, train: bool, autocast: boo
             for given in (x, x[:, :1], x[0]):
                 if kind == "lstm" and drawn and autocast and dtype is torch.float16:
                     with pytest.raises(UnsupportedOperatorError, match="give it float32"):
-                        _run(RecurrentLayersKeptWhole(), module, given, autocast)
+                        _run(FunctionTable(), module, given, autocast)
                     continue
                 results = [
-                    _run(mode, module, given, autocast)
-                    for mode in (RecurrentLayersKeptWhole(), nullcontext())
+                    _run(mode, module, given, autocast) for mode in (FunctionTable(), nullcontext())
                 ]
                 ours, eager = results
                 if drawn:

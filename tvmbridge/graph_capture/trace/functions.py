@@ -16,6 +16,7 @@ from tvmbridge.graph_capture.trace import (  # noqa: F401
     linear_algebra,
     opaque_ops,
     promotion,
+    recurrent,
     rephrased,
 )
 from tvmbridge.graph_capture.trace.checkpoints import plain_checkpoints
@@ -24,7 +25,6 @@ from tvmbridge.graph_capture.trace.fast_paths import causal_masks_undetected
 from tvmbridge.graph_capture.trace.function_table import FunctionTable
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.patches import table_patched_here
-from tvmbridge.graph_capture.trace.recurrent import RecurrentLayersKeptWhole
 from tvmbridge.graph_capture.trace.uniforms import UniformComparisons
 
 
@@ -44,7 +44,6 @@ def functions_replaced(module: nn.Module, *, on_fakes: bool) -> Iterator[None]:
         stack.enter_context(table_patched_here(module))
         stack.enter_context(causal_masks_undetected(module))
         # The mode that is entered last is asked first.
-        stack.enter_context(RecurrentLayersKeptWhole())
         stack.enter_context(FunctionTable())
         stack.enter_context(UniformComparisons())
         yield

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.recurrent_ops import STACKS, differentiated_from_outputs
 
 aten = torch.ops.aten
@@ -36,14 +36,9 @@ def recurrent_decompositions(table: dict[Any, Any]) -> dict[Any, Callable[..., N
     return {overload: refuse for overload in overloads if overload in table}
 
 
-def recurrent_layers(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+@replaces(*_FUNCTIONS, torch._pack_padded_sequence)
+def _recurrent_layers(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call of a recurrent function as calls of the operators that stand for it.
-
-    Args:
-        function: one of ``torch.lstm``, ``torch.gru``, ``torch.rnn_tanh`` and ``torch.rnn_relu``,
-            or ``torch._pack_padded_sequence``.
-        args: its arguments.
-        kwargs: the same.
 
     Raises:
         UnsupportedOperatorError: a sequence is packed, a transform of ``torch.func`` is active, or
@@ -51,7 +46,7 @@ def recurrent_layers(function: Any, args: Sequence[Any], kwargs: dict[str, Any])
     """
     # For packed sequences the sizes of the batches come before the states.
     of_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
-    if function is torch._pack_padded_sequence or of_packed:
+    if call.function is torch._pack_padded_sequence or of_packed:
         raise UnsupportedOperatorError(
             "forward packs a padded sequence, and the values of the lengths decide what shape "
             "it has then; leave it padded, or dispatch the submodules before and behind it"
@@ -60,7 +55,7 @@ def recurrent_layers(function: Any, args: Sequence[Any], kwargs: dict[str, Any])
         raise UnsupportedOperatorError(
             "forward calls a recurrent layer within a transform of torch.func"
         )
-    return _stack(_FUNCTIONS[function], *args, **kwargs)
+    return _stack(_FUNCTIONS[call.function], *args, **kwargs)
 
 
 def _stack(
@@ -104,12 +99,3 @@ def _stack(
             x = torch.dropout(x, dropout, True)
     x = x.transpose(0, 1) if batch_first else x
     return x, *(torch.cat(layers) for layers in zip(*each, strict=True))
-
-
-class RecurrentLayersKeptWhole(TorchFunctionMode):
-    """Within it recurrent layers are calls of our operators."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _FUNCTIONS or func is torch._pack_padded_sequence:
-            return recurrent_layers(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))

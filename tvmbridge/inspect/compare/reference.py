@@ -14,7 +14,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.memory.aliasing import aliases_of
 from tvmbridge.graph_capture.memory.bases import bases_of
-from tvmbridge.graph_capture.observe.arguments import ArgumentWatch
+from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
 from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
 from tvmbridge.inspect.compare.recorder import Recorder, round_again
 from tvmbridge.inspect.compare.sample import Sample, state_name
