@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tvmbridge.core import versions
 from tvmbridge.doctor import command as doctor
+from tvmbridge.doctor import probes
 from tvmbridge.doctor.command import Finding, ProbeResult, Status
 
 CPU_ONLY: dict[str, Any] = {
@@ -38,6 +40,7 @@ class Machine:
             "compile_rocm": ProbeResult(),
             "run_cpu": ProbeResult({"equal": True}),
             "run_gpu": ProbeResult({"equal": True}),
+            "private_names": ProbeResult({"checked": 80, "problems": []}),
             "alignment": ProbeResult({"allocations": True, "view": False, "copy": True}),
             "stream": ProbeResult({"ordered": True}),
         } | answers
@@ -69,6 +72,11 @@ def test_a_cpu_machine_is_well() -> None:
         ("run_cpu", ProbeResult(error="the process died of SIGSEGV"), "target llvm"),
         ("run_cpu", ProbeResult({"equal": False}), "target llvm"),
         ("alignment", ProbeResult({"allocations": False, "view": False, "copy": True}), "align"),
+        (
+            "private_names",
+            ProbeResult({"checked": 80, "problems": ["torch._C._x, used for y: gone"]}),
+            "private names of torch",
+        ),
     ],
 )
 def test_what_breaks_the_cpu_path(probe: str, result: ProbeResult, subject: str) -> None:
@@ -171,9 +179,16 @@ def test_a_probe_that_prints_no_result_is_told(
 def test_the_probes_on_this_machine() -> None:
     assert doctor.run_probe("run_cpu") == ProbeResult({"equal": True})
     assert doctor.run_probe("alignment").facts["copy"] is True
+    assert doctor.run_probe("private_names").facts["problems"] == []
     unknown = doctor.run_probe("compile", json.dumps({"kind": "no_such_target"}))
     assert unknown.error is not None
     assert "no_such_target" in unknown.error
+
+
+def test_a_private_name_that_pytorch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_has_storage")
+    (problem,) = probes.private_names()["problems"]
+    assert problem.startswith("torch._C._has_storage, used for refusing tensors")
 
 
 @pytest.mark.slow

@@ -31,6 +31,10 @@ PROBE_SECONDS: Final = 120.0
 DEFAULT_ARCH: Final = {"cuda": "sm_90", "rocm": "gfx90a"}
 
 _REINSTALL: Final = "reinstall the pinned packages: " + versions.fix_command()
+_OTHER_TORCH: Final = (
+    f"install another version of torch, {versions.MINIMUMS['torch']} or newer: it has changed what "
+    "it does not document"
+)
 _ROCM_LIBRARIES: Final = (
     "to compile for AMD GPUs, install ROCm's device libraries and lld, and set ROCM_PATH to a "
     "folder whose amdgcn folder holds the libraries"
@@ -95,6 +99,7 @@ def examine(probe: Probe | None = None) -> list[Finding]:
         lambda: _gpu_target("cuda", torch, probe),
         lambda: _gpu_target("rocm", torch, probe),
         lambda: _alignment(probe),
+        lambda: _private_names(probe),
     ]
     with ThreadPoolExecutor(max_workers=2) as pool:
         probed = [finding for found in pool.map(lambda job: job(), jobs) for finding in found]
@@ -211,6 +216,18 @@ def _alignment(probe: Probe) -> list[Finding]:
         return [Finding(subject, Status.WRONG, detail, advice, True)]
     detail = f"torch allocates {ALIGNMENT}-byte aligned; "
     detail += "a view that starts elsewhere is copied to an aligned tensor at each call"
+    return [Finding(subject, Status.OK, detail, essential=True)]
+
+
+def _private_names(probe: Probe) -> list[Finding]:
+    subject = "private names of torch"
+    result = probe("private_names")
+    if result.error is not None:
+        return [Finding(subject, Status.WRONG, result.error, "reinstall torch", True)]
+    problems = result.facts["problems"]
+    if problems:
+        return [Finding(subject, Status.WRONG, "; ".join(problems), _OTHER_TORCH, True)]
+    detail = f"all {result.facts['checked']} that tvmbridge uses are as it needs them"
     return [Finding(subject, Status.OK, detail, essential=True)]
 
 

@@ -6,15 +6,18 @@ with an installation that tvmbridge refuses.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 ALIGNMENT = 64
 RESULT_MARK = "doctor-probe-result:"
 SHAPE = (4, 64)
 GPU_TARGETS = ("cuda", "rocm")
+PRIVATE_NAMES = Path(__file__).parents[1] / "core" / "torch_private" / "table" / "__init__.py"
 
 
 def torch_facts() -> dict[str, Any]:
@@ -51,6 +54,17 @@ def run_gpu(target: str) -> dict[str, Any]:
     import torch
 
     return _run_add(json.loads(target), torch.device("cuda"))
+
+
+def private_names() -> dict[str, Any]:
+    """Which of the private names that tvmbridge uses this PyTorch lacks, or has otherwise."""
+    name = "private_names_of_torch"
+    spec = importlib.util.spec_from_file_location(name, PRIVATE_NAMES)
+    assert spec is not None
+    assert spec.loader is not None
+    table = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    return {"checked": len(table.TABLE), "problems": table.problems()}
 
 
 def alignment() -> dict[str, Any]:
@@ -148,6 +162,7 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "run_cpu": run_cpu,
     "run_gpu": run_gpu,
     "alignment": alignment,
+    "private_names": private_names,
     "stream": stream,
 }
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.core.torch_private import disable_current_modes
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 
@@ -23,7 +23,7 @@ def conversions_without_effect() -> Iterator[None]:
     def apply(
         convert: Any, module: nn.Module, fn: Callable[..., Any], recurse: bool = True
     ) -> nn.Module:
-        with _disable_current_modes():
+        with disable_current_modes():
             kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
             probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
             if all(fn(probe) is probe for probe in probes):

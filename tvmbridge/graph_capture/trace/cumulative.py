@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from tvmbridge.core.torch_private import BatchNorm
 from tvmbridge.graph_capture.trace.patches import forward_patched_here
 
 
@@ -24,10 +24,10 @@ def cumulative_averages_on_tensors(module: nn.Module) -> AbstractContextManager[
     Args:
         module: what is traced; a forward that its batch norms hold themselves is replaced too.
     """
-    return forward_patched_here(module, _BatchNorm, _forward_on_tensors)
+    return forward_patched_here(module, BatchNorm, _forward_on_tensors)
 
 
-def _forward_on_tensors(genuine: Any, self: _BatchNorm, input: torch.Tensor) -> Any:
+def _forward_on_tensors(genuine: Any, self: BatchNorm, input: torch.Tensor) -> Any:
     count, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
     if self.momentum is not None or not self.training or not self.track_running_stats:
         return genuine(self, input)

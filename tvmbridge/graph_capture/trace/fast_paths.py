@@ -24,6 +24,7 @@ from torch.nn.modules import activation, transformer
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import native_multi_head_attention, transformer_encoder_layer_fwd
 from tvmbridge.graph_capture.trace.patches import forward_patched_here, patched_here
 
 _ONE_MASK_OF_KEYS = 1  # what the kernels call a mask (batch, keys)
@@ -75,9 +76,9 @@ def _detected(
 
 class _FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._native_multi_head_attention:
+        if func is native_multi_head_attention:
             return _attention(*args, **(kwargs or {}))
-        if func is torch._transformer_encoder_layer_fwd:
+        if func is transformer_encoder_layer_fwd:
             if torch.is_autocast_enabled("cpu"):
                 raise UnsupportedOperatorError(
                     "nn.TransformerEncoderLayer under autocast in eval mode is one kernel in eager "

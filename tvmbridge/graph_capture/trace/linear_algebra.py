@@ -18,12 +18,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
+from tvmbridge.core.torch_private import linalg_check_errors
 
 
 def _checked(
     result: torch.Tensor, failed: torch.Tensor, name: str, is_matrix: bool
 ) -> torch.Tensor:
-    torch._linalg_check_errors(failed, name, is_matrix=is_matrix)
+    linalg_check_errors(failed, name, is_matrix=is_matrix)
     return result.clone()
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import symbolic_shapes
 from tvmbridge.graph_capture.dependence import DependenceError
 
 _DATA: Any = torch.Tensor.data
@@ -54,7 +54,7 @@ class FunctionsRephrased(TorchFunctionMode):
             return _random(func, *args, **(kwargs or {}))
         try:
             return func(*args, **(kwargs or {}))
-        except GuardOnDataDependentSymNode as error:
+        except symbolic_shapes().GuardOnDataDependentSymNode as error:
             if func in _ASKING:
                 raise DependenceError(_ASKING[func]) from error
             raise
