@@ -42,6 +42,7 @@ suggest_memory_format = torch._prims_common.suggest_memory_format
 has_storage = torch._C._has_storage
 storage_use_count = torch._C._storage_Use_Count
 is_functional_tensor = torch._is_functional_tensor
+GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard
 TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 # Functions without a public name

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from .attributes import ATTRIBUTES
 from .checks import PrivateName, problem
+from .guards import GUARDS
 from .imported import IMPORTED
 from .modes import MODES
 from .replaced import REPLACED
 
-__all__ = ["ATTRIBUTES", "IMPORTED", "MODES", "REPLACED", "TABLE", "PrivateName", "problem"]
+__all__ = [
+    "ATTRIBUTES",
+    "GUARDS",
+    "IMPORTED",
+    "MODES",
+    "REPLACED",
+    "TABLE",
+    "PrivateName",
+    "problem",
+]
 
-TABLE: tuple[PrivateName, ...] = (*IMPORTED, *MODES, *ATTRIBUTES, *REPLACED)
+TABLE: tuple[PrivateName, ...] = (*IMPORTED, *GUARDS, *MODES, *ATTRIBUTES, *REPLACED)
 
 
 def problems() -> list[str]:

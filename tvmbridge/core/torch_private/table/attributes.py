@@ -79,7 +79,7 @@ ATTRIBUTES = (
     PrivateName(
         "torch.Tensor._is_zerotensor",
         "refusing zero tensors, which are not written out",
-        lambda ask: ask(zero_tensor()) and not ask(torch.zeros(2)),
+        lambda ask: ask(zero_tensor(2)) and not ask(torch.zeros(2)),
     ),
     PrivateName("torch.Tensor._backward_hooks", "hooks on outputs and parameters", _calls_hooks),
     PrivateName("torch.autograd.graph.Node._register_hook_dict", "hooks on outputs", _calls_hooks),

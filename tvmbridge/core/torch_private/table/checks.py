@@ -92,5 +92,5 @@ def weight() -> torch.Tensor:
     return torch.ones(2, requires_grad=True)
 
 
-def zero_tensor() -> torch.Tensor:
-    return torch._efficientzerotensor((2,))
+def zero_tensor(*shape: int) -> torch.Tensor:
+    return torch._efficientzerotensor(shape)

@@ -39,23 +39,6 @@ def _is_raised(kind: Any) -> bool:
     return False
 
 
-def _compares(kind: Any) -> bool:
-    x, y = torch.ones(2, 3), torch.ones(2, 4)
-    guards = kind(x, dynamic_dims_sizes=[[2, 3]], dynamic_dims_strides=[[None, None]])
-    return bool(guards.check(x) and not guards.check(y))
-
-
-def _misses_storage(ask: Any) -> bool:
-    seen: list[bool] = []
-
-    def called(x: torch.Tensor) -> torch.Tensor:
-        seen.append(ask(x))
-        return x
-
-    torch.func.vmap(called)(torch.ones(2))
-    return ask(torch.ones(2)) and seen == [False]
-
-
 def _counts(use_count: Any) -> bool:
     x = torch.ones(2)
     key = x.untyped_storage()._cdata
@@ -144,18 +127,12 @@ IMPORTED = (
         "the strides that kernels give",
         lambda suggest: suggest(torch.ones(2, 3)) is torch.contiguous_format,
     ),
-    PrivateName(
-        "torch._C._has_storage",
-        "refusing tensors that a function transform has left behind",
-        _misses_storage,
-    ),
     PrivateName("torch._C._storage_Use_Count", "whether weights may be moved", _counts),
     PrivateName(
         "torch._is_functional_tensor",
         "refusing tensors of function transforms",
         lambda ask: ask(torch.ones(2)) is False,
     ),
-    PrivateName("torch._C._dynamo.guards.TensorGuards", "guards on the parameters", _compares),
     PrivateName("torch._assert_async", "assertions in forward", lambda f: f(torch.ones(1)) is None),
     PrivateName(
         "torch._linalg_check_errors",
