@@ -19,6 +19,8 @@ import torch._higher_order_ops.wrap
 import torch._ops
 import torch._prims_common
 import torch._subclasses.fake_tensor
+import torch._subclasses.meta_utils
+import torch._utils
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
 import torch.utils._device
@@ -50,12 +52,14 @@ assert_async = torch._assert_async
 linalg_check_errors = torch._linalg_check_errors
 native_multi_head_attention = torch._native_multi_head_attention
 transformer_encoder_layer_fwd = torch._transformer_encoder_layer_fwd
+pack_padded_sequence = torch._pack_padded_sequence
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 # Fake tensors
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
 DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
+MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber
 
 # Modes
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
@@ -67,6 +71,10 @@ pop_function_mode = torch._C._pop_torch_function_stack
 DisableTorchFunction = torch._C.DisableTorchFunction
 DeviceContext = torch.utils._device.DeviceContext
 default_device_context = torch._GLOBAL_DEVICE_CONTEXT
+DisablePythonDispatcher = torch._C._DisablePythonDispatcher
+mkldnn_enabled = torch._C._get_mkldnn_enabled
+set_mkldnn_enabled = torch._C._set_mkldnn_enabled
+is_compiling = torch._utils.is_compiling
 tracing_state = torch._C._get_tracing_state
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,19 +35,18 @@ def problem(name: PrivateName) -> str | None:
 
 def resolve(path: str) -> Any:
     """What ``path`` names; modules on the way are imported, ``Kind()`` is an instance."""
+    parts = path.split(".")
     value: Any = torch
-    walked = "torch"
-    for part in path.split(".")[1:]:
-        name = part.removesuffix("()")
-        walked += f".{name}"
-        if isinstance(value, ModuleType) and not hasattr(value, name):
-            try:
-                value = importlib.import_module(walked)
-            except ModuleNotFoundError:
-                raise AttributeError(f"{walked} does not exist") from None
-        else:
-            value = getattr(value, name)
-        value = value if part == name else value()
+    count = 1
+    for length in range(len(parts), 1, -1):
+        try:
+            value, count = importlib.import_module(".".join(parts[:length])), length
+            break
+        except ModuleNotFoundError:
+            continue
+    for part in parts[count:]:
+        value = getattr(value, part.removesuffix("()"))
+        value = value() if part.endswith("()") else value
     return value
 
 

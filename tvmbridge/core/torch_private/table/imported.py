@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -150,6 +151,11 @@ IMPORTED = (
         has_schema("src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight"),
     ),
     PrivateName(
+        "torch._pack_padded_sequence",
+        "refusing sequences that forward packs",
+        has_schema("input", "lengths", "batch_first"),
+    ),
+    PrivateName(
         "torch.ops.mkldnn._linear_pointwise.default",
         "products by oneDNN, where PyTorch has it",
         lambda op: [a.name for a in op._schema.arguments][:4] == ["X", "W", "B", "attr"],
@@ -171,6 +177,14 @@ IMPORTED = (
         "torch._subclasses.fake_tensor.DataDependentOutputException",
         "noticing what depends on data",
         _is_raised,
+    ),
+    PrivateName(
+        "torch._subclasses.meta_utils.MetaTensorDescriber",
+        "letting go of tensors that a trace has described",
+        lambda kind: (
+            isinstance(kind().lookup_tensor, MutableMapping)
+            and isinstance(kind().lookup_storage, MutableMapping)
+        ),
     ),
     PrivateName(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",

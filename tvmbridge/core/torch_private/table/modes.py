@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-from .checks import PrivateName, within
+from .checks import PrivateName, takes, within
 
 _ONE_MODE = BaseTorchFunctionMode
 
@@ -103,6 +103,15 @@ def _sees_transform(ask: Any) -> bool:
     return ask() is None and seen[0] is not None
 
 
+def _switches_mkldnn(switch: Any) -> bool:
+    before = torch.backends.mkldnn.enabled
+    try:
+        switch(not before)
+        return bool(torch.backends.mkldnn.enabled is not before)
+    finally:
+        switch(before)
+
+
 MODES = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode", "watching which operators run", _watches
@@ -148,6 +157,26 @@ MODES = (
         "torch._C._InferenceMode",
         "a compilation without the caller's inference mode",
         lambda kind: within(kind(True), torch.is_inference_mode_enabled),
+    ),
+    PrivateName(
+        "torch._C._DisablePythonDispatcher",
+        "kernels that are run for real in a trace",
+        lambda kind: within(kind(), lambda: True),
+    ),
+    PrivateName(
+        "torch._C._get_mkldnn_enabled",
+        "oneDNN's layers in a trace, which switches them off",
+        lambda ask: ask() is torch.backends.mkldnn.enabled,
+    ),
+    PrivateName(
+        "torch._C._set_mkldnn_enabled",
+        "oneDNN's layers in a trace, which switches them off",
+        _switches_mkldnn,
+    ),
+    PrivateName(
+        "torch._utils.is_compiling",
+        "noticing that forward asks whether it is compiled",
+        takes(),
     ),
     PrivateName(
         "torch._C._set_grad_enabled",
