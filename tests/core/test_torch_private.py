@@ -29,10 +29,8 @@ EXEMPT = (
 )
 PATHS = {name.path.replace("()", "") for name in TABLE}
 PATCHED = {path.rpartition(".")[2] for path in PATHS}
-# Of objects, of a module that is looked at when it is called, of modules that are patched: these
-# are used by their names in other files.
+# Of objects, and of functions that are patched: other files use these by their names.
 ATTRIBUTES_OF = {name.path.rpartition(".")[2] for name in (*ATTRIBUTES, *REPLACED)}
-ATTRIBUTES_OF |= {"_current_level"}
 # Operators have such names, too, and are public.
 OPERATORS = ("aten", "_aten", "torch.ops")
 NOT_OF_PYTORCH = {"sys._getframe", "functools._lru_cache_wrapper", "_active_collector"}

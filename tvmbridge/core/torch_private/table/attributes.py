@@ -1,4 +1,4 @@
-"""Private attributes of PyTorch's objects, which are read and set where they are needed."""
+"""Private attributes of PyTorch's objects, read and set in place, and a variable that changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from .checks import PrivateName, weight, zero_tensor
+from .checks import PrivateName, weight, within, zero_tensor
 
 
 def _is_dict(value: Any) -> bool:
@@ -65,6 +66,11 @@ _MODULE_DICTS = {
 _SIN = torch.ops.aten.sin.default
 
 ATTRIBUTES = (
+    PrivateName(
+        "torch.autograd.forward_ad._current_level",
+        "leaving calls to forward-mode differentiation",
+        lambda level: within(forward_ad.dual_level(), lambda: forward_ad._current_level) > level,
+    ),
     PrivateName("torch.Tensor._version", "noticing writes", _counts_writes),
     PrivateName(
         "torch.Tensor._base",

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
@@ -147,11 +146,6 @@ MODES = (
         "torch._C._functorch.peek_interpreter_stack",
         "leaving calls to function transforms",
         _sees_transform,
-    ),
-    PrivateName(
-        "torch.autograd.forward_ad._current_level",
-        "leaving calls to forward-mode differentiation",
-        lambda level: within(forward_ad.dual_level(), lambda: forward_ad._current_level) > level,
     ),
     PrivateName(
         "torch._C._InferenceMode",
