@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tvmbridge.core import versions
 from tvmbridge.doctor import command as doctor
+from tvmbridge.doctor import probes
 from tvmbridge.doctor.command import Finding, ProbeResult, Status
 
 
@@ -22,6 +24,7 @@ class Machine:
             "torch": ProbeResult({"threads": 2, "cpu": "AVX2"}),
             "compiler": ProbeResult({"equal": True}),
             "alignment": ProbeResult({"aligned": True}),
+            "private_names": ProbeResult({"checked": 80, "problems": []}),
         } | answers
 
     def __call__(self, name: str) -> ProbeResult:
@@ -73,6 +76,12 @@ def test_missing_dot_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "graphviz program" in finding(findings, "graphviz").advice
     assert "tvmbridge[tune]" in finding(findings, "packages to tune").advice
     assert doctor.cpu_path_works(findings)
+
+
+def test_a_private_name_that_pytorch_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_has_storage")
+    (problem,) = probes.private_names()["problems"]
+    assert problem.startswith("torch._C._has_storage, used for refusing tensors")
 
 
 def test_a_command_to_copy_is_not_broken_apart(

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tvmbridge.core.torch_private import storage_use_count
+
 # Compiled loops read whole vectors from such addresses; a slice elsewhere would be copied per call.
 _ALIGNMENT = 64
 _SAME_TYPE = "different shapes or dtypes"
@@ -91,7 +93,7 @@ def pack_of(members: Sequence[torch.Tensor]) -> Pack | None:
 
 def _holders(tensor: torch.Tensor) -> int:
     """How many tensors (and other things) hold the storage of ``tensor``."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(storage_use_count(tensor.untyped_storage()._cdata))
 
 
 # What a tensor's storage counts when nobody else holds it.

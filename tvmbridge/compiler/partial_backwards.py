@@ -20,6 +20,7 @@ from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.compiler.split import SplitModule, build_function
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.torch_private import has_storage
 from tvmbridge.core.turns import compiling
 from tvmbridge.differentiation.custom_functions import called
 from tvmbridge.graph_capture.memory.layouts import Layout
@@ -152,7 +153,7 @@ def refuse_unusual(cotangents: Sequence[torch.Tensor | None]) -> None:
         BridgeError: one stands for a batch of them, or has another layout than ``strided``.
     """
     for cotangent in cotangents:
-        if cotangent is None or torch._C._has_storage(cotangent) or cotangent._is_zerotensor():
+        if cotangent is None or has_storage(cotangent) or cotangent._is_zerotensor():
             continue
         if cotangent.layout is not torch.strided:
             raise BridgeError(_NO_LAYOUT.format(layout=cotangent.layout))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import OpOverload
 
 NAMESPACE = "tvmbridge"
 
@@ -16,12 +17,12 @@ NAMESPACE = "tvmbridge"
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", NAMESPACE})
 
 
-def is_foreign(operator: torch._ops.OpOverload) -> bool:
+def is_foreign(operator: OpOverload) -> bool:
     """Whether somebody registered the operator who is neither PyTorch nor this project."""
     return operator.namespace not in _KNOWN_NAMESPACES
 
 
-def refuse_numbers(operator: torch._ops.OpOverload) -> None:
+def refuse_numbers(operator: OpOverload) -> None:
     """Refuse a foreign operator that returns numbers: its fake kernel makes them up in a trace.
 
     Raises:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from tvmbridge.core.torch_private import pytree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils._pytree import TreeSpec, tree_leaves
 
 from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
+from tvmbridge.core.torch_private import pytree
 
 # Stands, among the results of a traced forward, for one that the epilogue computes.
 DEFERRED = "tvmbridge.deferred."
@@ -111,7 +111,7 @@ class NoiseDescriptor:
     @property
     def computed(self) -> tuple[ComputedTensor, ...]:
         """The tensors whose values the draw reads, in the order of the arguments."""
-        leaves = tree_leaves((self.args, dict(self.kwargs)))
+        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return tuple(leaf for leaf in leaves if isinstance(leaf, ComputedTensor))
 
 
@@ -245,8 +245,8 @@ class CallingConvention:
     tell whether the ``checks`` have passed.
     """
 
-    in_spec: TreeSpec
-    out_spec: TreeSpec
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
     changed_arguments: tuple[int | str, ...] = ()
     assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
     bases: tuple[IntermediateBase, ...] = ()

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.torch_private import OpOverload
 
-def written_by(
-    operator: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
+
+def written_by(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments of a call that ``operator`` writes, as its schema says."""
     described = enumerate(operator._schema.arguments)
     written = [(i, a.name) for i, a in described if a.alias_info and a.alias_info.is_write]

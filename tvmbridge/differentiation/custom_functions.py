@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._functorch.utils
 from torch.autograd.function import BackwardCFunction
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import functorch_utils
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.kernels.borders import enters, leaves
 
@@ -72,7 +72,7 @@ class FunctionWatch:
                 self._bare += [] if value else [ctx]
 
         with (
-            patched_here(torch._functorch.utils, "unwrap_dead_wrappers", applied),
+            patched_here(functorch_utils, "unwrap_dead_wrappers", applied),
             patched_here(BackwardCFunction, "__setattr__", told),
         ):
             yield

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import ComputedTensor, NoiseDescriptor, TensorSpec
 from tvmbridge.graph_capture.noise import READS_VALUES, RRELU_NAME, base_name, memory_order
 

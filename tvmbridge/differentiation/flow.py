@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._functorch.utils
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.core.custom_operator import refuse_numbers
+from tvmbridge.core.torch_private import TorchDispatchMode, pytree
 from tvmbridge.core.writes import written_by
 from tvmbridge.differentiation.draws import eager_draw
 from tvmbridge.gradients.operators import has_same_derivative

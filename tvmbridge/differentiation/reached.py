@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import DataDependentOutputException
 from tvmbridge.core.types import InputDescriptor
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.graph_capture.memory.layouts import Layout, layout_of

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.structure import unflatten
+from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.refusal import first_paragraph

@@ -63,6 +63,11 @@ class ProbeResult:
 
 Probe = Callable[[str], ProbeResult]
 
+_OTHER_TORCH: Final = (
+    f"install another version of torch, {versions.MINIMUMS['torch']} or newer: it has changed what "
+    "it does not document"
+)
+
 
 def main() -> int:
     """Prints the report; returns 0 when the CPU path works, otherwise 1."""
@@ -165,6 +170,18 @@ def _alignment(probe: Probe) -> list[Finding]:
     return [Finding("alignment", Status.OK, detail, essential=True)]
 
 
+def _private_names(probe: Probe) -> list[Finding]:
+    subject = "private names of torch"
+    result = probe("private_names")
+    if result.error is not None:
+        return [Finding(subject, Status.WRONG, result.error, "reinstall torch", True)]
+    problems = result.facts["problems"]
+    if problems:
+        return [Finding(subject, Status.WRONG, "; ".join(problems), _OTHER_TORCH, True)]
+    detail = f"all {result.facts['checked']} that tvmbridge uses are as it needs them"
+    return [Finding(subject, Status.OK, detail, essential=True)]
+
+
 def _dot(_probe: Probe) -> list[Finding]:
     path = shutil.which("dot")
     if path is not None:
@@ -195,6 +212,7 @@ CHECKS: Final[tuple[Callable[[Probe], list[Finding]], ...]] = (
     _torch,
     _compiler,
     _alignment,
+    _private_names,
     _dot,
     _optional_packages,
 )

@@ -6,14 +6,17 @@ with an installation that tvmbridge refuses.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 ALIGNMENT = 64
 RESULT_MARK = "doctor-probe-result:"
 SHAPE = (4, 64)
+PRIVATE_NAMES = Path(__file__).parents[1] / "core" / "torch_private" / "table" / "__init__.py"
 
 
 def torch_facts() -> dict[str, Any]:
@@ -53,10 +56,22 @@ def alignment() -> dict[str, Any]:
     return {"aligned": all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)}
 
 
+def private_names() -> dict[str, Any]:
+    """Which of the private names that tvmbridge uses this PyTorch lacks, or has otherwise."""
+    name = "private_names_of_torch"
+    spec = importlib.util.spec_from_file_location(name, PRIVATE_NAMES)
+    assert spec is not None
+    assert spec.loader is not None
+    table = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    return {"checked": len(table.TABLE), "problems": table.problems()}
+
+
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": torch_facts,
     "compiler": compiler,
     "alignment": alignment,
+    "private_names": private_names,
 }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from tvm import relax
 
 from tvmbridge.core.admission import note_use
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import FakeTensor, OpOverload
 from tvmbridge.core.types import CapturedGraph, InputKind, TensorSpec
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
@@ -80,8 +80,8 @@ class Importer:
             source, index = node.args
             self.values[node] = self.values[source][index]  # type: ignore[index]
             return
-        if not isinstance(target, torch._ops.OpOverload):
-            operators = [str(a) for a in node.args if isinstance(a, torch._ops.OpOverload)]
+        if not isinstance(target, OpOverload):
+            operators = [str(a) for a in node.args if isinstance(a, OpOverload)]
             named = f"{target}({', '.join(operators)})" if operators else target
             raise UnsupportedOperatorError(
                 f"the graph contains {named}, which is not an ATen operator"

@@ -10,6 +10,7 @@ from torch import fx
 
 from tvmbridge.core.admission import is_proven
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.frontend.registry import Converter
 from tvmbridge.graph_capture.trace.promotion import kernel_dtypes
@@ -71,7 +72,7 @@ def _read_results(node: fx.Node) -> list[torch.Tensor]:
 def refuse_what_cannot_run(node: fx.Node) -> None:
     """Raise UnsupportedOperatorError for a node that can be neither converted nor called."""
     target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
+    assert isinstance(target, OpOverload)
     if target._schema.name in _STRIDE_DEPENDENT and not _is_dense(node.args[0]):
         raise UnsupportedOperatorError(f"{target} depends on the strides of its input")
     if target._schema.is_mutable:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
+
+from tvmbridge.core.torch_private import OpOverload
 
 FLOATS = frozenset({torch.float32, torch.float64})
 HALVES = frozenset({torch.float16, torch.bfloat16})

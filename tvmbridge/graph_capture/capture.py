@@ -7,15 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.structure import children
+from tvmbridge.core.torch_private import inductor_config, pytree
 from tvmbridge.core.types import (
     Assumptions,
     CallingConvention,
@@ -223,7 +222,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     refuse_other_dtypes(program)
     reshape_instead_of_view(program)
     # Without it PyTorch drops draws that nothing reads.
-    without_drops = torch._inductor.config.patch(fallback_random=True)
+    without_drops = inductor_config().patch(fallback_random=True)
     with without_drops, composites_prepared_for(program), strides_of_kernels():
         program = program.run_decompositions(table)
     tidy_draws(program)

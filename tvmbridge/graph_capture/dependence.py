@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.writes import version_of
 
 _NAMES = (

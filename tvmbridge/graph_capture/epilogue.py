@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import DEFERRED, Epilogue
 from tvmbridge.graph_capture.dependence import DependenceError, Ranges, depends_on_data, is_known
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import FakeTensorMode, OpOverload, pytree
 from tvmbridge.core.types import NoiseDescriptor, TensorSpec
 from tvmbridge.graph_capture.noise import (
     METADATA_ONLY_OVERLOADS,
@@ -91,7 +90,7 @@ def _is_draw(node: fx.Node) -> bool:
 
 def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of ``op`` draws random numbers; dropout with a probability of 0 does not."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram, ExportGraphSignature
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import OpOverload, pytree
 from tvmbridge.core.types import ComputedTensor, EagerPrologue, NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
@@ -160,7 +160,7 @@ def is_active_dropout(node: fx.Node) -> bool:
 
 def _is_random(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     if target in _ATTENTION:
         return bool(_argument(node, "dropout_p", 4, 0.0))

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import ComputedTensor, EagerPrologue, NoiseDescriptor, TensorSpec
 from tvmbridge.graph_capture.noise import dropout_arguments
 

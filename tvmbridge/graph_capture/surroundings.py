@@ -8,13 +8,20 @@ from contextlib import contextmanager
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
+from tvmbridge.core.torch_private import (
+    DeviceContext,
+    dispatch_mode_count,
+    function_mode_at,
+    function_mode_count,
+    innermost_transform,
+    saved_tensors_hooks_in_force,
+    tracing_state,
+)
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import settings_kept
 
-_C = torch._C
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The class whose hook sees what a repeated call saves.
 _REPEATS = "_recomputation_hook"
@@ -41,15 +48,15 @@ def refused_now() -> str | None:
     """Why compiled code must not run in the current context; None if it may."""
     if torch.compiler.is_compiling() and not _traced_elsewhere():
         return "the module is being traced"
-    if _C._get_tracing_state():
+    if tracing_state():
         return "the module is being traced"
-    if _C._len_torch_dispatch_stack():
+    if dispatch_mode_count():
         return "a dispatch mode is active"
-    if _C._functorch.peek_interpreter_stack() is not None:
+    if innermost_transform() is not None:
         return "a function transform is active"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is active"
-    return _mode_refuses() if _C._len_torch_function_stack() else None
+    return _mode_refuses() if function_mode_count() else None
 
 
 def in_checkpoint() -> bool:
@@ -67,7 +74,7 @@ def repeated_by_checkpoint() -> bool:
 
 
 def _checkpoint_hook() -> object | None:
-    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks_in_force(True)
     if hooks is None or getattr(hooks[0], "__module__", None) != _CHECKPOINTS:
         return None
     return hooks[0]
@@ -78,8 +85,8 @@ def _traced_elsewhere() -> bool:
 
 
 def _mode_refuses() -> str | None:
-    for index in range(_C._len_torch_function_stack()):
-        mode = _C._get_function_stack_at(index)
+    for index in range(function_mode_count()):
+        mode = function_mode_at(index)
         if not isinstance(mode, DeviceContext):
             return "a function mode is active"
         if mode.device.type != "cpu":

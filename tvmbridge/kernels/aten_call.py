@@ -27,6 +27,7 @@ from tvm import relax
 
 from tvmbridge.core.custom_operator import is_foreign
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.kernels.dtypes import tensor_type
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.results import promises_of, taker_of
@@ -201,7 +202,7 @@ def _decode(value: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     return lambda tensors: fixed
 
 
-def resolve_overload(name: str) -> torch._ops.OpOverload:
+def resolve_overload(name: str) -> OpOverload:
     """The overload with the dotted name ``namespace.operator.overload``."""
     namespace, operator, overload = name.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), operator), overload)

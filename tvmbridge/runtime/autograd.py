@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._C as _C
 
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.torch_private import backward_keeps_graph, saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -41,8 +41,6 @@ _WRITTEN = (
 _BEFORE_SOURCES = 1
 _CALLED_ALONE = "the code was called alone"
 _numbers = itertools.count(1)
-saved_tensors_hooks = _C._autograd._top_saved_tensors_default_hooks
-_keeps_graph = _C._autograd._get_current_graph_task_keep_graph
 
 
 class TrainingCall:
@@ -221,7 +219,7 @@ class _Step:
             self.versions = versions_of(held.watched)
             return [call.kept_primal(self.primals, call.reads[i]) for i in held.saved]
         read = [call.kept_primal(self.primals, i) for i in call.reads]
-        if saved_tensors_hooks(True) is not None:
+        if saved_tensors_hooks_in_force(True) is not None:
             self.marks = call.marks()
             self.signs = [(weakref.ref(t), version_of(t)) for t in read]
         return [*self.marks, *read]
@@ -294,7 +292,7 @@ class _CompiledFunction(torch.autograd.Function):
             if reason is not None:
                 arrived = [c for c in cotangents if c is not None]
                 gradients = refuse(gradients, [*ctx.sources, *arrived], reason)
-        elif not _keeps_graph():
+        elif not backward_keeps_graph():
             ctx.sources, step.again = (), "backward has run"
         return (None, *gradients)
 

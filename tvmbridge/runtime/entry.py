@@ -15,6 +15,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
 from tvmbridge.graph_capture.epilogue import try_epilogue
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -26,7 +27,7 @@ from tvmbridge.graph_capture.trace.generators import no_draws_by
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.kernels.dtypes import as_pairs
-from tvmbridge.runtime.autograd import Held, TrainingCall, saved_tensors_hooks
+from tvmbridge.runtime.autograd import Held, TrainingCall
 from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
@@ -264,7 +265,11 @@ class CompiledEntry:
     ) -> Sequence[torch.Tensor]:
         training = self._training
         # What hooks on saved tensors keep must be tensors of PyTorch.
-        if training is not None and fast is not None and saved_tensors_hooks(True) is not None:
+        if (
+            training is not None
+            and fast is not None
+            and saved_tensors_hooks_in_force(True) is not None
+        ):
             fast = None
         if training is not None:
             pointers = None if fast is None else fast.guard.pointers

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.structure import opened, unflatten
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.surroundings import refused_now

@@ -16,13 +16,14 @@ from types import FrameType
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.torch_private import engine_run_backward
 from tvmbridge.core.types import CapturedGraph
 
 # Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
-_STARTS_BACKWARD = _engine_run_backward.__code__
+_STARTS_BACKWARD = engine_run_backward.__code__
 _UNSEEN = (
     "output {number} of a dispatched module has a hook or retain_grad, and another output is "
     "computed from it: tvmbridge's compiled code does not hand over the gradient that flows "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import InputKind, IntermediateBase, OutputAlias
 from tvmbridge.graph_capture.memory.bases import bases_of, covers, intermediate_base, overlap
 from tvmbridge.graph_capture.memory.views import (
@@ -88,7 +89,7 @@ def aliases_of(
         if found[number] is None:
             _refuse_leaf(output)
             if output.numel():
-                groups.setdefault(_storage(output), []).append(number)
+                groups.setdefault(storage_key(output), []).append(number)
     bases: list[IntermediateBase] = []
     for members in groups.values():
         returned = [n for n in members if n < len(outputs)]
@@ -107,7 +108,7 @@ def aliases_of(
 
 def _is_more(output: torch.Tensor, held: torch.Tensor) -> bool:
     """Whether ``output`` shares memory with ``held``, but is not a view of it."""
-    if not _is_strided(held) or not output.numel() or _storage(output) != _storage(held):
+    if not _is_strided(held) or not output.numel() or storage_key(output) != storage_key(held):
         return False
     return (output.requires_grad and not held.requires_grad) or not covers(held, output)
 
@@ -146,9 +147,9 @@ def with_exchanged(
         alias = _base_among(tensor, known, None)
         if alias is not None:
             made[name] = alias
-        elif apart.setdefault(_storage(tensor), name) != name:
+        elif apart.setdefault(storage_key(tensor), name) != name:
             raise UnsupportedOperatorError(
-                f"forward exchanges {apart[_storage(tensor)]} and {name} for tensors that share "
+                f"forward exchanges {apart[storage_key(tensor)]} and {name} for tensors that share "
                 "memory"
             )
     return replace(sharing, exchanged=made)
@@ -174,12 +175,12 @@ def refuse_exchanged(
         raise UnsupportedOperatorError(
             f"an output is made of the memory of {name}, but is not a view of it"
         )
-    names = {_storage(tensor): name for name, tensor in before.items()}
+    names = {storage_key(tensor): name for name, tensor in before.items()}
     for output, alias in zip(outputs, sharing.aliases, strict=True):
-        if alias is None and _is_strided(output) and _storage(output) in names:
+        if alias is None and _is_strided(output) and storage_key(output) in names:
             raise UnsupportedOperatorError(
-                f"an output shares memory with what {names[_storage(output)]} was before forward "
-                "exchanged it"
+                f"an output shares memory with what {names[storage_key(output)]} was before "
+                "forward exchanged it"
             )
 
 
@@ -191,10 +192,6 @@ def _refuse_leaf(output: torch.Tensor) -> None:
         )
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 def _base_among(
     output: torch.Tensor, known: Sequence[_Known], views: ViewWatch | None
 ) -> OutputAlias | None:
@@ -202,7 +199,7 @@ def _base_among(
         if output is tensor:
             return OutputAlias(kind, key)
     for kind, key, tensor in known:
-        if _storage(output) == _storage(tensor):
+        if storage_key(output) == storage_key(tensor):
             alias = _view(kind, key, output, tensor)
             if views is not None:
                 if has_other_history(output, tensor):

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import disable_current_modes, pytree
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.memory.views import in_order_of_memory, root
 
@@ -125,7 +125,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     size = max(end for _, end in spans) // tensors[0].element_size()
     if size > _LARGEST_COMPARED or len({t.dtype for t in tensors}) > 1:
         return True
-    with torch.utils._python_dispatch._disable_current_modes():
+    with disable_current_modes():
         used = torch.zeros(size, dtype=torch.bool)
         for tensor in tensors:
             mine = used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
 
+from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import CapturedGraph, OutputKind
 from tvmbridge.graph_capture.memory.views import shares_elements
 

@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import CreationMeta, TorchDispatchMode, creation_meta
 from tvmbridge.core.types import ViewStep
 
 aten = torch.ops.aten
 
-_creation_meta = torch._C._autograd._get_creation_meta
-_CreationMeta = torch._C._autograd.CreationMeta
 # Views that autograd does not take for views of their base.
 _OWN_HISTORY = {
-    _CreationMeta.IN_CUSTOM_FUNCTION,
-    _CreationMeta.INFERENCE_MODE,
-    _CreationMeta.NO_GRAD_MODE,
+    CreationMeta.IN_CUSTOM_FUNCTION,
+    CreationMeta.INFERENCE_MODE,
+    CreationMeta.NO_GRAD_MODE,
 }
 
 
@@ -99,7 +97,7 @@ def has_other_history(output: torch.Tensor, base: torch.Tensor) -> bool:
     """Whether gradients do not flow from ``output`` to ``base`` as from a view of it."""
     if not output.requires_grad:
         return False
-    metas = {_creation_meta(t) for t in (output, base) if t._is_view()}
+    metas = {creation_meta(t) for t in (output, base) if t._is_view()}
     return bool(metas & _OWN_HISTORY) or root(output) is not root(base)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import TorchDispatchMode, pytree
 from tvmbridge.graph_capture.observe.observation import Observation
 
 

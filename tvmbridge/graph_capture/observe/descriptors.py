@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._prims_common import make_contiguous_strides_for
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgument
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import (
     InputDescriptor,
     InputKind,

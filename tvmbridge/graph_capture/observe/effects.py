@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, same_held
+from tvmbridge.core.torch_private import FakeTensor, set_grad_enabled
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
@@ -124,7 +124,7 @@ class QuestionWatch(TorchFunctionMode):
         self._records = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._C._set_grad_enabled and args[0] and not self._records:
+        if func is set_grad_enabled and args[0] and not self._records:
             self.asks.add(Question.GRADIENTS)
         if func in self._LAYOUT:
             self.asks.add(Question.LAYOUT)

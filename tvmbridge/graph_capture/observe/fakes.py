@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.contents import contents
+from tvmbridge.core.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    pytree,
+    storage_key,
+    symbolic_shapes,
+)
 from tvmbridge.graph_capture.memory.bases import overlap
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
@@ -36,7 +40,7 @@ class Fakes:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fakes:
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic_shapes().ShapeEnv())
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         # Each argument is a primal of its own, even where two are one tensor, or a parameter.
         given = [_fake(mode, leaf) for leaf in leaves]
@@ -55,10 +59,10 @@ def laid_out(tensor: torch.Tensor) -> Any:
 
 def _entwined(leaves: Sequence[Any], own: Sequence[torch.Tensor]) -> Iterator[int]:
     tensors = [t for t in (*leaves, *own) if isinstance(t, torch.Tensor)]
-    storages = [t.untyped_storage()._cdata for t in tensors]
+    storages = [storage_key(t) for t in tensors]
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            mine = leaf.untyped_storage()._cdata
+            mine = storage_key(leaf)
             others = [t for t, s in zip(tensors, storages, strict=True) if s == mine]
             if any(overlap([leaf, other]) for other in others if other is not leaf):
                 yield number

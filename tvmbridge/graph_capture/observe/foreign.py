@@ -12,13 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.contents import MISSING, is_constant
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import FakeTensor, TorchDispatchMode, pytree
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten

@@ -17,14 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.core.contents import CONTAINERS, DEPTH, all_held, attributes_of
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import (
+    DisableTorchFunction,
+    FakeTensor,
+    MetaTensorDescriber,
+    TorchDispatchMode,
+    pytree,
+)
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 
@@ -121,7 +124,7 @@ def saved_without_circles() -> Iterator[None]:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         return tensor.detach()
 
 

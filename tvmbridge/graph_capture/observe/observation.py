@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.structure import unflatten
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.aliasing import (
     Sharing,

@@ -19,11 +19,11 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
+from tvmbridge.core.torch_private import FakeTensor, is_compiling
 from tvmbridge.graph_capture.observe.data import holds_iterator
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
@@ -43,7 +43,7 @@ _ABOUT_COMPILERS = (
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
     torch.compiler.is_exporting,
-    torch._utils.is_compiling,
+    is_compiling,
 )
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
 # They may look up by a name that is computed.

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.torch_private import is_functional_tensor
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # Exactly these: what a subclass does is its own affair.
@@ -26,7 +27,7 @@ def unusual(tensor: torch.Tensor) -> str | None:
         "a nested tensor": tensor.is_nested,
         "a zero tensor": tensor._is_zerotensor(),
         "on the meta device": tensor.is_meta,
-        "a tensor of a function transform": torch._is_functional_tensor(tensor),
+        "a tensor of a function transform": is_functional_tensor(tensor),
     }
     return next((f"is {kind}" for kind, present in kinds.items() if present), None)
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import other_answer, unusual_in
 from tvmbridge.graph_capture.trace.standins import (
@@ -59,7 +59,7 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         CaptureError: the class of the module, an argument or one of its tensors cannot be captured,
             or a submodule has hooks.
     """
-    reason = _unusual_class(module) or unusual_in(module, tree_leaves((args, dict(kwargs))))
+    reason = _unusual_class(module) or unusual_in(module, pytree.tree_leaves((args, dict(kwargs))))
     hooked = hooked_submodule(module) if reason is None else None
     if hooked is not None:
         reason = (
@@ -76,7 +76,7 @@ def refuse_what_is_asked(module: nn.Module, arguments: Any, asks: Collection[Que
     Raises:
         CaptureError: forward asks that of the sample's tensors.
     """
-    reason = other_answer(asks, tree_leaves(arguments), tensors_of(module).values())
+    reason = other_answer(asks, pytree.tree_leaves(arguments), tensors_of(module).values())
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
 

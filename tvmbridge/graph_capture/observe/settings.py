@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import deterministic
 
-_C = torch._C
+from tvmbridge.core.torch_private import (
+    DisableTorchFunction,
+    InferenceMode,
+    default_device_context,
+    function_mode_count,
+    pop_function_mode,
+)
+
 _backends = torch.backends
 
 
@@ -34,13 +41,13 @@ def _flushes_denormals() -> bool:
 
 
 def _default_device() -> Any:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = getattr(default_device_context, "device_context", None)
     return None if context is None else context.device
 
 
 def _put_grad_mode(mode: bool) -> None:
     # Unseen by those who watch what forward does.
-    with _C.DisableTorchFunction():
+    with DisableTorchFunction():
         torch.set_grad_enabled(mode)
 
 
@@ -123,13 +130,13 @@ class Settings:
 
     def __init__(self) -> None:
         self._values = [setting.get() for setting in _SETTINGS]
-        self._modes = _C._len_torch_function_stack()
+        self._modes = function_mode_count()
 
     def changed(self) -> list[str]:
         """The names of those that have changed."""
         pairs = zip(_SETTINGS, self._values, strict=True)
         found = [setting.name for setting, value in pairs if setting.get() != value]
-        if not found and _C._len_torch_function_stack() != self._modes:
+        if not found and function_mode_count() != self._modes:
             found.append("a function mode that it entered")
         return found
 
@@ -138,8 +145,8 @@ class Settings:
         for setting, value in zip(_SETTINGS, self._values, strict=True):
             if setting.get() != value:
                 setting.put(value)
-        while _C._len_torch_function_stack() > self._modes:
-            _C._pop_torch_function_stack()
+        while function_mode_count() > self._modes:
+            pop_function_mode()
 
 
 @contextmanager
@@ -149,7 +156,7 @@ def settings_kept() -> Iterator[Settings]:
     try:
         # What is entered within it ends with it; it says of gradients what it thinks best.
         infers, records = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-        with _C._InferenceMode(infers):
+        with InferenceMode(infers):
             _put_grad_mode(records)
             yield settings
     finally:

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.core.assumptions import Answer
+from tvmbridge.core.torch_private import disable_current_modes, pytree, storage_key
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # Each call compares as many numbers as all that were asked have.
@@ -71,12 +70,12 @@ def small_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     if not buffers:
         return {}
     own = {id(t): t for t in tensors_of(module).values() if t.layout is torch.strided}
-    users = Counter(t.untyped_storage()._cdata for t in own.values())
-    with _disable_current_modes():
+    users = Counter(storage_key(t) for t in own.values())
+    with disable_current_modes():
         return {
             name: buffer.detach().clone()
             for name, buffer in buffers.items()
-            if users[buffer.untyped_storage()._cdata] == 1
+            if users[storage_key(buffer)] == 1
         }
 
 
@@ -137,7 +136,7 @@ class Answers(TorchFunctionMode):
         return result
 
     def _answer(self, asked: _Known) -> Any:
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             value = asked.make(self._values)
         self.answers.append(Answer(asked.names, asked.make, value))
         return value

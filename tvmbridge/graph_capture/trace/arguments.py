@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.assumptions import Check
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.structure import opened, unflatten
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.validation import Noted, noted_checks, raise_unless_passed
 
 # Stands, among the results, for an argument that is returned as the object that it is.

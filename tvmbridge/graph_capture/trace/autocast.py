@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._higher_order_ops.wrap import wrap_with_autocast
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import OpOverload, pytree, wrap_with_autocast
 from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
 
@@ -47,14 +46,14 @@ def refuse_other_dtypes(program: ExportedProgram) -> None:
 
 def _called_under_autocast(
     graph_module: fx.GraphModule,
-) -> Iterator[tuple[str, torch.dtype, torch._ops.OpOverload, fx.Node]]:
+) -> Iterator[tuple[str, torch.dtype, OpOverload, fx.Node]]:
     """Operators within regions where autocast is on, with its device and dtype."""
     for node in graph_module.graph.find_nodes(op="call_function", target=wrap_with_autocast):
         device, dtype, enabled, _, region, *_ = node.args
         inner = getattr(graph_module, region.target)
         yield from _called_under_autocast(inner)
         for call in inner.graph.nodes if enabled else ():
-            if isinstance(call.target, torch._ops.OpOverload):
+            if isinstance(call.target, OpOverload):
                 yield device, dtype, call.target, call
 
 

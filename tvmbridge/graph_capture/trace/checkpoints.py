@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import TorchDispatchMode, pytree, storage_key
 from tvmbridge.core.writes import written_by
 from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.trace.patches import patched_here
@@ -138,11 +137,7 @@ class _RecomputationCheck(TorchDispatchMode):
 
 
 def _storages(values: Any) -> dict[int, torch.Tensor]:
-    return {_storage(t): t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)}
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return {storage_key(t): t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor)}
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:

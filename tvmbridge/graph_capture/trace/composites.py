@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._export.utils
-from torch._C import DispatchKey
-from torch._ops import OperatorBase
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from tvmbridge.core.torch_private import DispatchKey, OperatorBase, export_utils, pytree
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 # Keys are left out of devices that a program has no values on.
@@ -46,9 +43,9 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
     def py_impl(genuine: Callable[..., Any], op: Any, key: Any) -> Callable[..., Any]:
         return _same if key in unused else genuine(op, key)
 
-    torch._export.utils._materialize_cpp_cia_ops()
+    export_utils._materialize_cpp_cia_ops()
     with (
-        patched_here(torch._export.utils, "_materialize_cpp_cia_ops", lambda genuine: None),
+        patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
         patched_here(OperatorBase, "py_impl", py_impl),
     ):
         yield

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.core.torch_private import disable_current_modes
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
@@ -24,7 +24,7 @@ def _apply(
     recurse: bool = True,
 ) -> nn.Module:
     """``module.to(...)`` and the like, without an effect where neither dtype nor device changes."""
-    with _disable_current_modes():
+    with disable_current_modes():
         kinds = {(t.dtype, t.device) for t in (*module.parameters(), *module.buffers())}
         probes = [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
         if all(fn(probe) is probe for probe in probes):

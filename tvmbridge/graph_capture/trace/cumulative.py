@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from tvmbridge.core.torch_private import BatchNorm
 from tvmbridge.graph_capture.trace.patches import patches
 
 
-@patches(_BatchNorm, "forward")
-def _forward_on_tensors(genuine: Any, self: _BatchNorm, input: torch.Tensor) -> Any:
+@patches(BatchNorm, "forward")
+def _forward_on_tensors(genuine: Any, self: BatchNorm, input: torch.Tensor) -> Any:
     count, averages = self.num_batches_tracked, (self.running_mean, self.running_var)
     if self.momentum is not None or not self.training or not self.track_running_stats:
         return genuine(self, input)

@@ -9,11 +9,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._C import DispatchKey
-from torch._decomp import core_aten_decompositions
 from torch.export import default_decompositions
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.core.torch_private import (
+    DispatchKey,
+    core_aten_decompositions,
+    disable_current_modes,
+    registered_kernels,
+)
 from tvmbridge.graph_capture.trace.attention import attention, attention_with_dropout, safe_softmax
 from tvmbridge.graph_capture.trace.extremes import EXTREMUM, extremum_taken_apart
 from tvmbridge.graph_capture.trace.promotion import promoting_as_kernels
@@ -124,7 +127,7 @@ def decomposition_table(*, differentiated: bool) -> dict[Any, Callable[..., Any]
         differentiated: attention is taken apart, because TVM's Gradient needs its parts and
             because its dropout must be drawn outside; otherwise it stays one kernel.
     """
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    registered = registered_kernels("CompositeImplicitAutograd")
     return dict(_table_with(differentiated, tuple(registered)))
 
 
@@ -253,7 +256,7 @@ def sort_as_eager(x: torch.Tensor, dim: int = -1, descending: bool = False) -> A
 
 def _view(x: torch.Tensor, shape: Sequence[int]) -> Any:
     """``view``, with a copy where another decomposition gave ``x`` strides that allow no view."""
-    with _disable_current_modes():
+    with disable_current_modes():
         meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         try:
             meta.view(shape)

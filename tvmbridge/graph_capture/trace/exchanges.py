@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-import torch.export._trace
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import export_trace
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 
@@ -67,7 +67,7 @@ def _value(
 
 def exchanges_left_alone() -> AbstractContextManager[Any]:
     """Within it torch.export does not look for exchanged buffers itself."""
-    return patched_here(torch.export._trace, "register_buffer_assignment_hook", _no_hook)
+    return patched_here(export_trace(), "register_buffer_assignment_hook", _no_hook)
 
 
 def _no_hook(genuine: Callable[..., Any], *args: Any) -> RemovableHandle:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.modules import activation, transformer
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import native_multi_head_attention, transformer_encoder_layer_fwd
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.patches import patched_here, patches
 
@@ -65,12 +66,12 @@ def _detected(
     return known
 
 
-@replaces(torch._native_multi_head_attention)
+@replaces(native_multi_head_attention)
 def _fused_attention(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _attention(*args, **kwargs)
 
 
-@replaces(torch._transformer_encoder_layer_fwd)
+@replaces(transformer_encoder_layer_fwd)
 def _fused_layer(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_autocast_enabled("cpu"):
         raise UnsupportedOperatorError(

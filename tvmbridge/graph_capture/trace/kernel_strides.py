@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._prims_common import make_contiguous_strides_for, suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tvmbridge.core.torch_private import (
+    FakeTensorMode,
+    OpOverload,
+    make_contiguous_strides_for,
+    suggest_memory_format,
+)
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten
@@ -132,7 +136,7 @@ def _is_pointwise(func: Any) -> bool:
     """
     if func in _POINTWISE:
         return True
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return False
     if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or func in _AS_ARGUMENT:
         return False

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
+from tvmbridge.core.torch_private import linalg_check_errors
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
 def _checked(
     result: torch.Tensor, failed: torch.Tensor, name: str, is_matrix: bool
 ) -> torch.Tensor:
-    torch._linalg_check_errors(failed, name, is_matrix=is_matrix)
+    linalg_check_errors(failed, name, is_matrix=is_matrix)
     return result.clone()
 
 

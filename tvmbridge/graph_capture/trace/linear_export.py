@@ -12,9 +12,10 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import torch.export._trace
+import torch
 import torch.export.exported_program
 
+from tvmbridge.core.torch_private import export_trace
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 
@@ -23,7 +24,7 @@ def export_in_linear_time() -> Iterator[None]:
     """Within it torch.export and decompositions do the same in less time, for this thread."""
     metadata = "_populate_param_buffer_metadata_to_new_gm"
     with ExitStack() as stack:
-        for owner in (torch.export._trace, torch.export.exported_program):
+        for owner in (export_trace(), torch.export.exported_program):
             stack.enter_context(patched_here(owner, metadata, _with_metadata))
         # The attribute of torch.export is a function of this name.
         unflatten = importlib.import_module("torch.export.unflatten")

@@ -10,10 +10,9 @@ import math
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import disable_current_modes, pytree
 
 _REFUSED = "without overflow"
 # A try would draw.
@@ -55,7 +54,7 @@ def _try_on_zeros(func: Any, args: Any, named: dict[str, Any]) -> None:
     numbers = [leaf for leaf in leaves if _is_large(leaf)]
     if not any(_exceeds(number, tensor.dtype) for number in numbers for tensor in tensors):
         return
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         zeros = [
             torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from tvmbridge.core.torch_private import storage_key
+
 OldNorm = WeightNorm | SpectralNorm
 
 
@@ -94,12 +96,10 @@ class OldNorms:
 def shared_with(names: Collection[str], module: nn.Module, outputs: Collection[Any]) -> str | None:
     """The name of a weight of ``names`` that one of ``outputs`` shares memory with."""
     made = {name: getattr(*_place(module, name)) for name in names}
-    storages = {
-        t.untyped_storage()._cdata: name for name, t in made.items() if isinstance(t, torch.Tensor)
-    }
+    storages = {storage_key(t): name for name, t in made.items() if isinstance(t, torch.Tensor)}
     for output in outputs:
         if isinstance(output, torch.Tensor) and output.layout is torch.strided:
-            name = storages.get(output.untyped_storage()._cdata)
+            name = storages.get(storage_key(output))
             if name is not None:
                 return name
     return None

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import assert_async
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
@@ -225,7 +226,7 @@ _OPERATORS: dict[Any, Any] = {
 
 _QUANTILES = (torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
 _ASSERTIONS = (
-    torch._assert_async,  # of a form that is not noted, or by another name
+    assert_async,  # of a form that is not noted, or by another name
     torch.ops.aten._assert_async.default,
     torch.ops.aten._assert_async.msg,
 )

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from tvmbridge.core.torch_private import OpOverload, disable_current_modes, pytree
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 Decomposition = Callable[..., Any]
@@ -84,7 +83,7 @@ def _differ_in_dtype(operands: Sequence[Any]) -> bool:
 
 
 def kernel_dtypes(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.dtype | None] | None:
     """The dtypes of the results of PyTorch's kernel for arguments of these dtypes and shapes.
 
@@ -104,7 +103,7 @@ def kernel_dtypes(
 
 
 def dtypes_of_zeros(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[torch.dtype | None] | None:
     """The dtypes that PyTorch's kernel gives its results for zeros of these dtypes and shapes.
 
@@ -113,7 +112,7 @@ def dtypes_of_zeros(
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if not _may_be_tried(op, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
         return None
-    with _disable_current_modes(), torch.no_grad():
+    with disable_current_modes(), torch.no_grad():
         zeros = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         try:
             positional, named = pytree.tree_unflatten(zeros, spec)
@@ -127,7 +126,7 @@ def dtypes_of_zeros(
     ]
 
 
-def _may_be_tried(op: torch._ops.OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
+def _may_be_tried(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
     random = torch.Tag.nondeterministic_seeded in op.tags
     known = all(isinstance(extent, int) for t in tensors for extent in t.shape)
     return known and not random and not op._schema.is_mutable

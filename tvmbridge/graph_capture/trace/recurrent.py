@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import innermost_transform, pack_padded_sequence
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.recurrent_ops import STACKS, differentiated_from_outputs
 
@@ -36,7 +37,7 @@ def recurrent_decompositions(table: dict[Any, Any]) -> dict[Any, Callable[..., N
     return {overload: refuse for overload in overloads if overload in table}
 
 
-@replaces(*_FUNCTIONS, torch._pack_padded_sequence)
+@replaces(*_FUNCTIONS, pack_padded_sequence)
 def _recurrent_layers(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The call of a recurrent function as calls of the operators that stand for it.
 
@@ -46,12 +47,12 @@ def _recurrent_layers(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     # For packed sequences the sizes of the batches come before the states.
     of_packed = "batch_sizes" in kwargs or (len(args) > 3 and isinstance(args[3], list | tuple))
-    if call.function is torch._pack_padded_sequence or of_packed:
+    if call.function is pack_padded_sequence or of_packed:
         raise UnsupportedOperatorError(
             "forward packs a padded sequence, and the values of the lengths decide what shape "
             "it has then; leave it padded, or dispatch the submodules before and behind it"
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if innermost_transform() is not None:
         raise UnsupportedOperatorError(
             "forward calls a recurrent layer within a transform of torch.func"
         )

@@ -13,9 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tvmbridge.core.custom_operator import NAMESPACE
+from tvmbridge.core.torch_private import (
+    DisablePythonDispatcher,
+    disable_current_modes,
+    mkldnn_enabled,
+    set_mkldnn_enabled,
+)
 from tvmbridge.graph_capture.trace.recurrent_backward import layer_gradients
 
 # ``batch_first`` is about the input alone: outputs have their steps first, and so has its gradient,
@@ -179,13 +184,13 @@ def _register_autograd(name: str, differentiate: Callable[..., list[torch.Tensor
 @contextmanager
 def _as_in_eager_pytorch() -> Iterator[None]:
     """Within it tensors are real in a trace, and oneDNN is on, which torch.export turns off."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(True)
+    before = mkldnn_enabled()
+    set_mkldnn_enabled(True)
     try:
-        with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+        with disable_current_modes(), DisablePythonDispatcher(), torch.no_grad():
             yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        set_mkldnn_enabled(before)
 
 
 def _steps_first(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:

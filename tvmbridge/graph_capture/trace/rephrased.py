@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import symbolic_shapes
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
@@ -49,7 +49,7 @@ def _data_assigned(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _asked(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return call(*args, **kwargs)
-    except GuardOnDataDependentSymNode as error:
+    except symbolic_shapes().GuardOnDataDependentSymNode as error:
         raise DependenceError(_ASKING[call.function]) from error
 
 

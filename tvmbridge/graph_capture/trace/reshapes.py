@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from tvmbridge.core.torch_private import OpOverload, pytree, storage_key
 from tvmbridge.core.writes import written_by
 
 aten = torch.ops.aten
@@ -70,7 +70,7 @@ def _decide(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         yield from _storages(written_by(node.target, node.args, node.kwargs))
 
 
@@ -79,4 +79,4 @@ def _storages(value: Any) -> Iterator[int]:
     for node in pytree.tree_leaves(value):
         found = node.meta.get("val") if isinstance(node, fx.Node) else None
         if isinstance(found, torch.Tensor):
-            yield found.untyped_storage()._cdata
+            yield storage_key(found)

@@ -15,10 +15,10 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.contents import all_held, contents
 from tvmbridge.core.structure import map_tensors
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.generators import Generators
 from tvmbridge.graph_capture.trace.patches import patched_here
 

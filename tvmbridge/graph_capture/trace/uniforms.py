@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
 
 _DRAWS = (torch.rand, torch.rand_like)

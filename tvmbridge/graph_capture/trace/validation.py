@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tvmbridge.core.assumptions import Check
+from tvmbridge.core.torch_private import FakeTensor
 from tvmbridge.graph_capture.trace.callers import calling_python_module
 from tvmbridge.graph_capture.trace.patches import patched_here
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.trace.arguments import Arguments, ArgumentWatch
 from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast

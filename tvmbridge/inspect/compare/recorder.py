@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tvmbridge.core.torch_private import TorchDispatchMode
 from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.noise import RRELU_NAME, base_name
 from tvmbridge.inspect.compare.trace import Trace, tensors_in

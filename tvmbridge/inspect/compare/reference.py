@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.memory.aliasing import aliases_of
 from tvmbridge.graph_capture.memory.bases import bases_of

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.libraries import register_caches
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 
 

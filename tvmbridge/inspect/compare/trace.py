@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.torch_private import pytree
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
 _FOREIGN = ("/torch/", "/tvmbridge/", "/contextlib.py", "<frozen", "<string>", "<eval_with_key>")
 
@@ -101,5 +103,5 @@ def user_source(stack_trace: str | None) -> str:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a nested structure of lists, tuples and dicts."""
-    leaves = torch.utils._pytree.tree_leaves(value)
+    leaves = pytree.tree_leaves(value)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -16,6 +16,7 @@ from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.graph_capture.capture import capture, normalize_sample
@@ -236,7 +237,7 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
     found: dict[str, tuple[list[str], str]] = {}
     for node in graph.nodes:
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload) or _tells_sizes(target):
+        if not isinstance(target, OpOverload) or _tells_sizes(target):
             continue
         try:
             refuse_what_cannot_run(node)
@@ -248,6 +249,6 @@ def _refused_operators(graph: fx.Graph) -> Iterator[OperatorUse]:
         yield OperatorUse(name, len(sources), lines, reason)
 
 
-def _tells_sizes(target: torch._ops.OpOverload) -> bool:
+def _tells_sizes(target: OpOverload) -> bool:
     """Whether it is about sizes, or checks something, and computes no tensor."""
     return target._schema.name.startswith(("aten::_assert", "aten::sym_"))

@@ -15,11 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards
 from torch.autograd import forward_ad
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import MISSING, same_value
+from tvmbridge.core.torch_private import (
+    GlobalStateGuard,
+    TensorGuards,
+    dispatch_mode_count,
+    function_mode_count,
+    innermost_transform,
+    saved_tensors_hooks_in_force,
+    tracing_state,
+)
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
@@ -27,7 +35,6 @@ from tvmbridge.runtime.guards.watch import versions_of, watch
 
 logger = logging.getLogger(__name__)
 
-_C = torch._C
 # Questions whose answers are not pinned by what is compared here.
 _ASKED_EACH_TIME = {
     Question.CLASS,
@@ -73,11 +80,11 @@ class FastGuard:
             "flatten": signature.flatten,
             "forward_ad": forward_ad,
             "is_compiling": torch.compiler.is_compiling,
-            "is_tracing": _C._get_tracing_state,
-            "num_dispatch_modes": _C._len_torch_dispatch_stack,
-            "num_function_modes": _C._len_torch_function_stack,
+            "is_tracing": tracing_state,
+            "num_dispatch_modes": dispatch_mode_count,
+            "num_function_modes": function_mode_count,
             "same_state": GlobalStateGuard().check,
-            "transforms": _C._functorch.peek_interpreter_stack,
+            "transforms": innermost_transform,
         }
         constants = state.constants
         self.pointers = tuple(t.data_ptr() for t in tensors)
@@ -149,7 +156,7 @@ class FastGuard:
         for condition in _MODES:
             self._refuse_if(condition)
         if records_writes:  # which a checkpoint must not repeat
-            self._names["saved_hooks"] = _C._autograd._top_saved_tensors_default_hooks
+            self._names["saved_hooks"] = saved_tensors_hooks_in_force
             self._refuse_if("saved_hooks(True) is not None")
 
     def _emit_module(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> None:

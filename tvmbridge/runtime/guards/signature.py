@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from tvmbridge.core.contents import same_value
+from tvmbridge.core.torch_private import has_storage, pytree
 from tvmbridge.graph_capture.observe.plain import PLAIN
 
 # What a function transform wraps has no memory of its own, also where it has outlived it.
-_has_storage = torch._C._has_storage
 
 
 class Signature:
@@ -80,7 +79,7 @@ class Signature:
                 return "an argument is not a plain tensor"
             if leaf.layout is not torch.strided or leaf.is_nested or leaf._is_zerotensor():
                 return "the layout of an input differs"
-            if not _has_storage(leaf):
+            if not has_storage(leaf):
                 return "an argument has left a function transform"
             if leaf.shape != shape:
                 return "the shape of an input differs"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.guards import TensorGuards
 
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
+from tvmbridge.core.torch_private import TensorGuards, has_storage
 from tvmbridge.core.types import CapturedGraph, InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS
@@ -280,7 +280,7 @@ class ModuleState:
                 return "the dtype of a parameter or buffer changed"
             if tensor.layout is not torch.strided:
                 return "the layout of a parameter or buffer changed"
-            if not torch._C._has_storage(tensor):
+            if not has_storage(tensor):
                 return "a parameter or buffer has left a function transform"
             if tensor.device != device:
                 return "the device of a parameter or buffer changed"

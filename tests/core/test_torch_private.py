@@ -1,0 +1,167 @@
+"""Private names of PyTorch: each is in the table, does what is relied on, and is imported once."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tvmbridge.core.torch_private import table
+from tvmbridge.core.torch_private.table import ATTRIBUTES, REPLACED, TABLE, PrivateName, problem
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / "tvmbridge" / "core" / "torch_private"
+# What the rule is not yet, or not, held to.
+# It runs in an installation that tvmbridge refuses, and imports none of it.
+EXEMPT = ("doctor/probes.py",)
+PATHS = {name.path.replace("()", "") for name in TABLE}
+PATCHED = {path.rpartition(".")[2] for path in PATHS}
+# Of objects, and of functions that are patched: other files use these by their names.
+ATTRIBUTES_OF = {name.path.rpartition(".")[2] for name in (*ATTRIBUTES, *REPLACED)}
+# Operators have such names, too, and are public.
+OPERATORS = ("aten", "_aten", "torch.ops")
+NOT_OF_PYTORCH = {"sys._getframe", "functools._lru_cache_wrapper", "_active_collector"}
+
+
+@pytest.mark.parametrize("name", TABLE, ids=lambda name: name.path)
+def test_pytorch_has_what_is_relied_on(name: PrivateName) -> None:
+    assert problem(name) is None
+
+
+def test_what_is_missing_or_different_is_named() -> None:
+    gone = PrivateName("torch._C._has_no_such_name", "a test", bool)
+    assert "torch._C._has_no_such_name, used for a test: AttributeError" in (problem(gone) or "")
+    module = PrivateName("torch._no_such_module.name", "a test", bool)
+    assert "has no attribute '_no_such_module'" in (problem(module) or "")
+    other = PrivateName("torch._C._get_tracing_state", "a test", lambda ask: ask())
+    assert "it does something else" in (problem(other) or "")
+    signature = table.checks.takes(1, 2, 3)
+    less = PrivateName("torch._functorch.utils.unwrap_dead_wrappers", "a test", signature)
+    assert "TypeError: too many positional arguments" in (problem(less) or "")
+
+
+def test_no_name_is_twice_in_the_table() -> None:
+    assert len({name.path for name in TABLE}) == len(TABLE)
+
+
+def test_all_that_is_imported_is_in_the_table() -> None:
+    tree = ast.parse((HOME / "__init__.py").read_text(encoding="utf-8"))
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    imported = {ast.unparse(value) for value in values}
+    modules = {path for path in imported if any(p.startswith(f"{path}.") for p in PATHS)}
+    assert imported - modules <= PATHS
+
+
+def test_no_name_is_kept_that_nobody_uses() -> None:
+    files = [path for path in (ROOT / "tvmbridge").rglob("*.py") if HOME not in path.parents]
+    files += (ROOT / "passes").rglob("*.py")
+    words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in files)))
+    tree = ast.parse((HOME / "__init__.py").read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            imported, private = map(ast.unparse, (node.targets[0], node.value))
+            assert {imported, private.rpartition(".")[2]} & words, f"{imported} is superfluous"
+    for name in (*ATTRIBUTES, *REPLACED):
+        last = name.path.rpartition(".")[2]
+        assert {last, last.removeprefix("_global")} & words, f"{name.path} is superfluous"
+
+
+def test_the_table_needs_nothing_of_tvmbridge() -> None:
+    """The doctor loads it where PyTorch lacks a name, so that tvmbridge cannot be imported."""
+    for path in (HOME / "table").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                assert not (node.module or "").startswith("tvmbridge")
+
+
+def test_dynamo_and_inductor_are_imported_when_they_are_needed() -> None:
+    names = "'torch._dynamo', 'torch._inductor.config', 'sympy'"
+    code = f"import sys, runpy; runpy.run_path({str(HOME / '__init__.py')!r})\n"
+    code += f"print([n for n in ({names}) if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_private_names_are_used_through_torch_private_alone() -> None:
+    found = {}
+    for path in sorted([*(ROOT / "tvmbridge").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]):
+        name = path.relative_to(ROOT).as_posix().removeprefix("tvmbridge/")
+        if not name.startswith(EXEMPT) and HOME not in path.parents:
+            names = list(private_names(ast.parse(path.read_text(encoding="utf-8"))))
+            found.update({name: names} if names else {})
+    assert found == {}
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """The private names of PyTorch in a file, with their lines, that should not be there."""
+    own = names_defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names if is_private(alias.name)]
+        elif isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names if not node.level]
+            found = [name for name in inner if is_private(name)]
+        elif isinstance(node, ast.Attribute) and is_hidden(node.attr):
+            found = [] if node.attr in own or is_allowed(node) else [ast.unparse(node)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("patched_here", "getattr"):
+            found = [
+                argument.value
+                for argument in node.args[1:2]
+                if isinstance(argument, ast.Constant) and is_hidden(str(argument.value))
+                if argument.value not in PATCHED | NOT_OF_PYTORCH
+            ]
+        else:
+            continue
+        yield from (f"{name}, line {node.lineno}" for name in found)
+
+
+def names_defined(tree: ast.Module) -> set[str]:
+    """What the file's own classes call their attributes and methods."""
+    names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            names.add(node.attr)
+    return names - ATTRIBUTES_OF
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_private(path: str) -> bool:
+    """Whether a name that is imported is one of PyTorch's that begin with an underscore."""
+    first, *parts = path.split(".")
+    return first == "torch" and any(map(is_hidden, parts))
+
+
+def is_allowed(node: ast.Attribute) -> bool:
+    owner = ast.unparse(node.value)
+    if owner == "torch" or owner.startswith("torch._"):
+        return False
+    operator = owner in OPERATORS or owner.startswith("torch.ops.")
+    return operator or ast.unparse(node) in NOT_OF_PYTORCH or node.attr in ATTRIBUTES_OF
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import torch._dynamo", 1),
+        ("from torch._subclasses import FakeTensor", 1),
+        ("from torch.utils import _pytree as pytree", 1),
+        ("from tvmbridge.core.torch_private import pytree", 0),
+        ("torch._C._has_storage(x)", 2),
+        ("x._version + x._backward_hooks", 0),
+        ("x._surely_private()", 1),
+        ("aten._softmax.default, torch.ops.aten._to_copy", 0),
+        ("patched_here(torch, '_check', f)", 0),
+        ("patched_here(torch, '_surely_private', f)", 1),
+        ("def _own(self): return other._own", 0),
+    ],
+)
+def test_the_rule_itself(line: str, found: int) -> None:
+    assert len(list(private_names(ast.parse(line)))) == found

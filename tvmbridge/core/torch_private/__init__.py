@@ -1,0 +1,108 @@
+"""PyTorch's private names: all that the bridge uses of them, under public ones.
+
+``table.py`` says of each what it is for, and checks that it does what is relied on. Private
+attributes of PyTorch's objects (``tensor._version``) are read where they are needed, but only those
+of the table. What takes long to import is a function here, called where it is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import torch._C._dynamo.guards
+import torch._decomp
+import torch._export.utils
+import torch._functorch.utils
+import torch._higher_order_ops.wrap
+import torch._ops
+import torch._prims_common
+import torch._subclasses.fake_tensor
+import torch._subclasses.meta_utils
+import torch._utils
+import torch.autograd.graph
+import torch.nn.modules.batchnorm
+import torch.utils._device
+import torch.utils._python_dispatch
+import torch.utils._pytree
+
+# Modules
+pytree = torch.utils._pytree
+export_utils = torch._export.utils
+functorch_utils = torch._functorch.utils
+
+# Operators and tensors
+DispatchKey = torch._C.DispatchKey
+OperatorBase = torch._ops.OperatorBase
+OpOverload = torch._ops.OpOverload
+registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
+core_aten_decompositions = torch._decomp.core_aten_decompositions
+wrap_with_autocast = torch._higher_order_ops.wrap.wrap_with_autocast
+make_contiguous_strides_for = torch._prims_common.make_contiguous_strides_for
+suggest_memory_format = torch._prims_common.suggest_memory_format
+has_storage = torch._C._has_storage
+storage_use_count = torch._C._storage_Use_Count
+is_functional_tensor = torch._is_functional_tensor
+GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard
+TensorGuards = torch._C._dynamo.guards.TensorGuards
+
+# Functions without a public name
+assert_async = torch._assert_async
+linalg_check_errors = torch._linalg_check_errors
+native_multi_head_attention = torch._native_multi_head_attention
+transformer_encoder_layer_fwd = torch._transformer_encoder_layer_fwd
+pack_padded_sequence = torch._pack_padded_sequence
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+
+# Fake tensors
+FakeTensor = torch._subclasses.fake_tensor.FakeTensor
+FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+DataDependentOutputException = torch._subclasses.fake_tensor.DataDependentOutputException
+MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber
+
+# Modes
+TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+disable_current_modes = torch.utils._python_dispatch._disable_current_modes
+dispatch_mode_count = torch._C._len_torch_dispatch_stack
+function_mode_count = torch._C._len_torch_function_stack
+function_mode_at = torch._C._get_function_stack_at
+pop_function_mode = torch._C._pop_torch_function_stack
+DisableTorchFunction = torch._C.DisableTorchFunction
+DeviceContext = torch.utils._device.DeviceContext
+default_device_context = torch._GLOBAL_DEVICE_CONTEXT
+DisablePythonDispatcher = torch._C._DisablePythonDispatcher
+mkldnn_enabled = torch._C._get_mkldnn_enabled
+set_mkldnn_enabled = torch._C._set_mkldnn_enabled
+is_compiling = torch._utils.is_compiling
+tracing_state = torch._C._get_tracing_state
+innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+# Autograd
+InferenceMode = torch._C._InferenceMode
+set_grad_enabled = torch._C._set_grad_enabled
+CreationMeta = torch._C._autograd.CreationMeta
+creation_meta = torch._C._autograd._get_creation_meta
+saved_tensors_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks
+backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+engine_run_backward = torch.autograd.graph._engine_run_backward
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What is equal for two tensors of one storage, while one of them lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def inductor_config() -> Any:
+    """The module of Inductor's settings."""
+    return importlib.import_module("torch._inductor.config")
+
+
+def export_trace() -> Any:
+    """The module of ``torch.export.export``."""
+    return importlib.import_module("torch.export._trace")
+
+
+def symbolic_shapes() -> Any:
+    """The module of the symbolic sizes that fake tensors have."""
+    return importlib.import_module("torch.fx.experimental.symbolic_shapes")

@@ -1,0 +1,32 @@
+"""Every private name of PyTorch that is used, what for, and what is relied on, as data.
+
+The doctor loads this package by its path, also where PyTorch lacks one of the names: so it imports
+nothing of tvmbridge, and its own modules relatively.
+"""
+
+from __future__ import annotations
+
+from .attributes import ATTRIBUTES
+from .checks import PrivateName, problem
+from .guards import GUARDS
+from .imported import IMPORTED
+from .modes import MODES
+from .replaced import REPLACED
+
+__all__ = [
+    "ATTRIBUTES",
+    "GUARDS",
+    "IMPORTED",
+    "MODES",
+    "REPLACED",
+    "TABLE",
+    "PrivateName",
+    "problem",
+]
+
+TABLE: tuple[PrivateName, ...] = (*IMPORTED, *GUARDS, *MODES, *ATTRIBUTES, *REPLACED)
+
+
+def problems() -> list[str]:
+    """What this PyTorch lacks, or does otherwise than is relied on, a sentence each."""
+    return [found for name in TABLE if (found := problem(name)) is not None]

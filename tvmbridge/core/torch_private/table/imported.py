@@ -1,0 +1,233 @@
+"""Operators, tensors and functions that are imported from PyTorch's private modules."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from .checks import PrivateName, has, has_local, has_schema, takes, weight, within
+
+
+def _flattens(pytree: Any) -> bool:
+    nested = {"a": [1, 2]}
+    leaves, spec = pytree.tree_flatten(nested)
+    return isinstance(spec, pytree.TreeSpec) and pytree.tree_unflatten(leaves, spec) == nested
+
+
+def _offers(pytree: Any) -> bool:
+    used = "GetAttrKey SUPPORTED_NODES keystr register_pytree_node tree_flatten_with_path "
+    used += "tree_is_leaf tree_leaves tree_map tree_map_only"
+    return has(*used.split())(pytree) and _flattens(pytree)
+
+
+def _fakes(kind: Any) -> bool:
+    mode = kind(allow_non_fake_inputs=True, shape_env=None)
+    fake = mode.from_tensor(torch.ones(2), static_shapes=True)
+    return bool(fake.fake_mode is mode)
+
+
+def _is_raised(kind: Any) -> bool:
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    fake = mode.from_tensor(torch.ones(()))
+    try:
+        fake.item()
+    except kind:
+        return True
+    return False
+
+
+def _counts(use_count: Any) -> bool:
+    x = torch.ones(2)
+    key = x.untyped_storage()._cdata
+    alone = use_count(key)
+    view = x[1:]
+    return bool(use_count(key) == alone + 1 and view is not None)
+
+
+def _keeps_graph(ask: Any) -> bool:
+    seen: list[bool] = []
+    total = weight().sum()
+    total.register_hook(lambda _: seen.append(ask()))
+    for keeps in (True, False):
+        total.backward(retain_graph=keeps)
+    return seen == [True, False]
+
+
+def _finds_hooks(top: Any) -> bool:
+    def pack(x: Any) -> Any:
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, pack)
+    return bool(within(hooks, lambda: top(True))[0] is pack)
+
+
+def _recomputes(kind: Any) -> bool:
+    """The hook of a checkpoint that recomputes is a function within the class of this name."""
+    seen: list[str] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack: Any = hooks[0] if hooks else None
+        seen.append(f"{pack.__module__}.{pack.__qualname__}")
+        return x.sin().sin()
+
+    checkpoint(forward, weight(), use_reentrant=False).sum().backward()
+    module = kind.__module__
+    return seen[0].startswith(module) and seen[1].startswith(f"{module}.{kind.__name__}")
+
+
+def _knows_creation(ask: Any) -> bool:
+    base = weight()
+    view = within(torch.no_grad(), lambda: base[:1])
+    return bool(ask(view) == torch._C._autograd.CreationMeta.NO_GRAD_MODE)
+
+
+_DEVICES = ("IPU", "XLA", "Lazy", "XPU", "MPS", "HPU", "CUDA")
+_KEYS = (*_DEVICES, *(f"Autograd{device}" for device in _DEVICES), "Autograd")
+_KEYS += tuple(f"AutogradPrivateUse{i}" for i in (1, 2, 3))
+
+IMPORTED = (
+    PrivateName("torch.utils._pytree", "nested arguments and results", _offers),
+    PrivateName(
+        "torch._C.DispatchKey",
+        "the kernels that are not prepared, or set aside, in a trace",
+        has(*_KEYS),
+    ),
+    PrivateName("torch._ops.OperatorBase", "the kernels that are not prepared", has("py_impl")),
+    PrivateName(
+        "torch._ops.OpOverload",
+        "telling operators from other functions in a graph",
+        lambda kind: isinstance(torch.ops.aten.sin.default, kind),
+    ),
+    PrivateName(
+        "torch._C._dispatch_get_registrations_for_dispatch_key",
+        "when the table of decompositions must be made again",
+        lambda ask: "aten::matmul" in ask("CompositeImplicitAutograd"),
+    ),
+    PrivateName(
+        "torch._decomp.core_aten_decompositions",
+        "taking joint functions apart",
+        lambda table: callable(table()[torch.ops.aten.mse_loss.default]),
+    ),
+    PrivateName(
+        "torch._higher_order_ops.wrap.wrap_with_autocast",
+        "finding the regions of a program under autocast",
+        takes("cpu", torch.bfloat16, True, None, len),
+    ),
+    PrivateName(
+        "torch._prims_common.make_contiguous_strides_for",
+        "strides of tensors that are described",
+        lambda strides: strides((2, 3)) == (3, 1),
+    ),
+    PrivateName(
+        "torch._prims_common.suggest_memory_format",
+        "the strides that kernels give",
+        lambda suggest: suggest(torch.ones(2, 3)) is torch.contiguous_format,
+    ),
+    PrivateName("torch._C._storage_Use_Count", "whether weights may be moved", _counts),
+    PrivateName(
+        "torch._is_functional_tensor",
+        "refusing tensors of function transforms",
+        lambda ask: ask(torch.ones(2)) is False,
+    ),
+    PrivateName("torch._assert_async", "assertions in forward", lambda f: f(torch.ones(1)) is None),
+    PrivateName(
+        "torch._linalg_check_errors",
+        "errors of linear algebra",
+        lambda f: f(torch.zeros((), dtype=torch.int32), "inverse", is_matrix=True) is None,
+    ),
+    PrivateName(
+        "torch._native_multi_head_attention",
+        "the fast path of attention",
+        has_schema("query", "key", "value", "embed_dim", "num_head", "qkv_weight", "qkv_bias"),
+    ),
+    PrivateName(
+        "torch._transformer_encoder_layer_fwd",
+        "the fast path of transformer layers",
+        has_schema("src", "embed_dim", "num_heads", "qkv_weight", "qkv_bias", "proj_weight"),
+    ),
+    PrivateName(
+        "torch._pack_padded_sequence",
+        "refusing sequences that forward packs",
+        has_schema("input", "lengths", "batch_first"),
+    ),
+    PrivateName(
+        "torch.ops.mkldnn._linear_pointwise.default",
+        "products by oneDNN, where PyTorch has it",
+        lambda op: [a.name for a in op._schema.arguments][:4] == ["X", "W", "B", "attr"],
+    ),
+    PrivateName(
+        "torch.nn.modules.batchnorm._BatchNorm",
+        "batch norms with cumulative averages",
+        lambda kind: issubclass(nn.BatchNorm1d, kind) and hasattr(kind, "_check_input_dim"),
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "telling values in a trace from real ones",
+        lambda kind: issubclass(kind, torch.Tensor),
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode", "running forward without data", _fakes
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.DataDependentOutputException",
+        "noticing what depends on data",
+        _is_raised,
+    ),
+    PrivateName(
+        "torch._subclasses.meta_utils.MetaTensorDescriber",
+        "letting go of tensors that a trace has described",
+        lambda kind: (
+            isinstance(kind().lookup_tensor, MutableMapping)
+            and isinstance(kind().lookup_storage, MutableMapping)
+        ),
+    ),
+    PrivateName(
+        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
+        "sizes that depend on data, in fake tensors",
+        lambda kind: kind() is not None,
+    ),
+    PrivateName(
+        "torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode",
+        "noticing decisions that depend on data",
+        lambda kind: issubclass(kind, Exception),
+    ),
+    PrivateName(
+        "torch._inductor.config",
+        "keeping draws that nothing reads",
+        lambda config: within(config.patch(fallback_random=True), lambda: config.fallback_random),
+    ),
+    PrivateName(
+        "torch._C._autograd.CreationMeta",
+        "views that are made anew",
+        has("NO_GRAD_MODE", "IN_CUSTOM_FUNCTION", "INFERENCE_MODE"),
+    ),
+    PrivateName(
+        "torch._C._autograd._get_creation_meta", "views that are made anew", _knows_creation
+    ),
+    PrivateName(
+        "torch._C._autograd._top_saved_tensors_default_hooks",
+        "checkpoints and other hooks on what is saved",
+        _finds_hooks,
+    ),
+    PrivateName(
+        "torch.utils.checkpoint._recomputation_hook",
+        "telling a checkpoint's recomputation from its first call",
+        _recomputes,
+    ),
+    PrivateName(
+        "torch._C._autograd._get_current_graph_task_keep_graph",
+        "letting go of what no second backward will need",
+        _keeps_graph,
+    ),
+    PrivateName(
+        "torch.autograd.graph._engine_run_backward",
+        "which gradients a running backward is asked for",
+        has_local("args"),
+    ),
+    PrivateName("torch.cuda._sleep", "the doctor's check of streams", callable),
+)
