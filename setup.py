@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).parent
 
@@ -69,6 +70,33 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
+def extensions() -> list[Extension]:
+    """The compiled half of the guards of calls, for the PyTorch that is installed.
+
+    It is left out where PyTorch cannot be seen (pip builds in an environment of its own, unless it
+    is told ``--no-build-isolation``), where Python has no versions of dictionaries, and where
+    compiling fails: tvmbridge then compares in Python, and a call costs more.
+    """
+    try:
+        from torch.utils.cpp_extension import include_paths, library_paths
+    except ImportError:
+        return []
+    if sys.version_info >= (3, 13):
+        return []
+    return [
+        Extension(
+            "tvmbridge.runtime._native",
+            ["tvmbridge/runtime/_native.cpp"],
+            include_dirs=include_paths(),
+            library_dirs=library_paths(),
+            libraries=["c10", "torch_cpu", "torch_python"],
+            extra_compile_args=["-std=c++20", "-O2"],
+            language="c++",
+            optional=True,
+        )
+    ]
+
+
 PACKAGES, FOLDERS = packages_and_folders()
 
 setup(
@@ -81,6 +109,7 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=PACKAGES,
     package_dir=FOLDERS,
+    ext_modules=extensions(),
     package_data={
         "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is

@@ -80,6 +80,11 @@ class LoadedModule:
                 values[i] = tvm_ffi.from_dlpack(tensor)
         return Bound(values, as_they_are)
 
+    def readable(self, name: str, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Which of ``tensors``, the first arguments of ``name``, it can read as they are."""
+        loose = self._loose(name, len(tensors))
+        return [i for i, t in enumerate(tensors) if _readable(t, loose[i])]
+
     def prepare(self, name: str, tensors: Sequence[Any], bound: Bound | None = None) -> list[Any]:
         """``tensors`` as ``name`` may read them: copied where it cannot; or what is ``bound``."""
         loose = self._loose(name, len(tensors))

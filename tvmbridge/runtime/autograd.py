@@ -101,13 +101,14 @@ class TrainingCall:
             node.watched = Watched(results, self.readers)  # type: ignore[attr-defined]
         return results
 
-    def hold(self, primals: Mapping[int, torch.Tensor]) -> Held:
+    def hold(self, primals: Mapping[int, torch.Tensor], as_they_are: Sequence[int]) -> Held:
         """Convert ``primals`` that stay the same from call to call, by position, once.
 
-        They are all tensors of the module, and its packed weights.
+        They are all tensors of the module, and its packed weights. Those at ``as_they_are`` are
+        known to be readable by compiled code at each call.
         """
         parts, loaded = self.parts, self.compiled.loaded
-        forward = loaded.bind("forward", primals, self.num_primals)
+        forward = loaded.bind("forward", primals, self.num_primals, as_they_are)
         rereads = {
             i: primals[p]
             for i, p in enumerate(self.reads)

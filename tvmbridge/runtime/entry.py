@@ -241,11 +241,14 @@ class CompiledEntry:
                 return None
             held[i] = pack
         strides = self._layouts.strides(leaves, tensors)
+        given = [leaves[p] for p in self._positions]
+        as_they_are = self.compiled.loaded.readable("forward", given)
         if self._training is not None:
-            held_for = self._training.hold(held)
+            held_for = self._training.hold(held, as_they_are)
             fast = FastPath(self, guard, list(tensors), strides, held=held_for)
         else:
-            bound = self.compiled.loaded.bind("forward", held, packed + len(self._packs))
+            count = packed + len(self._packs)
+            bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
             fast = FastPath(self, guard, list(tensors), strides, bound=bound)
         self._packing.readers.add(fast)
         return fast

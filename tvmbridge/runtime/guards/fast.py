@@ -1,10 +1,10 @@
 """The fast guard of a compiled entry: one generated function that says that nothing has changed.
 
 It is made after a call that the full guards (``state.py``, ``layout.py``, ...) let pass, and pins
-what they looked at to what it was: dictionaries and addresses by a :class:`~.watch.Watch`, tensors
-by PyTorch's ``TensorGuards`` with their strides, PyTorch's modes by its ``GlobalStateGuard``. So it
-may say no where the code would fit, and then the full guards decide and name the reason; where it
-says yes, they would let the call pass as well. What an entry does not have emits nothing.
+what they looked at to what it was: dictionaries and tensors of the module by a
+:class:`~.watch.Watch`, arguments with their strides, PyTorch's modes by its ``GlobalStateGuard``.
+So it may say no where the code would fit, and then the full guards decide and name the reason;
+where it says yes, they would let the call pass as well. What an entry does not have emits nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.torch_private import (
     GlobalStateGuard,
-    TensorGuards,
     dispatch_mode_count,
     function_mode_count,
     innermost_transform,
@@ -31,7 +30,7 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
-from tvmbridge.runtime.guards.watch import versions_of, watch
+from tvmbridge.runtime.guards.watch import alike, versions_of, watch
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class FastGuard:
         self.pointers = tuple(t.data_ptr() for t in tensors)
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
-        self._emit_tensors(signature, leaves, [*tensors, *constants])
+        self._emit_tensors(signature, leaves)
         self._emit_surroundings(records_writes)
         self._emit_module(state, [*tensors, *constants])
         self._emit_memory(signature, written)
@@ -139,18 +138,13 @@ class FastGuard:
                 same = self._name("same", same_value)
                 self._refuse_if(f"not {same}({leaf}, {self._name('constant', value)})")
 
-    def _emit_tensors(
-        self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> None:
+    def _emit_tensors(self, signature: Signature, leaves: Sequence[Any]) -> None:
         """Classes, dispatch keys, dtypes, devices, shapes, strides and requires_grad of all."""
         positions = [i for i, *_ in signature.tensors]
         if positions:
-            guard = self._name("arguments", _tensor_guards([leaves[i] for i in positions]).check)
+            check = self._name("alike", alike([leaves[i] for i in positions]))
             given = ", ".join(f"leaves[{i}]" for i in positions)
-            self._refuse_if(f"not {guard}({given})")
-        if tensors:
-            guard = self._name("alike", _tensor_guards(tensors).check)
-            self._refuse_if(f"not {guard}(*{self._name('tensors', tuple(tensors))})")
+            self._refuse_if(f"not {check}({given})")
 
     def _emit_surroundings(self, records_writes: bool) -> None:
         for condition in _MODES:
@@ -202,13 +196,6 @@ def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:
         if alias is not None and alias.kind is InputKind.BUFFER and alias.key not in names:
             return False
     return state.is_plain and not captured.assumptions.asks & _ASKED_EACH_TIME
-
-
-def _tensor_guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
-    # As PyTorch's own guards call it; the annotations there lack the list of tensors.
-    shapes: Any = [list(t.shape) for t in tensors]
-    strides: Any = [list(t.stride()) for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
 
 
 _numbers = iter(range(1 << 62))

@@ -1,27 +1,38 @@
-"""Watches: whether dictionaries, classes of objects and the memory of tensors are what they were.
+"""Watches: whether dictionaries, classes of objects and tensors are what they were.
 
 A module's structure, attributes and hooks live in dictionaries. While none of these has changed,
 every tensor that was looked up in them is still the one to use, so that a call looks nothing up.
-The question is asked at each call: where ``runtime/_native.c`` could be compiled, in one call that
-compares versions of dictionaries; otherwise by :class:`PythonWatch`.
+The question is asked at each call: where ``runtime/_native.cpp`` could be compiled, in one call
+that compares versions of dictionaries; otherwise in Python, with PyTorch's ``TensorGuards``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
-try:
-    from tvmbridge.runtime import _native
-except ImportError:  # there was no C compiler, or this Python has no versions of dictionaries
-    _native = None  # type: ignore[assignment]
+from tvmbridge.core.torch_private import TensorGuards
 
+_ALIGNMENT_MASK = 63
 _data_ptr = torch.Tensor.data_ptr
 _version = operator.attrgetter("_version")
+
+
+def _compiled() -> Any:
+    """The compiled half; None where it could not be built, or was built for another PyTorch."""
+    try:
+        from tvmbridge.runtime import _native
+    except ImportError:
+        return None
+    same = torch.__version__.split("+")[0] == _native.TORCH_VERSION
+    return _native if same else None
+
+
+_native = _compiled()
 
 
 class Watch(Protocol):
@@ -37,7 +48,7 @@ class PythonWatch:
     Args:
         dicts: dictionaries, which are held.
         objects: objects of which the classes are remembered.
-        tensors: tensors of which the addresses are remembered.
+        tensors: tensors of which all but the values is remembered, the addresses too.
     """
 
     def __init__(
@@ -51,6 +62,7 @@ class PythonWatch:
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._types = list(map(type, self._objects))
         self._pointers = list(map(_data_ptr, self._tensors))
+        self._guards = _tensor_guards(self._tensors)
 
     def unchanged(self) -> bool:
         """Whether all of it is as it was."""
@@ -59,6 +71,7 @@ class PythonWatch:
             and list(map(type, self._objects)) == self._types
             and _same(chain.from_iterable(self._dicts), self._keys)
             and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
+            and self._guards(*self._tensors)
             and list(map(_data_ptr, self._tensors)) == self._pointers
         )
 
@@ -67,16 +80,43 @@ def _same(now: Iterable[Any], before: list[Any]) -> bool:
     return all(map(operator.is_, now, before))
 
 
+def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """PyTorch's comparison of all but values and addresses."""
+    if not tensors:
+        return lambda: True
+    # As PyTorch's own guards call it; the annotations there lack the list of tensors.
+    shapes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
 def watch(
     dicts: Sequence[dict[Any, Any]], objects: Sequence[Any], tensors: Sequence[torch.Tensor]
 ) -> Watch:
-    """Remember the ``dicts``, the classes of ``objects`` and the addresses of ``tensors``."""
+    """Remember the ``dicts``, the classes of ``objects``, and ``tensors`` with their addresses."""
     if _native is None:
         return PythonWatch(dicts, objects, tensors)
-    try:
-        return _native.Watch(tuple(dicts), tuple(objects), tuple(tensors), torch.Tensor)
-    except Exception:  # a dtype that DLPack has no name for
-        return PythonWatch(dicts, objects, tensors)
+    made: Watch = _native.Watch(tuple(dicts), tuple(objects), tuple(tensors))
+    return made
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that says whether tensors are like these in all but values and addresses.
+
+    One must begin at an aligned address (of 64 bytes) where the one here does.
+    """
+    if _native is not None:
+        check: Callable[..., bool] = _native.Alike(*tensors).check
+        return check
+    guards = _tensor_guards(tensors)
+    aligned = [not t.data_ptr() & _ALIGNMENT_MASK for t in tensors]
+
+    def checked(*given: torch.Tensor) -> bool:
+        return guards(*given) and not any(
+            must and t.data_ptr() & _ALIGNMENT_MASK for must, t in zip(aligned, given, strict=True)
+        )
+
+    return checked
 
 
 def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
@@ -87,7 +127,8 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     """
     if _native is None:
         return tuple(map(_version, tensors))
-    return _native.versions(tensors)
+    found: tuple[int, ...] = _native.versions(tensors)
+    return found
 
 
 def is_native() -> bool:

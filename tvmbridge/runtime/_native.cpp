@@ -1,0 +1,309 @@
+// The compiled half of guards/watch.py: says in one call whether dictionaries, classes of objects and
+// tensors are what they were. Built where there is a C++ compiler and PyTorch's headers; without it the
+// same questions are asked in Python.
+//
+// Dictionaries are compared by their version (PEP 509), which CPython has up to 3.12. The object is only
+// right for the PyTorch that it was built for: who imports it compares TORCH_VERSION first.
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/version.h>
+
+#include <cstdint>
+#include <new>
+#include <vector>
+
+#if PY_VERSION_HEX >= 0x030D0000
+#error "dictionaries have no version from Python 3.13 on; guards/watch.py compares them itself"
+#endif
+
+namespace {
+
+constexpr uintptr_t kAlignment = 64;
+
+uint64_t version_of(PyObject *dict) {
+#if PY_VERSION_HEX >= 0x030C0000
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    // The lowest bits say who watches the dictionary.
+    return reinterpret_cast<PyDictObject *>(dict)->ma_version_tag >> 8;
+#pragma GCC diagnostic pop
+#else
+    return reinterpret_cast<PyDictObject *>(dict)->ma_version_tag;
+#endif
+}
+
+uintptr_t address_of(const c10::TensorImpl *impl) {
+    if (!impl->has_storage())
+        return 0;
+    auto begin = reinterpret_cast<uintptr_t>(impl->unsafe_storage().data());
+    return begin + impl->storage_offset() * impl->itemsize();
+}
+
+// What compiled code assumes of a tensor beside its values.
+struct Properties {
+    PyTypeObject *type; // borrowed: compared, never read
+    c10::DispatchKeySet keys;
+    caffe2::TypeMeta dtype;
+    c10::Device device;
+    bool requires_grad;
+    bool aligned;
+    std::vector<int64_t> shape;
+    std::vector<int64_t> strides;
+
+    explicit Properties(PyObject *object, const c10::TensorImpl *impl)
+        : type(Py_TYPE(object)), keys(impl->key_set()), dtype(impl->dtype()),
+          device(impl->device()), requires_grad(impl->requires_grad()),
+          aligned(address_of(impl) % kAlignment == 0), shape(impl->sizes().vec()),
+          strides(impl->strides().vec()) {}
+
+    bool hold(PyObject *object) const {
+        // The class first: only then is it known to be a tensor.
+        if (Py_TYPE(object) != type)
+            return false;
+        const c10::TensorImpl *impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+        return impl->key_set() == keys && impl->dtype() == dtype && impl->device() == device &&
+               impl->requires_grad() == requires_grad && impl->sizes() == shape &&
+               impl->strides() == strides && (!aligned || address_of(impl) % kAlignment == 0);
+    }
+};
+
+bool is_plain(PyObject *object) {
+    if (!THPVariable_Check(object)) {
+        PyErr_SetString(PyExc_TypeError, "expected tensors");
+        return false;
+    }
+    const c10::TensorImpl *impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+    if (impl->layout() != c10::kStrided || !impl->has_storage()) {
+        PyErr_SetString(PyExc_TypeError, "expected tensors with memory of their own");
+        return false;
+    }
+    return true;
+}
+
+// Watch ------------------------------------------------------------------------------------------
+
+struct Watched {
+    std::vector<uint64_t> versions;
+    std::vector<PyTypeObject *> types;
+    std::vector<Properties> tensors;
+    std::vector<uintptr_t> addresses;
+};
+
+struct Watch {
+    PyObject_HEAD
+    PyObject *dicts;
+    PyObject *objects;
+    PyObject *tensors;
+    Watched *watched;
+};
+
+int watch_traverse(Watch *self, visitproc visit, void *arg) {
+    Py_VISIT(self->dicts);
+    Py_VISIT(self->objects);
+    Py_VISIT(self->tensors);
+    return 0;
+}
+
+int watch_clear(Watch *self) {
+    Py_CLEAR(self->dicts);
+    Py_CLEAR(self->objects);
+    Py_CLEAR(self->tensors);
+    return 0;
+}
+
+void watch_dealloc(Watch *self) {
+    PyObject_GC_UnTrack(self);
+    watch_clear(self);
+    delete self->watched;
+    Py_TYPE(self)->tp_free(reinterpret_cast<PyObject *>(self));
+}
+
+PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    PyObject *dicts, *objects, *tensors;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
+                          &PyTuple_Type, &tensors))
+        return nullptr;
+    auto *self = reinterpret_cast<Watch *>(type->tp_alloc(type, 0));
+    if (self == nullptr)
+        return nullptr;
+    self->dicts = Py_NewRef(dicts);
+    self->objects = Py_NewRef(objects);
+    self->tensors = Py_NewRef(tensors);
+    self->watched = new Watched();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dicts); i++) {
+        PyObject *dict = PyTuple_GET_ITEM(dicts, i);
+        if (!PyDict_Check(dict)) {
+            PyErr_SetString(PyExc_TypeError, "expected dictionaries");
+            Py_DECREF(self);
+            return nullptr;
+        }
+        self->watched->versions.push_back(version_of(dict));
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++)
+        self->watched->types.push_back(Py_TYPE(PyTuple_GET_ITEM(objects, i)));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); i++) {
+        PyObject *tensor = PyTuple_GET_ITEM(tensors, i);
+        if (!is_plain(tensor)) {
+            Py_DECREF(self);
+            return nullptr;
+        }
+        const c10::TensorImpl *impl = THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+        self->watched->tensors.emplace_back(tensor, impl);
+        self->watched->addresses.push_back(address_of(impl));
+    }
+    return reinterpret_cast<PyObject *>(self);
+}
+
+PyObject *watch_unchanged(Watch *self, PyObject *) {
+    // Without branches, so that the loads, most of which miss the cache, overlap.
+    uint64_t changed = 0;
+    const Watched &before = *self->watched;
+    PyObject **items = reinterpret_cast<PyTupleObject *>(self->dicts)->ob_item;
+    for (size_t i = 0; i < before.versions.size(); i++)
+        changed |= version_of(items[i]) ^ before.versions[i];
+    items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
+    for (size_t i = 0; i < before.types.size(); i++)
+        changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
+    if (changed)
+        Py_RETURN_FALSE;
+    items = reinterpret_cast<PyTupleObject *>(self->tensors)->ob_item;
+    for (size_t i = 0; i < before.tensors.size(); i++) {
+        if (!before.tensors[i].hold(items[i]))
+            Py_RETURN_FALSE;
+        if (address_of(THPVariable_Unpack(items[i]).unsafeGetTensorImpl()) != before.addresses[i])
+            Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+PyMethodDef watch_methods[] = {
+    {"unchanged", reinterpret_cast<PyCFunction>(watch_unchanged), METH_NOARGS,
+     "unchanged() -> bool\n--\n\nWhether all is as it was when this was made."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyTypeObject WatchType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Alike ------------------------------------------------------------------------------------------
+
+struct Alike {
+    PyObject_HEAD
+    std::vector<Properties> *expected;
+};
+
+void alike_dealloc(Alike *self) {
+    delete self->expected;
+    Py_TYPE(self)->tp_free(reinterpret_cast<PyObject *>(self));
+}
+
+PyObject *alike_new(PyTypeObject *type, PyObject *args, PyObject *) {
+    auto *self = reinterpret_cast<Alike *>(type->tp_alloc(type, 0));
+    if (self == nullptr)
+        return nullptr;
+    self->expected = new std::vector<Properties>();
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++) {
+        PyObject *tensor = PyTuple_GET_ITEM(args, i);
+        if (!is_plain(tensor)) {
+            Py_DECREF(self);
+            return nullptr;
+        }
+        self->expected->emplace_back(tensor, THPVariable_Unpack(tensor).unsafeGetTensorImpl());
+    }
+    return reinterpret_cast<PyObject *>(self);
+}
+
+PyObject *alike_check(Alike *self, PyObject *const *given, Py_ssize_t count) {
+    if (count != Py_ssize_t(self->expected->size()))
+        Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (!(*self->expected)[i].hold(given[i]))
+            Py_RETURN_FALSE;
+    Py_RETURN_TRUE;
+}
+
+PyMethodDef alike_methods[] = {
+    {"check", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(alike_check)),
+     METH_FASTCALL, "check(*tensors) -> bool\n--\n\nWhether they are like those of the beginning."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyTypeObject AlikeType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Functions --------------------------------------------------------------------------------------
+
+PyObject *versions(PyObject *, PyObject *tensors) {
+    if (!PyTuple_Check(tensors)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple of tensors");
+        return nullptr;
+    }
+    Py_ssize_t count = PyTuple_GET_SIZE(tensors);
+    PyObject *found = PyTuple_New(count);
+    if (found == nullptr)
+        return nullptr;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *object = PyTuple_GET_ITEM(tensors, i);
+        PyObject *number = nullptr;
+        if (!THPVariable_Check(object)) {
+            PyErr_SetString(PyExc_TypeError, "expected a tuple of tensors");
+        } else {
+            const at::Tensor &tensor = THPVariable_Unpack(object);
+            if (tensor.is_inference())
+                PyErr_SetString(PyExc_RuntimeError, "tensors of inference mode have no version");
+            else
+                number = PyLong_FromLongLong(tensor._version());
+        }
+        if (number == nullptr) {
+            Py_DECREF(found);
+            return nullptr;
+        }
+        PyTuple_SET_ITEM(found, i, number);
+    }
+    return found;
+}
+
+PyMethodDef functions[] = {
+    {"versions", versions, METH_O,
+     "versions(tensors) -> tuple\n--\n\nHow often each tensor of a tuple was written."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "tvmbridge.runtime._native",
+    "The compiled half of tvmbridge.runtime.guards.watch.",
+    -1,
+    functions,
+};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__native(void) {
+    WatchType.tp_name = "tvmbridge.runtime._native.Watch";
+    WatchType.tp_doc = "Watch(dicts, objects, tensors)\n--\n\nRemembers what they are.";
+    WatchType.tp_basicsize = sizeof(Watch);
+    WatchType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
+    WatchType.tp_new = watch_new;
+    WatchType.tp_dealloc = reinterpret_cast<destructor>(watch_dealloc);
+    WatchType.tp_traverse = reinterpret_cast<traverseproc>(watch_traverse);
+    WatchType.tp_clear = reinterpret_cast<inquiry>(watch_clear);
+    WatchType.tp_methods = watch_methods;
+    AlikeType.tp_name = "tvmbridge.runtime._native.Alike";
+    AlikeType.tp_doc = "Alike(*tensors)\n--\n\nRemembers all of them but values and addresses.";
+    AlikeType.tp_basicsize = sizeof(Alike);
+    AlikeType.tp_flags = Py_TPFLAGS_DEFAULT;
+    AlikeType.tp_new = alike_new;
+    AlikeType.tp_dealloc = reinterpret_cast<destructor>(alike_dealloc);
+    AlikeType.tp_methods = alike_methods;
+    if (PyType_Ready(&WatchType) < 0 || PyType_Ready(&AlikeType) < 0)
+        return nullptr;
+    PyObject *module = PyModule_Create(&definition);
+    if (module == nullptr)
+        return nullptr;
+    if (PyModule_AddObjectRef(module, "Watch", reinterpret_cast<PyObject *>(&WatchType)) < 0 ||
+        PyModule_AddObjectRef(module, "Alike", reinterpret_cast<PyObject *>(&AlikeType)) < 0 ||
+        PyModule_AddStringConstant(module, "TORCH_VERSION", TORCH_VERSION) < 0) {
+        Py_DECREF(module);
+        return nullptr;
+    }
+    return module;
+}
