@@ -279,31 +279,41 @@ class _CompiledFunction(torch.autograd.Function):
         refuse_unusual(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
-        with torch.no_grad():
-            saved = ctx.saved_tensors
-        reason = _not_again(ctx)
-        if reason is None:
-            gradients = _recorded_gradients(ctx, cotangents)
-        else:
-            with torch.no_grad(), step.call.packing:
-                gradients = _run_backward(step, step.restored(saved), cotangents)
+        if torch.is_grad_enabled():
+            return (None, *_backward_to_differentiate(ctx, cotangents))
+        with step.call.packing:
+            gradients = _run_backward(step, step.restored(ctx.saved_tensors), cotangents)
         if any(gradient is None for gradient in gradients):
             _refuse_hooks_without_gradient(ctx, gradients)
-        if torch.is_grad_enabled():
-            if reason is not None:
-                arrived = [c for c in cotangents if c is not None]
-                gradients = refuse(gradients, [*ctx.sources, *arrived], reason)
-        elif not backward_keeps_graph():
+        if not backward_keeps_graph():
             ctx.sources, step.again = (), "backward has run"
         return (None, *gradients)
 
 
-def _not_again(ctx: Any) -> str | None:
-    """Why backward runs compiled code and not the own forward again; None: it does the latter."""
-    if not torch.is_grad_enabled():
-        return "its gradients need no derivative"
-    again: SecondOrderCall | str = ctx.step.again
-    return again if isinstance(again, str) else again.refused(_wanted(ctx))
+def _backward_to_differentiate(
+    ctx: Any, cotangents: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients where backward is recorded itself (``create_graph=True``).
+
+    They are those of the module's own forward, run again; where that cannot be, those of compiled
+    code, which raise when they are differentiated.
+    """
+    step: _Step = ctx.step
+    with torch.no_grad():
+        saved = ctx.saved_tensors
+    again = step.again
+    reason = again if isinstance(again, str) else again.refused(_wanted(ctx))
+    if reason is None:
+        gradients = _recorded_gradients(ctx, cotangents)
+    else:
+        with torch.no_grad(), step.call.packing:
+            gradients = _run_backward(step, step.restored(saved), cotangents)
+    if any(gradient is None for gradient in gradients):
+        _refuse_hooks_without_gradient(ctx, gradients)
+    if reason is None:
+        return gradients
+    arrived = [c for c in cotangents if c is not None]
+    return refuse(gradients, [*ctx.sources, *arrived], reason)
 
 
 def _recorded_gradients(

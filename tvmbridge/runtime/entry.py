@@ -34,7 +34,7 @@ from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
-from tvmbridge.runtime.second_order import SecondOrder
+from tvmbridge.runtime.second_order import Pinned, SecondOrder
 
 
 class CompiledEntry:
@@ -245,7 +245,8 @@ class CompiledEntry:
         as_they_are = self.compiled.loaded.readable("forward", given)
         if self._training is not None:
             held_for = self._training.hold(held, as_they_are)
-            fast = FastPath(self, guard, list(tensors), strides, held=held_for)
+            pinned = self.second_order.pin(tensors)
+            fast = FastPath(self, guard, list(tensors), strides, held=held_for, pinned=pinned)
         else:
             count = packed + len(self._packs)
             bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
@@ -275,8 +276,7 @@ class CompiledEntry:
         ):
             fast = None
         if training is not None:
-            pointers = None if fast is None else fast.guard.pointers
-            again = self.second_order.call(leaves, tensors, pointers)
+            again = self.second_order.call(leaves, tensors, fast.pinned if fast else None)
         primals = self._primals(leaves, tensors)
         for names, slots in self._packs:
             members = [tensors[i] for i in slots]
@@ -317,6 +317,7 @@ class FastPath:
     strides: Strides
     bound: Bound | None = None
     held: Held | None = None
+    pinned: Pinned | None = None
     outdated: list[torch.Tensor] = field(default_factory=list)
 
 

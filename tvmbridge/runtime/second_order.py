@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ from tvmbridge.runtime.guards.forwards import own_forward
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import versions_of
-
-_data_ptr = torch.Tensor.data_ptr
 
 Mismatch = Callable[[Sequence[Any], Sequence[Any]], str | None]
 
@@ -54,17 +53,18 @@ class SecondOrder:
         self.backwards = 0
 
     def call(
-        self,
-        leaves: Sequence[Any],
-        tensors: Sequence[Any],
-        pointers: Sequence[int] | None = None,
+        self, leaves: Sequence[Any], tensors: Sequence[Any], pinned: Pinned | None = None
     ) -> SecondOrderCall | str:
         """What is kept of a call with these arguments' leaves and tensors of the module.
 
-        ``pointers`` are the addresses of ``tensors``, where they are known. A string says why
-        nothing is kept: forward must not run again.
+        ``pinned`` is what a fast guard knows of the call. A string says why nothing is kept:
+        forward must not run again.
         """
-        return self._refused or SecondOrderCall(self, leaves, tensors, pointers)
+        return self._refused or SecondOrderCall(self, leaves, tensors, pinned or self.pin(tensors))
+
+    def pin(self, tensors: Sequence[Any]) -> Pinned:
+        """What a fast guard lets no call pass without."""
+        return Pinned([t.data_ptr() for t in tensors], self.mode())
 
     def changed(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> str | None:
         """Why forward would do another thing now than at the call; None: it would not."""
@@ -77,9 +77,9 @@ class SecondOrder:
         """The mode of a call made now."""
         return Mode.of_now(self._state.module.training, needs_grad=True)
 
-    def primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    def primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of compiled code that gradients may be asked for by, in its order."""
-        return [*(leaves[p] for p in self._positions), *tensors]
+        return (*[leaves[p] for p in self._positions], *tensors)
 
     def outputs(self, leaves: Sequence[Any], generator: torch.Tensor | None) -> list[torch.Tensor]:
         """The computed outputs, by the module's own forward.
@@ -102,6 +102,14 @@ class SecondOrder:
         return [results[place] for place in self._places]
 
 
+@dataclass(frozen=True)
+class Pinned:
+    """The addresses of the module's tensors at a call, and its mode."""
+
+    pointers: Sequence[int]
+    mode: Mode
+
+
 class SecondOrderCall:
     """One call, with its arguments: it gives gradients that can be differentiated."""
 
@@ -110,36 +118,34 @@ class SecondOrderCall:
         own: SecondOrder,
         leaves: Sequence[Any],
         tensors: Sequence[Any],
-        pointers: Sequence[int] | None,
+        pinned: Pinned,
     ) -> None:
         self._own = own
         self._leaves = leaves
         self._tensors = tensors
         self._primals = own.primals(leaves, tensors)
-        self._mode = own.mode()
+        self._pinned = pinned
         self._versions = self._versions_now()
-        given = self._primals[: len(self._primals) - len(tensors)]
-        known = map(_data_ptr, tensors) if pointers is None else pointers
-        self._pointers = [*map(_data_ptr, given), *known]
+        self._given = [t.data_ptr() for t in self._primals[: len(self._primals) - len(tensors)]]
         self._generator = torch.get_rng_state() if own.draws else None
 
     def _versions_now(self) -> tuple[int, ...] | None:
         """The versions of all tensors; None where they are not known."""
         try:
-            return versions_of(tuple(self._primals))
+            return versions_of(self._primals)
         except RuntimeError:  # tensors of inference mode have no version
             return None
 
     def _is_written(self) -> bool:
         if self._versions is None or self._versions != self._versions_now():
             return True
-        return self._pointers != list(map(_data_ptr, self._primals))
+        return [*self._given, *self._pinned.pointers] != [t.data_ptr() for t in self._primals]
 
     def refused(self, wanted: Sequence[int]) -> str | None:
         """Why gradients by the primals ``wanted`` cannot be had in this way; None: they can."""
         if self._is_written():
             return "an input or a tensor of the module was written since"
-        if self._mode != self._own.mode():
+        if self._pinned.mode != self._own.mode():
             return "the module was put into another mode since, or PyTorch"
         first = len(self._primals) - len(self._tensors)
         held = [self._primals[i] for i in wanted if i >= first]

@@ -86,7 +86,6 @@ class FastGuard:
             "transforms": innermost_transform,
         }
         constants = state.constants
-        self.pointers = tuple(t.data_ptr() for t in tensors)
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
         self._emit_tensors(signature, leaves)
