@@ -28,7 +28,7 @@ _GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# The library's entries of experts but one have no loop over those that some token has chosen.
+# The library's variants of experts but one have no loop over those that some token has chosen.
 _EXPERTS = {**_LLAMA, "experts_implementation": "batched_mm", "output_router_logits": True}
 
 

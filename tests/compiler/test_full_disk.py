@@ -64,7 +64,7 @@ def test_a_directory_of_records_out_of_reach(
     forbidden = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     monkeypatch.setattr(Folder, "exists", property(lambda _: _raise(forbidden)))
     assert_served(nn.Softmax(-1))
-    for message in ("No such file or directory", "circle", "Permission denied"):
+    for message in ("circle", "Permission denied"):
         assert message in caplog.text
 
 
@@ -72,16 +72,24 @@ def _raise(error: OSError) -> Any:
     raise error
 
 
-def test_tuning_keeps_what_it_has_and_says_where_there_is_no_room(tmp_path: Path) -> None:
+def test_tuning_keeps_what_it_has_and_says_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = Folder.below(tmp_path, host_target())
     folder.open_for_writing()
     task = softmax_task()
     index, _ = folder.add_task(task)
-    (folder.path / RECORDS).symlink_to(FULL)
-    with pytest.raises(BridgeError, match="No space left on device"):
-        folder.add_records(index, [record_of(task, right, 1e-6)])
-    (folder.path / RECORDS).unlink()
+    # Records are not written through a link, so that the full device must be opened in their place.
+    genuine = os.open
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "open", lambda path, *rest: genuine(_full(Path(path)), *rest))
+        with pytest.raises(BridgeError, match="No space left on device"):
+            folder.add_records(index, [record_of(task, right, 1e-6)])
     assert list(folder.load()) == [task]
+
+
+def _full(path: Path) -> Path:
+    return FULL if path.name == RECORDS else path
 
 
 def test_without_room_for_a_temporary_file_loops_run_on_other_threads(

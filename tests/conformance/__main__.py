@@ -57,7 +57,7 @@ def _has(op: Any, dtype: torch.dtype, mode: str) -> bool:
 
 
 def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Full names for what the user wrote: a name stands for all its entries."""
+    """Full names for what the user wrote: a name stands for all its variants."""
     names = [n for w in wanted for n in known if w in (n, n.split(":")[0])]
     missing = [w for w in wanted if not any(w in (n, n.split(":")[0]) for n in known)]
     if missing:

@@ -1,4 +1,4 @@
-"""A case: one call of an operator, and entries of it that are hard."""
+"""A case: one call of an operator, and variants of it that are hard."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def case_of(label: str, sample: Any) -> Case:
     return Case(label, tuple(detached), spec, tuple(t.requires_grad for t in tensors))
 
 
-def entries(case: Case, special: str | None) -> Iterator[Case]:
+def variants(case: Case, special: str | None) -> Iterator[Case]:
     """Cases of the same operator with special values, strides, shapes and dtypes.
 
     Not every operator takes every one of them; eager PyTorch decides. ``special`` says which

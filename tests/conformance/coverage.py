@@ -72,9 +72,9 @@ UNDEFINED_VALUES = frozenset(
 
 
 def full_name(op: Any) -> str:
-    """The operator's name with its entry, as ``name`` or ``name:entry``."""
-    entry = op.variant_test_name
-    return f"{op.name}:{entry}" if entry else str(op.name)
+    """The operator's name with its variant, as ``name`` or ``name:variant``."""
+    variant = op.variant_test_name
+    return f"{op.name}:{variant}" if variant else str(op.name)
 
 
 def is_covered(op: Any) -> bool:

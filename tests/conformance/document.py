@@ -26,7 +26,7 @@ Results = dict[str, dict[str, str]]
 
 _HEAD = """# Operators
 
-What PyTorch's own samples of each operator (OpInfo), and harder entries of them, become on the
+What PyTorch's own samples of each operator (OpInfo), and harder variants of them, become on the
 whole way from `torch.export` to compiled code, compared with eager PyTorch in structure, dtype,
 shape and values; and the same for gradients.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Samples of an entry, beside the entries of one of them.
+# Samples of an entry, beside the variants of one of them.
 QUICK_LIMIT = 2
 
 _NAMES = """

@@ -169,7 +169,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             worker.close()
             worker = Worker()
             if progress.eager is not None:
-                # Not a crash of ours: PyTorch's own kernel cannot run this entry of a sample.
+                # Not a crash of ours: PyTorch's own kernel cannot run this variant of a sample.
                 progress.left_out.append(progress.eager)
                 progress.eager = None
                 continue

@@ -1,4 +1,4 @@
-"""The cases of an operator: PyTorch's own samples, and entries of them."""
+"""The cases of an operator: PyTorch's own samples, and variants of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from tests.conformance.case import Case, case_of, entries
+from tests.conformance.case import Case, case_of, variants
 from tests.conformance.coverage import (
     UNDEFINED_VALUES,
     every_operator,
@@ -52,7 +52,7 @@ _SIZED_BY_VALUES = frozenset(
 
 
 def _is_defined(name: str, case: Case, gradient: bool) -> bool:
-    """Whether eager PyTorch says what a entry of a sample, or its ``gradient``, gives."""
+    """Whether eager PyTorch says what a variant of a sample, or its ``gradient``, gives."""
     kind = case.label.split(" ", 1)[1]
     if name in _NOT_GROWN and kind in ("empty", "scalar"):
         return False
@@ -105,7 +105,7 @@ def cases_of_samples(samples: Iterable[Any]) -> list[Case]:
 def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = False) -> list[Case]:
     """The cases of one operator and dtype, always the same ones in the same order.
 
-    With a ``limit`` the entries of the first suitable sample are on top of it.
+    With a ``limit`` the variants of the first suitable sample are on top of it.
     """
     op = operators()[name]
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     cases = _choose(plain, limit)
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
         special = None if name in _ORDINARY_ONLY else "finite" if name in _FINITE_ONLY else "all"
-        cases += [v for v in entries(case, special) if _is_defined(name, v, gradient)]
+        cases += [v for v in variants(case, special) if _is_defined(name, v, gradient)]
         strided = case_of(f"{case.label} strided", samples[int(case.label)].noncontiguous())
         cases.append(strided)
     return cases

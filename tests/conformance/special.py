@@ -64,19 +64,19 @@ class SpecialCheck:
     def accepts(self, case: Case) -> bool:
         """Whether eager PyTorch accepts a case with any special values in it."""
         places = fillable(case, self.dtype)
-        entries = {f.label: self._accepted(case, f, places) for f in self.fillings}
-        self._filled[case.label] = {name: c for name, c in entries.items() if c is not None}
+        variants = {f.label: self._accepted(case, f, places) for f in self.fillings}
+        self._filled[case.label] = {name: c for name, c in variants.items() if c is not None}
         return bool(self._filled[case.label])
 
     def _accepted(self, case: Case, filling: Filling, places: Sequence[int]) -> Case | None:
         if filling.cotangents:
             return case if any(case.requires) and self._runs(case) else None
-        entry = filled(case, filling, places)
-        if entry is None or self._runs(entry):
-            return entry
+        variant = filled(case, filling, places)
+        if variant is None or self._runs(variant):
+            return variant
         fit = [p for p in places if (v := filled(case, filling, [p])) and self._runs(v)]
-        entry = filled(case, filling, fit)
-        return entry if entry is not None and self._runs(entry) else None
+        variant = filled(case, filling, fit)
+        return variant if variant is not None and self._runs(variant) else None
 
     def _runs(self, case: Case) -> bool:
         gradient = self.joint is not None
@@ -161,11 +161,11 @@ class SpecialCheck:
         except torch.linalg.LinAlgError:
             # Whether LAPACK's iterations converge depends on where the matrix lies.
             return
-        for index, (case, entry) in enumerate(zip(cases, now, strict=True)):
+        for index, (case, variant) in enumerate(zip(cases, now, strict=True)):
             if filling.label not in self._filled[case.label]:
                 continue
-            question = Question(self.operator, entry, gradient, strewing)
-            found = _difference(question, ours, theirs, index, self._strictness(entry, filling))
+            question = Question(self.operator, variant, gradient, strewing)
+            found = _difference(question, ours, theirs, index, self._strictness(variant, filling))
             if found:
                 yield case, f"{filling.label}: {found}"
 

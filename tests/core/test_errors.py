@@ -14,9 +14,9 @@ from tvmbridge import (
     CaptureError,
     UnsupportedOperatorError,
     add_tvm_dispatch,
-    compiler,
 )
 from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.runtime import entry_compiler
 
 
 class Branching(nn.Module):
@@ -134,7 +134,7 @@ def test_a_mistake_of_the_compiler_is_a_build_error(monkeypatch: pytest.MonkeyPa
     def mistaken(*_: Any, **__: Any) -> Any:
         raise KeyError("val")
 
-    monkeypatch.setattr(compiler, "compile_module", mistaken)
+    monkeypatch.setattr(entry_compiler, "compile_module", mistaken)
     with pytest.raises(BuildError, match=r"fails on Linear \(KeyError: 'val'\)"):
         add_tvm_dispatch(nn.Linear(3, 3), torch.ones(2, 3))
     # A bad sample is told before it.

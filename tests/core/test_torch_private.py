@@ -25,7 +25,12 @@ PATCHED = {path.rpartition(".")[2] for path in PATHS}
 ATTRIBUTES_OF = {name.path.rpartition(".")[2] for name in (*ATTRIBUTES, *REPLACED)}
 # Operators have such names, too, and are public.
 OPERATORS = ("aten", "_aten", "torch.ops")
-NOT_OF_PYTORCH = {"sys._getframe", "functools._lru_cache_wrapper", "_active_collector"}
+NOT_OF_PYTORCH = {
+    "os.environ._data",
+    "sys._getframe",
+    "functools._lru_cache_wrapper",
+    "_active_collector",
+}
 
 
 @pytest.mark.parametrize("name", TABLE, ids=lambda name: name.path)

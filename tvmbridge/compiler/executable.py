@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,16 @@ def _readable(tensor: torch.Tensor, anywhere: bool) -> bool:
     if not tensor.is_contiguous() or tensor.is_neg():
         return False
     return anywhere or not tensor.data_ptr() & _ALIGNMENT_MASK
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor in the memory of ``tensor``, which it does not keep alive.
+
+    Who holds the tensor or its memory is counted: before it is exchanged for another
+    (``torch.utils.swap_tensors``), and before it is moved into a pack.
+    """
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 class Bound:
@@ -76,8 +87,8 @@ class LoadedModule:
         loose = self._loose(name, count)
         values: list[Any] = [None] * count
         for i, tensor in held.items():
-            if _readable(tensor, loose[i]):
-                values[i] = tvm_ffi.from_dlpack(tensor)
+            if _readable(tensor, loose[i]) and tensor.nbytes:
+                values[i] = tvm_ffi.from_dlpack(_borrowed(tensor))
         return Bound(values, as_they_are)
 
     def readable(self, name: str, tensors: Sequence[torch.Tensor]) -> list[int]:

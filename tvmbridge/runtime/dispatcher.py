@@ -99,12 +99,15 @@ class Dispatcher(StandsForForward):
             if self.own is not None:
                 return self.own(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
-        for fast, specialization in self._fast:
+        known = self._fast
+        for fast, specialization in known:
             leaves = fast.guard.check(args, kwargs)
             if leaves is not None:
                 if sys.getrefcount(self) > _ALONE and self._is_of_copy(sys._getframe(1)):
                     break
                 specialization.last_use = next(self._uses)
+                if fast is not known[0][0]:
+                    self._ask_first(fast, specialization)
                 return fast.entry.run_fast(fast, leaves, (args, kwargs))
         caller = calling_module(sys._getframe(1))
         if caller is not None and caller is not self.module:
@@ -166,8 +169,12 @@ class Dispatcher(StandsForForward):
         """Ask ``entry`` first at the next call."""
         fast = entry.renew_fast(specialization.signature, leaves)
         if fast is not None:
-            others = [known for known in self._fast if known[0].entry is not entry]
-            self._fast = ((fast, specialization), *others[: _MOST_FAST - 1])
+            self._ask_first(fast, specialization)
+
+    def _ask_first(self, fast: FastPath, specialization: Specialization) -> None:
+        others = [known for known in self._fast if known[0].entry is not fast.entry]
+        self._fast = ((fast, specialization), *others[: _MOST_FAST - 1])
+        specialization.put_first(fast.entry)
 
     def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
         """The mode of this call; or why nothing that was compiled can serve it."""

@@ -49,17 +49,17 @@ class Specialization:
         for entry in entries:
             if entry.fits_flags(leaves, entry.state.tensors()):
                 if entry is not entries[0]:
-                    self._put_first(mode, entry)
+                    self.put_first(entry)
                 return entry
         return entries[0]
 
-    def _put_first(self, mode: Mode, entry: CompiledEntry) -> None:
+    def put_first(self, entry: CompiledEntry) -> None:
+        """Note that of its mode ``entry`` is the one that was used last."""
         with self._changing:
-            entries = self.entries.get(mode, ())
             # Another thread may have dropped it.
-            if entry in entries:
-                others = (v for v in entries if v is not entry)
-                self.entries[mode] = (entry, *others)
+            for mode, entries in self.entries.items():
+                if entry in entries:
+                    self.entries[mode] = (entry, *(e for e in entries if e is not entry))
 
     def known(self, mode: Mode, flags: Flags) -> CompiledEntry | str | None:
         """What was compiled for these flags, or why it is not there; None: it was not tried."""

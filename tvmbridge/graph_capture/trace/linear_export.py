@@ -28,7 +28,7 @@ def export_in_linear_time() -> Iterator[None]:
             stack.enter_context(patched_here(owner, metadata, _with_metadata))
         # The attribute of torch.export is a function of this name.
         unflatten = importlib.import_module("torch.export.unflatten")
-        stack.enter_context(patched_here(unflatten, "_is_call_name", _is_call_name))
+        stack.enter_context(patched_here(unflatten, "_is_call_name", _begins_alike))
         yield
 
 
@@ -43,6 +43,6 @@ def _with_metadata(
     genuine(metadata, module, names)
 
 
-def _is_call_name(genuine: Callable[..., bool], call_name: str, base: str) -> bool:
+def _begins_alike(genuine: Callable[..., bool], call_name: str, base: str) -> bool:
     """Whether ``call_name`` is ``base``, or ``base@2`` and so on."""
     return call_name.startswith(base) and genuine(call_name, base)

@@ -111,12 +111,17 @@ class _Check:
         captured = entry.compiled.captured
         primals = [d for d in captured.inputs if d.kind is not InputKind.CONSTANT]
         self._titles = [title(d) for d in primals]
-        # A tied parameter is several primals, of which one may have the gradient of all.
+        # A tied parameter is several primals, of which one may have the gradient of all. Backward
+        # returns the gradients of those that it reaches.
         self._differentiated: dict[str, list[int]] = {}
-        for i, name in enumerate(self._titles):
-            if primals[i].requires_grad:
+        parts = entry.compiled.split
+        place = {} if parts is None else {name: i for i, name in enumerate(parts.wanted)}
+        for primal, name in zip(primals, self._titles, strict=True):
+            if primal.requires_grad:
                 tied = captured.assumptions.aliases.get(name, name)
-                self._differentiated.setdefault(tied, []).append(i)
+                places = self._differentiated.setdefault(tied, [])
+                if primal.name in place:
+                    places.append(place[primal.name])
 
     def run(self, leaves: Sequence[Any], tensors: Sequence[Any], arguments: Arguments) -> Any:
         results: list[Sequence[torch.Tensor]] = []

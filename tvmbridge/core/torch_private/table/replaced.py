@@ -17,6 +17,17 @@ def _is_called_by_apply(_: Any) -> bool:
 
 
 REPLACED = (
+    PrivateName("torch.export.unflatten._is_call_name", "exporting in linear time", takes("", "")),
+    PrivateName(
+        "torch.export._trace._populate_param_buffer_metadata_to_new_gm",
+        "exporting in linear time",
+        takes(None, None, None),
+    ),
+    PrivateName(
+        "torch.export.exported_program._populate_param_buffer_metadata_to_new_gm",
+        "decomposing in linear time",
+        takes(None, None, None),
+    ),
     PrivateName(
         "torch._functorch.utils.unwrap_dead_wrappers",
         "noticing custom autograd functions",
