@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from transformers import BertConfig, BertModel
 
 from benchmarks.common import Row, alternate, parser, report
@@ -34,6 +35,7 @@ class Canned:
     def __init__(self) -> None:
         self.genuine = LoadedModule.call
         self.results: dict[str, list[torch.Tensor]] = {}
+        self.fresh = 2
 
     def record(self, loaded: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
         """Make the call and keep its results."""
@@ -41,9 +43,9 @@ class Canned:
         return list(self.results[name])
 
     def replay(self, _: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
-        """The results that were kept; the first is a fresh output for autograd."""
-        first, *rest = self.results[name]
-        return [first.detach(), *rest]
+        """The results that were kept, of which the first are fresh outputs for autograd."""
+        results = self.results[name]
+        return [*(r.detach() for r in results[: self.fresh]), *results[self.fresh :]]
 
 
 def small_network() -> Made:
@@ -103,15 +105,15 @@ def inference(name: str, made: Callable[[], Made], rounds: int, bound: float) ->
 
 
 class Least(torch.autograd.Function):
-    """Returns a tensor that it is given, and in backward gradients that it is given."""
+    """Returns tensors that it is given, and in backward gradients that it is given."""
 
     @staticmethod
-    def forward(ctx: Any, kept: tuple[torch.Tensor, list[torch.Tensor]], *_: Any) -> torch.Tensor:
-        output, ctx.gradients = kept
-        return output.detach()
+    def forward(ctx: Any, kept: tuple[list[torch.Tensor], list[torch.Tensor]], *_: Any) -> Any:
+        outputs, ctx.gradients = kept
+        return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
         return (None, *ctx.gradients)
 
 
@@ -119,19 +121,18 @@ def training(name: str, made: Callable[[], Made], rounds: int, bound: float) -> 
     """The cost of forward and backward together."""
     module, sample = made()
     add_tvm_dispatch(module.train(), sample)
-    first = first_tensor(module(sample))
-    cotangent = torch.ones_like(first)
+    outputs = pytree.tree_leaves(module(sample))
+    cotangents = [torch.ones_like(output) for output in outputs]
     wanted = [p for p in module.parameters() if p.requires_grad]
 
     def step() -> object:
-        output = first_tensor(module(sample))
-        return torch.autograd.grad(output, wanted, cotangent, allow_unused=True)
+        return torch.autograd.grad(pytree.tree_leaves(module(sample)), wanted, cotangents)
 
-    kept = (first.detach(), [torch.zeros_like(p) for p in wanted])
+    kept = ([o.detach() for o in outputs], [torch.zeros_like(p) for p in wanted])
 
     def least() -> object:
-        output = Least.apply(kept, *wanted)  # type: ignore[no-untyped-call]
-        return torch.autograd.grad(output, wanted, cotangent)
+        found = Least.apply(kept, *wanted)  # type: ignore[no-untyped-call]
+        return torch.autograd.grad(pytree.tree_leaves(found), wanted, cotangents)
 
     with canned(module, step):
         cost, floor = alternate([step, least], rounds=rounds, warmup=50)
@@ -139,11 +140,6 @@ def training(name: str, made: Callable[[], Made], rounds: int, bound: float) -> 
         Row(f"forward and backward, {name}, autograd alone", floor * 1e6, "us"),
         Row(f"forward and backward, {name}, beyond that", (cost - floor) * 1e6, "us", bound),
     ]
-
-
-def first_tensor(results: Any) -> torch.Tensor:
-    """The first of several results, which the loss is of."""
-    return results if isinstance(results, torch.Tensor) else results[0]
 
 
 def whole(rounds: int) -> list[Row]:

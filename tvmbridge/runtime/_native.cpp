@@ -94,6 +94,9 @@ struct Watch {
     PyObject *dicts;
     PyObject *objects;
     PyObject *tensors;
+    PyObject *places;    // tuple of (dict, key, value)
+    PyObject *functions; // tuple of (function, code, defaults or None)
+    PyObject *missing;   // stands for no value at a place
     Watched *watched;
 };
 
@@ -101,6 +104,9 @@ int watch_traverse(Watch *self, visitproc visit, void *arg) {
     Py_VISIT(self->dicts);
     Py_VISIT(self->objects);
     Py_VISIT(self->tensors);
+    Py_VISIT(self->places);
+    Py_VISIT(self->functions);
+    Py_VISIT(self->missing);
     return 0;
 }
 
@@ -108,6 +114,9 @@ int watch_clear(Watch *self) {
     Py_CLEAR(self->dicts);
     Py_CLEAR(self->objects);
     Py_CLEAR(self->tensors);
+    Py_CLEAR(self->places);
+    Py_CLEAR(self->functions);
+    Py_CLEAR(self->missing);
     return 0;
 }
 
@@ -118,10 +127,42 @@ void watch_dealloc(Watch *self) {
     Py_TYPE(self)->tp_free(reinterpret_cast<PyObject *>(self));
 }
 
+// Whether `items` holds triples that each begin with an object of class `first`.
+bool all_triples(PyObject *items, PyTypeObject *first) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(items); i++) {
+        PyObject *item = PyTuple_GET_ITEM(items, i);
+        if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 3 ||
+            !PyObject_TypeCheck(PyTuple_GET_ITEM(item, 0), first)) {
+            PyErr_SetString(PyExc_TypeError, "expected triples of an object and what it has");
+            return false;
+        }
+    }
+    return true;
+}
+
+bool place_holds(const Watch *self, PyObject *place) {
+    PyObject *value = PyDict_GetItemWithError(PyTuple_GET_ITEM(place, 0), PyTuple_GET_ITEM(place, 1));
+    if (value == nullptr) {
+        PyErr_Clear();
+        value = self->missing;
+    }
+    return value == PyTuple_GET_ITEM(place, 2);
+}
+
+bool function_holds(PyObject *item) {
+    PyObject *function = PyTuple_GET_ITEM(item, 0);
+    PyObject *defaults = PyFunction_GET_DEFAULTS(function);
+    return PyFunction_GET_CODE(function) == PyTuple_GET_ITEM(item, 1) &&
+           (defaults == nullptr ? Py_None : defaults) == PyTuple_GET_ITEM(item, 2);
+}
+
 PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    PyObject *dicts, *objects, *tensors;
-    if (!PyArg_ParseTuple(args, "O!O!O!", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
-                          &PyTuple_Type, &tensors))
+    PyObject *dicts, *objects, *tensors, *places, *functions, *missing;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
+                          &PyTuple_Type, &tensors, &PyTuple_Type, &places, &PyTuple_Type,
+                          &functions, &missing))
+        return nullptr;
+    if (!all_triples(places, &PyDict_Type) || !all_triples(functions, &PyFunction_Type))
         return nullptr;
     auto *self = reinterpret_cast<Watch *>(type->tp_alloc(type, 0));
     if (self == nullptr)
@@ -129,6 +170,9 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
     self->dicts = Py_NewRef(dicts);
     self->objects = Py_NewRef(objects);
     self->tensors = Py_NewRef(tensors);
+    self->places = Py_NewRef(places);
+    self->functions = Py_NewRef(functions);
+    self->missing = Py_NewRef(missing);
     self->watched = new Watched();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dicts); i++) {
         PyObject *dict = PyTuple_GET_ITEM(dicts, i);
@@ -166,6 +210,12 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
         changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
     if (changed)
         Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++)
+        if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
+            Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->functions); i++)
+        if (!function_holds(PyTuple_GET_ITEM(self->functions, i)))
+            Py_RETURN_FALSE;
     items = reinterpret_cast<PyTupleObject *>(self->tensors)->ob_item;
     for (size_t i = 0; i < before.tensors.size(); i++) {
         if (!before.tensors[i].hold(items[i]))
@@ -279,7 +329,8 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void) {
     WatchType.tp_name = "tvmbridge.runtime._native.Watch";
-    WatchType.tp_doc = "Watch(dicts, objects, tensors)\n--\n\nRemembers what they are.";
+    WatchType.tp_doc = "Watch(dicts, objects, tensors, places, functions, missing)\n--\n\n"
+                       "Remembers what they are.";
     WatchType.tp_basicsize = sizeof(Watch);
     WatchType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
     WatchType.tp_new = watch_new;

@@ -10,6 +10,9 @@ class Watch:
         dicts: tuple[dict[Any, Any], ...],
         objects: tuple[Any, ...],
         tensors: tuple[torch.Tensor, ...],
+        places: tuple[tuple[dict[Any, Any], Any, Any], ...],
+        functions: tuple[tuple[Any, Any, Any], ...],
+        missing: Any,
     ) -> None: ...
     def unchanged(self) -> bool: ...
 

@@ -171,10 +171,10 @@ class Codes:
 
     def __init__(self, values: Iterable[Any]) -> None:
         functions = [f for value in values for f in _functions(value)]
-        self._before = [(f, f.__code__, f.__defaults__) for f in functions]
+        self.before = [(f, f.__code__, f.__defaults__) for f in functions]
 
     def get(self, name: str, default: Any) -> Any:
-        for function, code, before in self._before:  # This runs at every call.
+        for function, code, before in self.before:  # This runs at every call.
             if function.__code__ is not code or function.__defaults__ is not before:
                 return function
         return self

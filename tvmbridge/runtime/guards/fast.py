@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +29,18 @@ from tvmbridge.core.torch_private import (
     tracing_state,
 )
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
+from tvmbridge.graph_capture.observe.watching import Codes
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
-from tvmbridge.runtime.guards.watch import alike, versions_of, watch
+from tvmbridge.runtime.guards.watch import (
+    Code,
+    Place,
+    alike,
+    behind,
+    dict_of_class,
+    versions_of,
+    watch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -161,15 +171,20 @@ class FastGuard:
         dicts = {id(d): d for d in state.watched_dicts()}
         further, slots, containers = state.values.beyond(dicts.keys())
         dicts.update((id(d), d) for d in further)
-        unchanged = watch(list(dicts.values()), state.members, tensors).unchanged
-        self._refuse_if(f"not {self._name('unchanged', unchanged)}()")
-        for class_, forward in state.classes:
-            name = self._name("class", class_)
-            self._refuse_if(f"{name}.forward is not {self._name('forward', forward)}")
+        places = [place for class_, _ in state.classes for place in _forward_of(class_)]
+        functions: list[Code] = []
         missing = self._name("missing", MISSING) if slots else ""
         for holder, name, value in slots:
-            found = f"{self._name('get', holder.get)}({name!r}, {missing})"
-            self._refuse_if(f"{found} is not {self._name('value', value)}")
+            if isinstance(holder, Codes):
+                functions += holder.before
+            elif isinstance(holder, dict | types.MappingProxyType):
+                held = holder if isinstance(holder, dict) else behind(holder)
+                places.append((held, name, value))
+            else:
+                found = f"{self._name('get', holder.get)}({name!r}, {missing})"
+                self._refuse_if(f"{found} is not {self._name('value', value)}")
+        made = watch(list(dicts.values()), state.members, tensors, places, functions)
+        self._refuse_if(f"not {self._name('unchanged', made.unchanged)}()")
         for container in containers:
             self._refuse_if(f"{self._name('changed', container.changed)}()")
 
@@ -180,6 +195,15 @@ class FastGuard:
         name = self._name("written", {t.untyped_storage().data_ptr() for t in written})
         for i, *_ in signature.tensors:
             self._refuse_if(f"leaves[{i}].untyped_storage().data_ptr() in {name}")
+
+
+def _forward_of(class_: type) -> Iterator[Place]:
+    """Where a class has its forward, and those before it that have none."""
+    for each in class_.__mro__:
+        forward = each.__dict__.get("forward", MISSING)
+        yield dict_of_class(each), "forward", forward
+        if forward is not MISSING:
+            return
 
 
 def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:

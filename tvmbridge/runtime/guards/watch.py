@@ -8,14 +8,22 @@ that compares versions of dictionaries; otherwise in Python, with PyTorch's ``Te
 
 from __future__ import annotations
 
+import gc
 import operator
+import types
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import TensorGuards
+
+# A dictionary, a key, and the object that stands there or MISSING.
+Place: TypeAlias = tuple[dict[Any, Any], Any, Any]
+# A function, its code and its defaults.
+Code: TypeAlias = tuple[types.FunctionType, types.CodeType, tuple[Any, ...] | None]
 
 _ALIGNMENT_MASK = 63
 _data_ptr = torch.Tensor.data_ptr
@@ -49,10 +57,17 @@ class PythonWatch:
         dicts: dictionaries, which are held.
         objects: objects of which the classes are remembered.
         tensors: tensors of which all but the values is remembered, the addresses too.
+        places: dictionaries, each with a key and the object that stands there.
+        functions: functions, each with its code and its defaults.
     """
 
     def __init__(
-        self, dicts: Sequence[dict[Any, Any]], objects: Sequence[Any], tensors: Sequence[Any]
+        self,
+        dicts: Sequence[dict[Any, Any]],
+        objects: Sequence[Any],
+        tensors: Sequence[Any],
+        places: Sequence[Place] = (),
+        functions: Sequence[Code] = (),
     ) -> None:
         self._dicts = tuple(dicts)
         self._objects = tuple(objects)
@@ -63,6 +78,8 @@ class PythonWatch:
         self._types = list(map(type, self._objects))
         self._pointers = list(map(_data_ptr, self._tensors))
         self._guards = _tensor_guards(self._tensors)
+        self._places = tuple(places)
+        self._functions = tuple(functions)
 
     def unchanged(self) -> bool:
         """Whether all of it is as it was."""
@@ -71,6 +88,8 @@ class PythonWatch:
             and list(map(type, self._objects)) == self._types
             and _same(chain.from_iterable(self._dicts), self._keys)
             and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
+            and all(d.get(key, MISSING) is value for d, key, value in self._places)
+            and all(f.__code__ is c and f.__defaults__ is d for f, c, d in self._functions)
             and self._guards(*self._tensors)
             and list(map(_data_ptr, self._tensors)) == self._pointers
         )
@@ -91,13 +110,33 @@ def _tensor_guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def watch(
-    dicts: Sequence[dict[Any, Any]], objects: Sequence[Any], tensors: Sequence[torch.Tensor]
+    dicts: Sequence[dict[Any, Any]],
+    objects: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+    places: Sequence[Place] = (),
+    functions: Sequence[Code] = (),
 ) -> Watch:
-    """Remember the ``dicts``, the classes of ``objects``, and ``tensors`` with their addresses."""
+    """Remember the ``dicts``, the classes of ``objects``, and ``tensors`` with their addresses.
+
+    Of dictionaries with other entries that do not matter, ``places`` are what does; ``functions``
+    are remembered by their code and defaults.
+    """
     if _native is None:
-        return PythonWatch(dicts, objects, tensors)
-    made: Watch = _native.Watch(tuple(dicts), tuple(objects), tuple(tensors))
+        return PythonWatch(dicts, objects, tensors, places, functions)
+    held = (tuple(dicts), tuple(objects), tuple(tensors), tuple(places), tuple(functions))
+    made: Watch = _native.Watch(*held, MISSING)
     return made
+
+
+def dict_of_class(class_: type) -> dict[str, Any]:
+    """The dictionary behind ``class_.__dict__``, which is a view of it."""
+    return behind(class_.__dict__)
+
+
+def behind(proxy: types.MappingProxyType[str, Any]) -> Any:
+    """What a ``mappingproxy`` is a view of."""
+    (held,) = gc.get_referents(proxy)
+    return held
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
