@@ -16,7 +16,6 @@ from tvmbridge.core.torch_private.table import ATTRIBUTES, REPLACED, TABLE, Priv
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / "tvmbridge" / "core" / "torch_private"
-# What the rule is not yet, or not, held to.
 # It runs in an installation that tvmbridge refuses, and imports none of it.
 EXEMPT = ("doctor/probes.py",)
 PATHS = {name.path.replace("()", "") for name in TABLE}

@@ -1,4 +1,4 @@
-"""The runtime: calls compiled functions on PyTorch's tensors, by DLPack and without a copy."""
+"""Executables: calls compiled functions on PyTorch's tensors, by DLPack and without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A entry: the code of one specialisation for one mode and for some tensors that learn."""
+"""A compiled entry: the code of one specialisation for one mode and for some tensors that learn."""
 
 from __future__ import annotations
 

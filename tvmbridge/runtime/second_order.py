@@ -1,4 +1,4 @@
-"""Second derivatives, which compiled backward has none of: PyTorch's own, of the own forward.
+"""Second derivatives: compiled backward is not differentiable, so the module's own forward is run.
 
 Where a backward is itself to be differentiated (``create_graph=True``: gradient penalties, forces
 that are trained on, Hessians), the module's own forward runs again on what compiled code was

@@ -1,6 +1,6 @@
 """PyTorch's private names: all that the bridge uses of them, under public ones.
 
-``table.py`` says of each what it is for, and checks that it does what is relied on. Private
+``table/`` says of each what it is for, and checks that it does what is relied on. Private
 attributes of PyTorch's objects (``tensor._version``) are read where they are needed, but only those
 of the table. What takes long to import is a function here, called where it is needed.
 """

@@ -13,8 +13,6 @@ from tvmbridge.core.contents import same_value
 from tvmbridge.core.torch_private import has_storage, pytree
 from tvmbridge.graph_capture.observe.plain import PLAIN
 
-# What a function transform wraps has no memory of its own, also where it has outlived it.
-
 
 class Signature:
     """Structure, shapes, dtypes, devices and constants of the arguments of a call.

@@ -1,7 +1,7 @@
 """The live state of a module: its tensors at each call, and what must not have changed.
 
-Parameters are looked up by name in their owners at every call, so replaced, retied, loaded and
-optimised parameters are always seen.
+Parameters are looked up by name in their owners at each call that no fast guard lets pass, so
+replaced, retied, loaded and optimised parameters are always seen.
 """
 
 from __future__ import annotations
