@@ -1,4 +1,4 @@
-"""Places in a module's dictionaries: where what compiled code assumes is found, and what must stand there."""
+"""Places in a module's dictionaries: what compiled code assumes to stand there."""
 
 from __future__ import annotations
 
