@@ -159,16 +159,16 @@ class Dispatcher(StandsForForward):
                 if self.checker is not None:
                     return self.checker.run(self.module, entry, leaves, tensors, (args, kwargs))
                 results = entry.run(leaves, tensors, (args, kwargs))
-                self._remember(specialization, entry, leaves)
+                self._remember(specialization, entry, leaves, mode)
                 return results
         return self._fall_back(reason or otherwise or "nothing is compiled", args, kwargs)
 
     def _remember(
-        self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any]
+        self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any], mode: Mode
     ) -> None:
         """Ask ``entry`` first at the next call."""
         fast = entry.renew_fast(specialization.signature, leaves)
-        if fast is not None:
+        if fast is not None and self._mode(specialization, leaves) == mode:
             self._ask_first(fast, specialization)
 
     def _ask_first(self, fast: FastPath, specialization: Specialization) -> None:

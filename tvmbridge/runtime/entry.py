@@ -225,7 +225,9 @@ class CompiledEntry:
         tensors = self.state.tensors()
         if not self._may_be_fast or not due or any(t is None for t in tensors):
             return None
-        return self._pinned(signature, leaves, [t for t in tensors if t is not None])
+        fast = self._pinned(signature, leaves, [t for t in tensors if t is not None])
+        # Another thread may have changed the module since the full guards let the call pass.
+        return fast if self.mismatch(leaves, tensors) is None else None
 
     def _pinned(
         self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]

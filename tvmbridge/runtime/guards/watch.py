@@ -168,8 +168,3 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
         return tuple(map(_version, tensors))
     found: tuple[int, ...] = _native.versions(tensors)
     return found
-
-
-def is_native() -> bool:
-    """Whether the compiled half is there."""
-    return _native is not None
