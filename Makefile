@@ -17,17 +17,21 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check tune notebooks bench clean
+.PHONY: help demo test test-gpu check tune notebooks bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' PYTEST_ARGS DEMO_ARGS"
 
 demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTorch
 	$(BIN)/python -m tvmbridge demo $(DEMO_ARGS)
 
 test: $(READY_DEV) ## Run the tests, without those marked slow or bench
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not bench" $(PYTEST_ARGS)
+	@# Not reordered: files of few tests, among them the slowest, would come last, and one worker wait for the other.
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not bench" $(PYTEST_ARGS)
+
+test-gpu: $(READY_DEV) ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 check: $(READY_DEV) ## Lint, format and types
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 TEST = [
     "pytest>=9",
     "pytest-timeout",
-    "pytest-xdist",
+    "pytest-xdist>=3.8",
     "hypothesis",
     "expecttest",
     "psutil",

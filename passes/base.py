@@ -91,7 +91,7 @@ def shape_of(expr: relax.Expr) -> tuple[int, ...] | None:
     extents = list(type_.shape.values)
     if not all(isinstance(e, tvm.tirx.IntImm) for e in extents):
         return None
-    return tuple(int(e) for e in extents)
+    return tuple([e.value for e in extents])
 
 
 def dtype_of(expr: relax.Expr) -> str:

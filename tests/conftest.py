@@ -6,6 +6,7 @@ it was. TVM's own passes are checked by the runner in ``tvmbridge.pipeline``.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import pkgutil
@@ -26,8 +27,13 @@ from tvmbridge import add_tvm_dispatch
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.runtime import entry_compiler as compiler
+from tvmbridge.runtime.fallbacks import log_summaries
 
 Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
+
+
+# Of the hundreds of modules that tests send to their own forward.
+atexit.unregister(log_summaries)
 
 
 @pytest.fixture(autouse=True)

@@ -180,7 +180,7 @@ CASES: dict[str, Case] = {
     "classifier": Case(
         Classifier,
         lambda: (torch.tensor([[0, 3, 6], [1, 1, 0]]), torch.tensor([4, 2])),
-        "aot",
+        "relax",
     ),
     "padded embedding": Case(Padded, lambda: (torch.tensor([[3, 3, 6], [1, 0, 0]]),), "relax"),
     "transformer": Case(Block, lambda: (torch.randn(2, 5, 8),), "relax"),

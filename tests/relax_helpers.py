@@ -9,7 +9,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
-from tvmbridge.compiler.build import build, resolve_target
+from tvmbridge.backends import resolve_target
+from tvmbridge.compiler.build import build
 from tvmbridge.kernels.dtypes import to_relax_dtype
 from tvmbridge.passes.base import PassReport, RelaxPass
 

@@ -25,6 +25,7 @@ ORDER = (
     "records",
     "passes",
     "pipeline",
+    "backends",
     "gradients",
     "graph_capture",
     "frontend",

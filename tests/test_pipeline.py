@@ -147,7 +147,7 @@ def test_the_orders_of_passes() -> None:
     inference = ["LowerDropout", *whole, "RemoveNoGrad"]
     assert [pass_name(p) for p in inference_passes()] == [*inference, *tidy]
     # Equal dropouts are two draws: masks must be apart before equal expressions are merged.
-    lowering = ["LowerDropout", "LowerLayerNorm", "LowerRMSNorm", *whole]
+    lowering = ["LowerDropout", "LowerLayerNorm", "LowerRMSNorm", *whole, "NestSplits"]
     assert [pass_name(p) for p in lowering_passes()] == [*lowering, *tidy]
     zapp = ["RemoveNoGrad", "CanonicalizeBindings", "ZappLike", "OneZapp", "ZeroZapp"]
     zapp += ["ZappLike", "CollapseViews"]

@@ -3,69 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
-from tvmbridge.compiler.build import resolve_target
+from tvmbridge.backends import known_target
 from tvmbridge.core.checks import CheckPolicy
+from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, SpecializationReport
 from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.fallbacks import ON_FALLBACK
+from tvmbridge.runtime.guards.forwards import standing_behind
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.specialization import Specialization
 
 
 def add_tvm_dispatch(
     module: nn.Module,
-    sample_input: Any,
+    sample_input: Any = MISSING,
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
     options: CompileOptions | dict[str, Any] | None = None,
+    on_fallback: Literal["warn", "silent", "raise"] | None = None,
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
-    The code is compiled now for the mode that the module is in; the other mode at the first call
-    that needs it, and so is code for other inputs and parameters that require a gradient. Calls
-    that the code was not made for go to the module's own forward, and are counted in
-    :func:`dispatch_report`. Called again with another sample, it adds a specialisation.
+    With a sample the code is compiled now for the mode that the module is in; the other mode at
+    the first call that needs it, and so is code for other inputs and parameters that require a
+    gradient. Called again with another sample, it adds a specialisation. Without a sample all is
+    compiled at calls: for the first that comes, and for further signatures, up to four of them.
+    Calls that no code was made for, or could be made for, go to the module's own forward, and are
+    counted in :func:`dispatch_report`.
 
     Args:
         module: changed in place: its ``forward`` is replaced, nothing else.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
-        sample_kwargs: keyword arguments of forward.
+            Calls that mean the same by forward's parameters and defaults are served as well.
+        sample_kwargs: keyword arguments of forward; they make a sample by themselves.
         target: a TVM target, its name or its JSON dict; None is this machine's CPU.
         options: a :class:`CompileOptions` or a dict of its fields.
+        on_fallback: what calls do that run the module's own forward. ``"warn"``, the default, logs
+            a warning for the first of each reason, and a summary when the process ends;
+            ``"silent"`` only counts them; ``"raise"`` raises FallbackError instead of running it.
+            None leaves what an earlier dispatch of the module has set.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
-        ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check.
+        ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
+            ``on_fallback`` is another word.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
             active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
         BuildError: the target is unknown, or TVM cannot compile for it.
-        The module is left as it was.
+        The module is left as it was. What fails in a compilation at a call sends the call, and
+        those like it, to the module's own forward.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
     policy = CheckPolicy.of_now(chosen.check)
-    args, kwargs = normalize_sample(sample_input, sample_kwargs)
+    if on_fallback not in (None, *ON_FALLBACK):
+        raise ValueError(f"on_fallback is {on_fallback!r}; choose one of {', '.join(ON_FALLBACK)}")
+    sampled = sample_input is not MISSING or sample_kwargs is not None
+    given = () if sample_input is MISSING else sample_input
+    args, kwargs = normalize_sample(given, sample_kwargs)
     if target is not None:
-        resolve_target(target)
+        known_target(target)
     refuse_at_sight(module, args, kwargs)
-    surroundings = refused_now()
+    surroundings = refused_now() if sampled else None
     if surroundings is not None:
         raise CaptureError(f"add_tvm_dispatch cannot trace the module here: {surroundings}")
     installed = module.__dict__.get("forward")
@@ -77,36 +96,50 @@ def add_tvm_dispatch(
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
-    specialization, mode = _find_or_add(dispatcher, args, kwargs)
-    if mode is not None:
-        dispatcher.compile(specialization, mode, args, kwargs)
-    if specialization not in dispatcher.specializations:
-        dispatcher.add(specialization)
+    if sampled:
+        _compile_sample(dispatcher, args, kwargs)
+    else:
+        dispatcher.compiles_signatures = True
+    if on_fallback is not None:
+        dispatcher.tally.on_fallback = on_fallback
     module.__dict__["forward"] = dispatcher
     return module
 
 
+def _compile_sample(
+    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Compile for a sample what is not there yet."""
+    specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
+    if mode is not None:
+        dispatcher.compile(specialization, mode, *arguments)
+    if specialization not in dispatcher.specializations:
+        dispatcher.add(specialization)
+
+
 def _find_or_add(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Specialization, Mode | None]:
-    """The specialisation for the sample, or a new one, and the mode to compile; None: there is."""
+) -> tuple[Specialization, Mode | None, Arguments]:
+    """The specialisation for the sample, or a new one, the mode to compile (None: there is code),
+    and the arguments in its spelling."""
     for specialization in dispatcher.specializations:
-        leaves = specialization.signature.match(args, kwargs)
-        if isinstance(leaves, str):
+        matched = specialization.signature.match(args, kwargs)
+        if isinstance(matched, Mismatch):
             continue
+        leaves, arguments = matched
         mode = _mode(dispatcher, specialization, leaves)
         entry = specialization.chosen(mode, leaves)
         if entry is None:
-            return specialization, mode
+            return specialization, mode, arguments
         tensors = entry.state.tensors()
         if entry.mismatch(leaves, tensors) is None:
-            return specialization, None
+            return specialization, None, arguments
         # Code for the same arguments that the module has changed under serves other calls.
         if entry.differs_in_flags_alone(leaves, tensors):
-            return specialization, mode
+            return specialization, mode, arguments
     specialization = Specialization(Signature(args, kwargs, dispatcher.original))
     leaves = specialization.signature.flatten(args, kwargs) or []
-    return specialization, _mode(dispatcher, specialization, leaves)
+    return specialization, _mode(dispatcher, specialization, leaves), (args, kwargs)
 
 
 def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
@@ -117,6 +150,7 @@ def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequen
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
     dispatcher = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    dispatcher = standing_behind(dispatcher)
     if not isinstance(dispatcher, Dispatcher):
         raise ValueError(
             f"this {type(module).__name__} is not dispatched; call add_tvm_dispatch first"
@@ -128,9 +162,14 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
     """Give ``module`` back the forward it had; it is then exactly as before dispatch.
 
     Raises:
-        ValueError: the module is not dispatched.
+        ValueError: the module is not dispatched, or its forward was wrapped since.
     """
     dispatcher = _dispatcher_of(module)
+    if module.__dict__["forward"] is not dispatcher:
+        raise ValueError(
+            f"the forward of this {type(module).__name__} was wrapped after it was dispatched "
+            "(by accelerate's prepare, say): unwrap it first"
+        )
     if dispatcher.own is None:
         del module.__dict__["forward"]
     else:
@@ -166,13 +205,16 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             partial_backwards=0 if (p := entry.compiled.partial_backwards) is None else p.compiled,
             second_order_backwards=entry.second_order.backwards,
             gradients=entry.gradients,
+            graph_replays=entry.graph_replays.total(),
+            graph_skips=dict(entry.graph_skips),
         )
         for specialization in dispatcher.specializations
         for mode, entry in specialization.compiled()
     ]
     return DispatchReport(
         tvm_calls=sum(r.calls for r in reports),
-        fallbacks=dict(dispatcher.fallbacks),
+        fallbacks=dict(dispatcher.tally.counts),
+        examples=dict(dispatcher.tally.examples),
         dropped=dispatcher.dropped,
         aten_calls=sorted({name for r in reports for name in r.aten_operators}),
         specializations=reports,

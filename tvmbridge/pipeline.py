@@ -28,6 +28,7 @@ from tvmbridge.passes.relax.lower_group_norm import LowerGroupNorm
 from tvmbridge.passes.relax.lower_instance_norm import LowerInstanceNorm
 from tvmbridge.passes.relax.lower_layer_norm import LowerLayerNorm
 from tvmbridge.passes.relax.lower_rms_norm import LowerRMSNorm
+from tvmbridge.passes.relax.nest_splits import NestSplits
 from tvmbridge.passes.relax.one_zapp import OneZapp
 from tvmbridge.passes.relax.stop_gradients import RemoveNoGrad
 from tvmbridge.passes.relax.zapp_like import ZappLike
@@ -55,6 +56,7 @@ def lowering_passes() -> list[AnyPass]:
         LowerLayerNorm(),
         LowerRMSNorm(),
         *_unscheduled_norms(fold=False),
+        NestSplits(),
         *tidy_passes(),
     ]
 
@@ -119,8 +121,10 @@ def run_passes(
             reported behind the last pass.
     """
     passes = list(passes)
+    hashed = _hash(mod) if passes else 0
     for number, pass_ in enumerate(passes, 1):
-        mod = _run_pass(mod, pass_, records, check_types=number == len(passes))
+        mod = _run_pass(mod, pass_, records, hashed, check_types=number == len(passes))
+        hashed = records[-1].hash_after
     return mod
 
 
@@ -145,7 +149,7 @@ def run_extra_passes(
     """
     for pass_ in passes:
         before = _conventions(mod)
-        mod = _run_pass(mod, pass_, records, check_types=True)
+        mod = _run_pass(mod, pass_, records, _hash(mod), check_types=True)
         if _conventions(mod) != before:
             raise PassError(
                 f"pass {pass_name(pass_)} changed the parameters or results of a function; an "
@@ -179,7 +183,12 @@ def let_interrupts_through() -> None:
 
 
 def _run_pass(
-    mod: tvm.IRModule, pass_: AnyPass, records: list[PassRecord], *, check_types: bool
+    mod: tvm.IRModule,
+    pass_: AnyPass,
+    records: list[PassRecord],
+    hash_before: int,
+    *,
+    check_types: bool,
 ) -> tvm.IRModule:
     let_interrupts_through()
     report = PassReport()
@@ -197,8 +206,8 @@ def _run_pass(
         declined=tuple(report.declined),
         bindings_before=count_bindings(mod),
         bindings_after=count_bindings(after),
-        hash_before=tvm_ffi.structural_hash(mod, map_free_vars=True),
-        hash_after=tvm_ffi.structural_hash(after, map_free_vars=True),
+        hash_before=hash_before,
+        hash_after=hash_before if after.same_as(mod) else _hash(after),
     )
     records.append(record)
     logger.debug(
@@ -209,6 +218,10 @@ def _run_pass(
     if observe is not None:
         observe(record, mod, after)
     return after
+
+
+def _hash(mod: tvm.IRModule) -> int:
+    return int(tvm_ffi.structural_hash(mod, map_free_vars=True))
 
 
 def _options_of(pass_: AnyPass) -> str:

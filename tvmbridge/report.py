@@ -6,13 +6,16 @@ import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
+from tvmbridge.runtime.fallbacks import advice, share, worst
+
+# Imported where a report is printed: to dispatch a module takes no tables.
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,9 @@ class SpecializationReport:
     after the compiled code, ``partial_backwards`` the backwards compiled for calls in which outputs
     were not used, ``second_order_backwards`` those that differentiated the module's own forward,
     because they are to be differentiated themselves. ``gradients`` names the inputs and parameters
-    whose gradients it computes.
+    whose gradients it computes. ``graph_replays`` counts the CUDA graphs replayed, of forward and
+    of backward, ``graph_skips`` calls without one by the reason; those before a capture are in
+    neither.
     """
 
     mode: str
@@ -51,12 +56,21 @@ class SpecializationReport:
     partial_backwards: int = 0
     second_order_backwards: int = 0
     gradients: tuple[str, ...] = ()
+    graph_replays: int = 0
+    graph_skips: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """The share of the kernel calls in its code that TVM has compiled; PyTorch has the rest."""
+        made = self.kernels.tuned + self.kernels.by_rule + self.kernels.plain
+        return made / max(1, made + self.kernels.external)
 
 
 @dataclass(frozen=True)
 class DispatchReport:
     """Calls served by TVM, fallbacks by reason, packed weights, and each specialisation.
 
+    ``examples`` says more of the first fallback of a reason: which argument, and what was expected.
     ``dropped`` counts the code that gave way to newer code, ``unchecked`` the calls that
     were due for a check but could not be checked, by reason.
     """
@@ -68,6 +82,18 @@ class DispatchReport:
     dropped: int = 0
     packs: tuple[PackReport, ...] = ()
     unchecked: Mapping[str, int] = field(default_factory=dict)
+    examples: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float:
+        """The share of the calls so far that TVM served; 1 where there were none."""
+        return share(self.tvm_calls, sum(self.fallbacks.values()))
+
+    @property
+    def advice(self) -> str | None:
+        """What to do first about the calls that TVM did not serve: about the most of them."""
+        reason = worst(self.fallbacks, self.examples)
+        return None if reason is None else advice(reason)
 
     @property
     def checked_calls(self) -> int:
@@ -75,8 +101,13 @@ class DispatchReport:
         return sum(s.checked for s in self.specializations)
 
     def __str__(self) -> str:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
         console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
-        console.print(f"calls served by TVM: {self.tvm_calls}")
+        calls = self.tvm_calls + sum(self.fallbacks.values())
+        console.print(f"calls served by TVM: {self.tvm_calls} of {calls} ({self.share:.0%})")
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)
             console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
@@ -96,7 +127,12 @@ class DispatchReport:
         for pack in self.packs:
             console.print(str(pack), highlight=False)
         for s in self.specializations:
-            console.print(f"kernels, {s.mode} {s.signature}: {s.kernels}", highlight=False)
+            line = f"kernels, {s.mode} {s.signature}: {s.kernels} ({s.share:.0%} compiled by TVM)"
+            console.print(line, highlight=False)
+            if s.kernels.external and not s.share:
+                console.print("there is nothing to gain: each of its kernels is PyTorch's own")
+        for line in _graph_lines(self.specializations):
+            console.print(line, highlight=False, markup=False)
         partial = sum(s.partial_backwards for s in self.specializations)
         if partial:
             console.print(f"backward compiled again without outputs that nothing used: {partial}")
@@ -109,8 +145,11 @@ class DispatchReport:
         if self.fallbacks:
             table = Table("calls to the module's own forward, because", "calls")
             for reason, count in self.fallbacks.items():
-                table.add_row(reason, str(count))
+                told = "\n".join(filter(None, (reason, self.examples.get(reason))))
+                table.add_row(escape(told), str(count))
             console.print(table)
+            if self.advice:
+                console.print(f"what to do first: {self.advice}", highlight=False)
         if self.aten_calls:
             console.print("ATen calls (PyTorch's kernels): " + ", ".join(self.aten_calls))
         eager = dict.fromkeys(name for s in self.specializations for name in s.eager_functions)
@@ -131,7 +170,19 @@ def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:
     return f"kept for backward: {total:.1f} MB ({largest}{more})"
 
 
+def _graph_lines(specializations: Sequence[SpecializationReport]) -> list[str]:
+    """CUDA graphs replayed, and calls without one; nothing where no graph was asked for."""
+    replays = sum(s.graph_replays for s in specializations)
+    skips: Counter[str] = Counter()
+    for s in specializations:
+        skips.update(s.graph_skips)
+    lines = [f"calls without a CUDA graph: {n}, because {reason}" for reason, n in skips.items()]
+    return [f"CUDA graphs replayed: {replays}", *lines] if replays or skips else []
+
+
 def _specialization_table(specializations: list[SpecializationReport]) -> Table:
+    from rich.table import Table
+
     table = Table("mode", "signature", "joint", "calls", "compile s", "residual MB", "native/ATen")
     for s in specializations:
         table.add_row(

@@ -20,6 +20,7 @@ Runs after: the split (TVM's Gradient does not go through external calls). Runs 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,15 +44,17 @@ class DispatchKernels(RelaxPass):
         fuse_bias: let the product add a bias row where nothing else reads the bare product.
         measure: measure on this machine which library multiplies each shape faster; otherwise
             take the one behind ``torch.mm``.
+        dtypes: those that products are dispatched of.
     """
 
     fuse_bias: bool = True
     measure: bool = False
+    dtypes: tuple[str, ...] = ("float32", "float64")
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            biased = _biased_products(function) if self.fuse_bias else {}
-            return _KernelMutator(biased, self.measure, report).visit_expr(function)
+            biased = _biased_products(function, self.dtypes) if self.fuse_bias else {}
+            return _KernelMutator(biased, self, report).visit_expr(function)
 
         return map_functions(mod, rewrite)
 
@@ -60,7 +63,9 @@ def _is_call(expr: relax.Expr | None, name: str) -> bool:
     return isinstance(expr, relax.Call) and isinstance(expr.op, tvm.ir.Op) and expr.op.name == name
 
 
-def _biased_products(function: relax.Function) -> dict[relax.Var, relax.Call]:
+def _biased_products(
+    function: relax.Function, allowed: Sequence[str]
+) -> dict[relax.Var, relax.Call]:
     """Products, by variable, that nothing reads but one addition of a row."""
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
     uses: dict[relax.Var, int] = {}
@@ -77,12 +82,12 @@ def _biased_products(function: relax.Function) -> dict[relax.Var, relax.Call]:
         shape, row = shape_of(product), shape_of(bias)
         if shape is None or len(shape) != 2 or row != shape[1:] or uses[product] != 1:
             continue
-        if _no_product_of_matrices(bound[product]) is None:
+        if _no_product_of_matrices(bound[product], allowed) is None:
             found[product] = bound[product]
     return found
 
 
-def _no_product_of_matrices(call: relax.Call) -> str | None:
+def _no_product_of_matrices(call: relax.Call, allowed: Sequence[str]) -> str | None:
     """Why a ``relax.matmul`` is not for the kernel; None when it is."""
     shapes = [shape_of(operand) for operand in call.args]
     left, right = shapes
@@ -93,7 +98,7 @@ def _no_product_of_matrices(call: relax.Call) -> str | None:
     if left[:-2] != right[:-2]:
         return "the batch is broadcast"
     dtypes = {dtype_of(e) for e in (*call.args, call)}
-    if len(dtypes) > 1 or not dtypes <= {"float32", "float64"}:
+    if len(dtypes) > 1 or not dtypes <= set(allowed):
         return f"the dtype is {', '.join(sorted(dtypes))}"
     return None
 
@@ -101,10 +106,10 @@ def _no_product_of_matrices(call: relax.Call) -> str | None:
 @mutator
 class _KernelMutator(PyExprMutator):
     def __init__(
-        self, biased: dict[relax.Var, relax.Call], measure: bool, report: PassReport
+        self, biased: dict[relax.Var, relax.Call], options: DispatchKernels, report: PassReport
     ) -> None:
         super().__init__()
-        self.measure = measure
+        self.options = options
         self.biased = biased
         self.report = report
 
@@ -119,7 +124,7 @@ class _KernelMutator(PyExprMutator):
             return self._product([self.visit_expr(a) for a in (*product.args, call.args[1])], call)
         call = self.builder_.normalize(super().visit_call_(call))
         if _is_call(call, "relax.matmul"):
-            reason = _no_product_of_matrices(call)
+            reason = _no_product_of_matrices(call, self.options.dtypes)
             if reason is None:
                 return self._product(list(call.args), call)
             self.report.decline("matmul", reason)
@@ -135,7 +140,7 @@ class _KernelMutator(PyExprMutator):
         spec = matmul_spec(views, _flatten_batch(_extents(result)))
         tensors = [*bases, *operands[2:]]
         kernel = product_kernel(
-            self.measure, dtype_of(result), spec, [_extents(t) for t in tensors]
+            self.options.measure, dtype_of(result), spec, [_extents(t) for t in tensors]
         )
         if kernel:
             return packed_call(kernel, spec, tensors, result.ty)

@@ -45,11 +45,13 @@ class DropCotangents(RelaxPass):
         called: numbers of the custom autograd functions that are called nevertheless. What enters
             them of what is zero are zeros with which they may do anything: they are made when
             backward runs, out of the compiler's sight.
+        device: where, as PyTorch names it.
     """
 
     cotangents: tuple[str, ...]
     absent: tuple[str, ...]
     called: frozenset[int] = frozenset()
+    device: str = "cpu"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         return map_functions(mod, lambda function: self._rewrite(function, report))
@@ -70,7 +72,7 @@ class DropCotangents(RelaxPass):
                     flow.dependent.add(binding.var)
                     if flow.reads_zeros(binding.value):
                         report.rewrote()
-                        bindings += _zeros(binding.var, opaque=True)
+                        bindings += _zeros(binding.var, self.device)
                         continue
                 elif flow.visit(binding):
                     report.rewrote()
@@ -119,16 +121,17 @@ class _Flow:
         return any(v in self.zero for v in relax.analysis.free_vars(value))
 
 
-def _zeros(var: relax.Var, *, opaque: bool = False) -> list[relax.Binding]:
+def _zeros(var: relax.Var, opaque_on: str = "") -> list[relax.Binding]:
     """Bindings that make ``var``, a tensor or a tuple of tensors, zeros of its type.
 
-    ``opaque``: by an ATen call, of whose result no pass knows that it is zero.
+    ``opaque_on`` a device: by an ATen call, of whose result no pass knows that it is zero.
     """
     if not isinstance(var.ty, relax.TupleType):
         shape = shape_of(var)
         if shape is None:
             raise ValueError(f"{var.name} is no tensor of static shape")
-        zeros = (zeros_call if opaque else relax.op.zeros)(shape, dtype_of(var))
+        dtype = dtype_of(var)
+        zeros = zeros_call(shape, dtype, opaque_on) if opaque_on else relax.op.zeros(shape, dtype)
         return [relax.VarBinding(var, relax.BlockBuilder().normalize(zeros))]
     fields = [relax.DataflowVar(f"{var.name}_{i}", t) for i, t in enumerate(var.ty.fields)]
     whole = relax.BlockBuilder().normalize(relax.Tuple(fields))

@@ -21,7 +21,7 @@ Runs after: CombineParallelBatchMatmul. Runs before: the split, DispatchKernels.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 import tvm
@@ -71,22 +71,21 @@ def concatenated_parameters(
         allowed: the names among which they must be.
     """
     found: dict[tuple[str, ...], None] = {}
-    among = set(allowed)
+    among, parameters = set(allowed), set(function.params)
     for block in function.body.blocks:
         for binding in block.bindings:
-            names = _members(binding.value, function)
+            names = _members(binding.value, parameters)
             if names and among.issuperset(names):
                 found[names] = None
     return tuple(found)
 
 
-def _members(value: relax.Expr, function: relax.Function) -> tuple[str, ...]:
-    """Names of the parameters whose concatenation ``value`` is; empty for anything else."""
+def _members(value: relax.Expr, parameters: Set[relax.Var]) -> tuple[str, ...]:
+    """Names of the ``parameters`` whose concatenation ``value`` is; empty for anything else."""
     if not is_call(value, "relax.concat") or not isinstance(value.args[0], relax.Tuple):
         return ()
     if value.attrs.axis is None or int(value.attrs.axis) != 0:
         return ()
-    parameters = set(function.params)
     fields = list(value.args[0].fields)
     return tuple(f.name for f in fields) if all(f in parameters for f in fields) else ()
 
@@ -97,14 +96,14 @@ class _LiftMutator(PyExprMutator):
         self, function: relax.Function, lift: LiftPackedWeights, report: PassReport
     ) -> None:
         super().__init__()
-        self.function = function
+        self.parameters = set(function.params)
         self.lift = lift
         self.report = report
         self.added: dict[tuple[str, ...], relax.Var] = {}
         self.renamed: dict[relax.Var, relax.Var] = {}
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
-        names = _members(binding.value, self.function)
+        names = _members(binding.value, self.parameters)
         if names in self.lift.groups:
             self.report.rewrote()
             if names not in self.added:

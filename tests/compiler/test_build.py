@@ -11,7 +11,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.compiler.build import build, resolve_target
+from tvmbridge.backends import BACKENDS, backend_for, known_target, resolve_target
+from tvmbridge.compiler.build import build
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.core.errors import BuildError
 
@@ -82,17 +83,45 @@ def test_who_writes_into_a_folded_result_writes_into_no_code(training: bool) -> 
     assert dispatch_report(module).fallbacks == {}
 
 
-@pytest.mark.parametrize("target", ["cuda", {"kind": "rocm", "mcpu": "gfx90a"}, "c"])
+@pytest.mark.parametrize("target", ["c", {"kind": "c"}])
 def test_targets_without_support_are_named(target: object) -> None:
-    with pytest.raises(BuildError, match=r"not supported|does not know"):
+    with pytest.raises(BuildError, match=r"target 'c' is not supported; use llvm, cuda, rocm"):
+        known_target(target)
+    with pytest.raises(BuildError, match=r"target 'c' is not supported"):
         resolve_target(target)
 
 
-def test_tensors_on_another_device_are_refused() -> None:
-    with pytest.raises(BuildError, match="move the module to the CPU"):
-        resolve_target(None, "cuda")
-    with pytest.raises(BuildError, match="does not fit"):
-        resolve_target("llvm", "cuda")
+def test_a_target_that_tvm_does_not_know_is_named() -> None:
+    with pytest.raises(BuildError, match=r"does not know the target 'no such target'"):
+        known_target("no such target")
+
+
+@pytest.mark.parametrize(
+    ("target", "device"),
+    [
+        ("llvm", "cuda"),
+        ({"kind": "llvm", "mcpu": "x86-64-v3"}, "cuda"),
+        ({"kind": "cuda", "arch": "sm_90"}, "cpu"),
+        ({"kind": "rocm", "mcpu": "gfx90a"}, "cpu"),
+    ],
+)
+def test_a_target_for_another_device_is_refused(target: object, device: str) -> None:
+    with pytest.raises(BuildError, match=f"does not fit tensors on '{device}'"):
+        resolve_target(target, torch.device(device))
+
+
+@pytest.mark.parametrize("target", [None, "llvm"])
+def test_tensors_on_another_device_are_refused(target: object) -> None:
+    with pytest.raises(BuildError, match="'mps' are not supported; move the module to 'cpu' or"):
+        resolve_target(target, torch.device("mps"))
+
+
+def test_a_gpu_may_be_named_by_its_architecture() -> None:
+    named = resolve_target({"kind": "cuda", "arch": "sm_90"}, torch.device("cuda"))
+    assert (named.kind.name, named.attrs["arch"]) == ("cuda", "sm_90")
+    assert backend_for(named) is BACKENDS["cuda"]
+    assert backend_for(known_target({"kind": "rocm", "mcpu": "gfx90a"})) is BACKENDS["cuda"]
+    assert backend_for(resolve_target(None)) is BACKENDS["cpu"]
 
 
 def test_llvm_is_this_machine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from tests.conformance.quick import (
     QUICK_STEP,
 )
 from tests.conformance.runner import Entry, Settings, run_entries
+from tests.conformance.samples import DEVICE_VARIABLE, device
 from tests.conformance.table import FAILURES, Table, describe, read_rows
 
 _KNOWN = {
@@ -52,8 +54,8 @@ def all_entries(
 
 def _has(op: Any, dtype: torch.dtype, mode: str) -> bool:
     if mode == "forward":
-        return dtype in op.supported_dtypes("cpu")
-    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
+        return dtype in op.supported_dtypes(device())
+    return bool(op.supports_autograd) and dtype in op.supported_backward_dtypes(device())
 
 
 def _named(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -94,6 +96,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="those of the samples; NaN, infinities, signed zeros and extremes strewn over them; "
         "or those of the samples, where nothing may be less accurate than in eager PyTorch",
     )
+    add("--device", default="cpu", choices=["cpu", "cuda"], help="where the samples are")
     add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
     add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
     add("--resume", action="store_true", help="keep what the file has")
@@ -146,6 +149,7 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 when anything is wrong, crashed, hung or an error."""
     options = _parse(arguments)
+    os.environ[DEVICE_VARIABLE] = options.device
     if options.write_docs:
         write_document()
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.conformance.coverage import (
     special_operators,
 )
 from tests.conformance.made import Made
+
+DEVICE_VARIABLE = "TVMBRIDGE_CONFORMANCE_DEVICE"
 
 # Eager PyTorch answers an infinity with NaN or not by where in the tensor it stands (gelu), or is
 # never given one (the derivative of softmax).
@@ -97,6 +100,11 @@ def _choose(cases: list[Case], limit: int) -> list[Case]:
     return chosen
 
 
+def device() -> str:
+    """The device type that samples are on, of this run and its workers."""
+    return os.environ.get(DEVICE_VARIABLE, "cpu")
+
+
 def cases_of_samples(samples: Iterable[Any]) -> list[Case]:
     """A case of each sample, labelled by its number."""
     return [case_of(str(i), sample) for i, sample in enumerate(samples)]
@@ -109,7 +117,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     """
     op = operators()[name]
     torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=gradient))
+    samples = list(op.sample_inputs(device(), dtype, requires_grad=gradient))
     plain = cases_of_samples(samples)
     cases = _choose(plain, limit)
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
@@ -126,7 +134,7 @@ def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
         return []
     torch.manual_seed(0)
     op = special_operators()[name]
-    samples = op.sample_inputs("cpu", dtype, requires_grad=gradient)
+    samples = op.sample_inputs(device(), dtype, requires_grad=gradient)
     ordinary = [case for case in cases_of_samples(samples) if case.ordinary]
     return ordinary if isinstance(op, Made) else _choose(ordinary, limit)
 
@@ -136,7 +144,7 @@ def accuracy_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool)
     if name.split(":")[0] in UNDEFINED_VALUES:
         return []
     torch.manual_seed(0)
-    samples = every_operator()[name].sample_inputs("cpu", dtype, requires_grad=gradient)
+    samples = every_operator()[name].sample_inputs(device(), dtype, requires_grad=gradient)
     cases = [case for case in cases_of_samples(samples) if case.ordinary]
     cases.sort(key=lambda case: -sum(t.numel() for t in case.tensors))
     return cases[: limit or None]

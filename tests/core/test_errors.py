@@ -14,6 +14,7 @@ from tvmbridge import (
     CaptureError,
     UnsupportedOperatorError,
     add_tvm_dispatch,
+    dispatch_report,
 )
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.runtime import entry_compiler
@@ -113,7 +114,7 @@ def test_a_failure_at_the_second_mode_falls_back() -> None:
     output = module(sample())
     output.sum().backward()
     torch.testing.assert_close(module.weight.grad, sample().sum(0))  # type: ignore[union-attr]
-    (reason,) = module.forward.fallbacks  # type: ignore[union-attr]
+    (reason,) = dispatch_report(module).fallbacks
     assert "a data-dependent value decides" in reason
 
 

@@ -25,6 +25,7 @@ class Machine:
             "compiler": ProbeResult({"equal": True}),
             "alignment": ProbeResult({"aligned": True}),
             "private_names": ProbeResult({"checked": 80, "problems": []}),
+            "gpu": ProbeResult({"available": False}),
         } | answers
 
     def __call__(self, name: str) -> ProbeResult:
@@ -59,6 +60,39 @@ def test_what_breaks_the_cpu_path(probe: str, result: ProbeResult, subject: str)
     assert wrong.status is Status.WRONG
     assert wrong.advice
     assert not doctor.cpu_path_works(findings)
+
+
+GPU = {
+    "available": True,
+    "name": "H100",
+    "count": 1,
+    "arch": "sm_90",
+    "runtime": "CUDA 13.0",
+    "driver": "580.1",
+    "needs_nvcc": True,
+    "graphs": True,
+}
+
+
+def test_without_a_gpu_there_is_one_line() -> None:
+    found = [f for f in doctor.examine(Machine()) if "GPU" in f.subject or "CUDA" in f.subject]
+    assert [(f.subject, f.status) for f in found] == [("GPU", Status.NOTE)]
+
+
+def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    findings = doctor.examine(Machine(gpu=ProbeResult(GPU)))
+    assert finding(findings, "GPU").detail == "1 x H100, sm_90, CUDA 13.0, driver 580.1"
+    assert finding(findings, "CUDA's compiler").detail == "/bin/nvcc"
+    assert finding(findings, "CUDA graphs").status is Status.OK
+
+
+def test_what_a_gpu_lacks_is_told_and_leaves_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    findings = doctor.examine(Machine(gpu=ProbeResult(GPU | {"graphs": False})))
+    assert "nvcc" in finding(findings, "CUDA's compiler").advice
+    assert finding(findings, "CUDA graphs").status is Status.NOTE
+    assert doctor.cpu_path_works(findings)
 
 
 def test_a_wrong_pin_shows_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

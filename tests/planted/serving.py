@@ -8,6 +8,7 @@ _SAFETY = "tests/runtime/test_safety.py"
 _DISPATCH = "tests/runtime/test_dispatch.py"
 _FALLBACKS = "tests/runtime/test_fallbacks.py"
 _LAYOUTS = "tests/runtime/guards/test_layout_guard.py"
+_SPELLING = "tests/runtime/guards/test_spelling.py"
 
 SERVING = (
     Plant(
@@ -159,6 +160,38 @@ SERVING = (
         ),
     ),
     Plant(
+        "an argument that the sample leaves to its default not compared",
+        "guard",
+        "tvmbridge.runtime.guards.spelling",
+        "if given is not default and not same_value(given, default):",
+        "if False:",
+        (_SPELLING, "-k", "one_call or named"),
+    ),
+    Plant(
+        "the same, by the fast guard",
+        "guard",
+        "tvmbridge.runtime.guards.fast",
+        'conditions.append(f"not ({self._differs(_argument(place), default)})")',
+        "pass",
+        (_SPELLING, "-k", "one_call"),
+    ),
+    Plant(
+        "arguments that forward reads taken for unread",
+        "guard",
+        "tvmbridge.runtime.guards.spelling",
+        "return frozenset(parameters) - named",
+        "return frozenset(parameters)",
+        (_SPELLING, "-k", "one_call or read"),
+    ),
+    Plant(
+        "another default of forward not noticed",
+        "guard",
+        "tvmbridge.runtime.guards.spelling",
+        "now.__defaults__ is not self.defaults",
+        "False",
+        (_SPELLING, "-k", "noticed"),
+    ),
+    Plant(
         "a changed submodule not noticed",
         "guard",
         "tvmbridge.runtime.guards.state",
@@ -201,9 +234,9 @@ SERVING = (
     Plant(
         "autocast not noticed",
         "guard",
-        "tvmbridge.runtime.dispatcher",
-        "if torch.is_autocast_enabled(device):",
-        "if False:",
-        (_FALLBACKS, "-k", "own_forward"),
+        "tvmbridge.runtime.guards.mode",
+        "state = autocast_now() if autocast is None else autocast",
+        "state = ()",
+        ("tests/runtime/test_ambient_autocast.py", "-k", "same_state"),
     ),
 )

@@ -13,7 +13,8 @@ from torch import nn
 from tvm import te
 
 from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
-from tvmbridge.compiler.build import COMPILER_CONFIG, resolve_target
+from tvmbridge.backends import resolve_target
+from tvmbridge.compiler.build import COMPILER_CONFIG
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.exact_indices import with_exact_indices
 

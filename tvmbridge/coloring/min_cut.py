@@ -8,12 +8,17 @@ is that of T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", as a
 
 from __future__ import annotations
 
-import networkx
+from typing import TYPE_CHECKING
+
 from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.operators import is_view
 from tvmbridge.coloring.save_all import save_all
+
+# Imported when it is used: modules that serve inference alone take no flows.
+if TYPE_CHECKING:
+    import networkx
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -26,6 +31,8 @@ def min_cut(graph: JointGraph) -> frozenset[relax.Var]:
 
     Source of the method: L. R. Ford and D. R. Fulkerson, "Maximal flow through a network" (1956).
     """
+    import networkx
+
     network = _network(graph)
     try:
         _, (_, behind) = networkx.minimum_cut(network, _SOURCE, _SINK)
@@ -38,6 +45,8 @@ def min_cut(graph: JointGraph) -> frozenset[relax.Var]:
 
 def _network(graph: JointGraph) -> networkx.DiGraph:
     """The flow network of what backward needs and what that depends on."""
+    import networkx
+
     network = networkx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     pending, seen = list(graph.needed), set(graph.needed)

@@ -4,92 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 import tvm
 from tvm import relax, te
 
-from tvmbridge.core.errors import BuildError, first_line
+from tvmbridge.backends import Backend, backend_for
+from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
-from tvmbridge.legalize import LEGALIZE_MAP
-from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.base import shared_results
-from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.declare_results import DeclareResults
-from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
-from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
-from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.passes.relax.name_specs import NameSpecs
-from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+from tvmbridge.pipeline import AnyPass, pass_name, run_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS
-from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.exact_indices import with_exact_indices
-from tvmbridge.schedules.target import host_target
-from tvmbridge.schedules.threads import share_torch_threads
 
 # LLVM finds common expressions itself; TVM's search moves some in front of what they are made of.
 COMPILER_CONFIG = {"tirx.disable_cse_tir": True}
+_CPU = torch.device("cpu")
 
 
-def resolve_target(target: Any, device_type: str = "cpu") -> tvm.target.Target:
-    """The target to compile for: what the user named, or the machine's own.
+def _as_tvm_pass(pass_: AnyPass) -> tvm.transform.Pass:
+    if isinstance(pass_, tvm.transform.Pass):
+        return pass_
 
-    Raises:
-        BuildError: TVM does not know the target, or it does not fit the tensors' device.
-    """
-    if target is None:
-        if device_type != "cpu":
-            raise BuildError(
-                f"tensors on {device_type!r} are not supported; move the module to the CPU"
-            )
-        return host_target()
-    try:
-        resolved = tvm.target.Target(target)
-    except Exception as error:
-        raise BuildError(
-            f"TVM does not know the target {target!r}: {first_line(error)}; "
-            'use "llvm" or None for this machine\'s CPU'
-        ) from error
-    if resolved.kind.name != "llvm":
-        raise BuildError(
-            f"target {resolved.kind.name!r} is not supported; use 'llvm' or None for this "
-            "machine's CPU"
-        )
-    if device_type != "cpu":
-        raise BuildError(f"target {resolved} does not fit tensors on {device_type!r}")
-    return host_target() if not resolved.attrs.get("mcpu") else resolved
+    @tvm.transform.module_pass(opt_level=0, name=pass_name(pass_))
+    def run(mod: tvm.IRModule, _: tvm.transform.PassContext) -> tvm.IRModule:
+        return pass_(mod)
+
+    return run
 
 
-def kernel_passes(measure: bool) -> list[AnyPass]:
-    """From Relax operators to loops and calls of kernels, measured or not (DispatchKernels)."""
-    return [
-        # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
-        # result inside it.
-        DispatchKernels(fuse_bias=False, measure=measure),
-        DispatchConvolutions(),
-        *tidy_passes(),
-        CompileAtenCalls(),
-        relax.transform.LegalizeOps(LEGALIZE_MAP),
-        relax.transform.AnnotateTIROpPattern(),
-        relax.transform.FoldConstant(),
-        relax.transform.DeadCodeElimination(),
-        FuseOps(),
-        relax.transform.FuseTIR(),
-        # Recognises reshapes by their loops, so it must see them before they are scheduled.
-        relax.transform.RewriteDataflowReshape(),
-        relax.transform.DeadCodeElimination(),
-    ]
-
-
-def _virtual_machine_passes() -> tvm.transform.Pass:
+def _virtual_machine_passes(backend: Backend) -> tvm.transform.Pass:
     return tvm.transform.Sequential(
         [
             relax.transform.ToNonDataflow(),
             relax.transform.RemovePurityChecking(),
             relax.transform.CallTIRRewrite(),
-            relax.transform.StaticPlanBlockMemory(),
+            *[_as_tvm_pass(p) for p in backend.allocation_passes()],
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             relax.transform.LowerRuntimeBuiltin(),
@@ -161,7 +116,7 @@ def fuse(
     """``mod`` with calls of kernels and of fused functions, whose loops are not scheduled yet."""
     register_kernels()
     with target:
-        return run_passes(mod, kernel_passes(measure), records)
+        return run_passes(mod, backend_for(target).kernel_passes(measure), records)
 
 
 def build(
@@ -171,16 +126,19 @@ def build(
     *,
     measure: bool = False,
     library: Library = NO_RECORDS,
+    device: torch.device = _CPU,
+    bundle: BundleResiduals | None = None,
 ) -> Built:
     """Compile ``mod`` and load it; ``measure`` lets kernels be chosen by measurement.
 
     Functions for which ``library`` has a tuning record get its schedule, the others that of a rule.
+    ``bundle`` makes one result, and one argument, of all residuals.
 
     Raises:
         BuildError: TVM cannot compile it for ``target``.
     """
-    share_torch_threads()
-    fence_arithmetic()
+    backend = backend_for(target)
+    backend.prepare()
     names = [name.name_hint for name, _ in mod.functions_items()]
     given = {name: shared_results(mod, name) for name in names}
     mod = fuse(mod, target, records, measure=measure)
@@ -191,15 +149,23 @@ def build(
             for name, function in mod.functions_items()
             if isinstance(function, relax.Function)
         }
-        applied = apply_records(mod, library)
-        mod = schedule_for_cpu(applied.mod, target)
+        applied = apply_records(mod, library if backend.tuned else NO_RECORDS)
+        mod = backend.schedule(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
-        mod = run_passes(mod, [DeclareResults(), NameSpecs()], records)
+        last = [] if bundle is None else [bundle]
+        mod = run_passes(mod, [DeclareResults(), NameSpecs(), *last], records)
         try:
             mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
-                executable = relax.build(mod, target, relax_pipeline=_virtual_machine_passes())
+                executable = relax.build(
+                    mod, target, relax_pipeline=_virtual_machine_passes(backend)
+                )
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
-    machine = relax.VirtualMachine(executable, tvm.cpu())
-    return Built(machine, unaligned, shared, coverage, applied.missing)
+    machine = relax.VirtualMachine(executable, backend.device(device))
+    if bundle is not None and "backward" in unaligned:
+        first, count = bundle.first, bundle.count
+        flags = unaligned["backward"]
+        unaligned["backward"] = (*flags[:first], False, *flags[first + count :])
+    missing = applied.missing if backend.tuned else {}
+    return Built(machine, unaligned, shared, coverage, missing)

@@ -20,6 +20,7 @@ from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.compiler.split import SplitModule
+from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import CapturedGraph, PassRecord, ValueDescriptor
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -34,8 +35,9 @@ from tvmbridge.records.pending import note_missing
 class CompiledModule:
     """Loaded code of one module for one signature and mode.
 
-    ``loaded`` has ``forward(primals...) -> (outputs..., residuals...)`` and, when ``split`` is not
-    None, ``backward(reads..., residuals..., cotangents...) -> (gradients...)``. Primals are the
+    ``loaded`` has ``forward(primals...) -> (outputs...)``; when ``split`` is not None,
+    ``forward(primals...) -> (outputs..., residuals)`` and ``backward(reads..., kept outputs...,
+    residuals, cotangents...) -> (gradients...)``, where ``residuals`` is one tuple. Primals are the
     user inputs, the parameters and buffers, the draws, the dropout masks and the packed weights, in
     this order. ``packs`` are the names of the parameters in each packed weight.
     ``copied_outputs`` and ``copied_gradients`` are results that share memory with another tensor
@@ -44,7 +46,8 @@ class CompiledModule:
     nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     ``recorded``: it serves calls that autograd records.
     ``coverage`` counts the calls of kernels by where these come from. ``partial_backwards``: those
-    without some of the cotangents (None where ``split`` is None).
+    without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
+    replayed as CUDA graphs where that is safe.
     """
 
     captured: CapturedGraph
@@ -65,11 +68,12 @@ class CompiledModule:
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
     partial_backwards: PartialBackwards | None = None
+    cuda_graphs: bool = False
 
     def forward(
         self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
-    ) -> list[torch.Tensor]:
-        """The outputs, with the sample's strides or with these, and the residuals."""
+    ) -> list[Any]:
+        """The outputs, with the sample's strides or with these, and behind them the residuals."""
         results = self.loaded.run("forward", primals, self.copied_outputs, bound)
         if self.layouts.outputs or strides:
             put_on(self.layouts.outputs, results, strides)
@@ -111,6 +115,7 @@ def compile_module(
     options: CompileOptions,
     apart: bool = True,
     packing: Packing | None = None,
+    autocast: Autocast = (),
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
@@ -118,6 +123,7 @@ def compile_module(
         needs_grad: compile forward and backward; otherwise forward alone.
         apart: trace a stand-in, so that other threads may run the module meanwhile.
         packing: says which parameters may be moved to lie side by side; None: none of them.
+        autocast: under which forward is called.
 
     Raises:
         NotApartError: forward reaches the module itself, so that no stand-in can be traced.
@@ -136,6 +142,7 @@ def compile_module(
         measure=stages.measure,
         packing=packing,
         apart=apart,
+        autocast=autocast,
     )
     return build_lowered(lowered, options, records, stages)
 
@@ -161,10 +168,15 @@ def build_lowered(
         use_records = options.tuning_records
         library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
         building = partial(
-            build, target=lowered.target, measure=options.measure_kernels, library=library
+            build,
+            target=lowered.target,
+            measure=options.measure_kernels,
+            library=library,
+            device=lowered.captured.device,
+            bundle=None if parts is None else parts.bundle,
         )
         built = building(mod, records=records)
-        loaded = LoadedModule(built.machine, built.unaligned)
+        loaded = LoadedModule(built.machine, built.unaligned, lowered.captured.device)
         if use_records:
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     return CompiledModule(
@@ -186,7 +198,10 @@ def build_lowered(
         coverage=built.coverage,
         records=tuple(records),
         seconds=stages.seconds,
+        cuda_graphs=options.cuda_graphs and lowered.captured.device.type == "cuda",
         partial_backwards=(
-            None if parts is None else PartialBackwards(parts, building, layouts.gradients)
+            None
+            if parts is None
+            else PartialBackwards(parts, building, layouts.gradients, lowered.captured.device)
         ),
     )

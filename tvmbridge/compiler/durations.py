@@ -1,10 +1,23 @@
-"""Durations: how long each stage of a compilation takes."""
+"""Durations: how long each stage of a compilation takes, and who is told when one begins."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def stages_told_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Within it ``listener`` is called with the name of each stage that this thread begins."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 class Stages:
@@ -15,6 +28,9 @@ class Stages:
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
+        listener = _listener.get()
+        if listener is not None:
+            listener(stage)
         start = time.perf_counter()
         try:
             yield

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 import tvm_ffi
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
+from tvmbridge.core.devices import gpu_index
+from tvmbridge.core.torch_private import current_raw_stream
+
 # Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
 _ALIGNMENT_MASK = 63
+_CPU = torch.device("cpu")
+
+# The residuals of one forward call: as compiled code returns them, or as tensors of PyTorch.
+Residuals: TypeAlias = tvm_ffi.Array | tuple[torch.Tensor, ...]
 
 
-def prepare(tensor: torch.Tensor, anywhere: bool = False) -> torch.Tensor:
+def tensors_of(residuals: tvm_ffi.Array) -> list[torch.Tensor]:
+    """``residuals`` as tensors of PyTorch."""
+    return [r if isinstance(r, torch.Tensor) else from_dlpack(r) for r in residuals]
+
+
+def prepare(tensor: Any, anywhere: bool = False) -> Any:
     """``tensor`` if compiled code may read its memory, else a dense, aligned copy of its values.
 
-    ``anywhere``: it is read by PyTorch's kernels alone, which take any address.
+    ``anywhere``: it is read by PyTorch's kernels alone, which take any address. Residuals are
+    what compiled code has returned, which it can read, or a tuple of tensors.
     """
+    if isinstance(tensor, tvm_ffi.Array):
+        return tensor
+    if isinstance(tensor, tuple):
+        return tuple(map(prepare, tensor))
     if _readable(tensor, anywhere):
         return tensor
     with torch.no_grad():
@@ -39,8 +56,24 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     Who holds the tensor or its memory is counted: before it is exchanged for another
     (``torch.utils.swap_tensors``), and before it is moved into a pack.
     """
+    if tensor.is_cuda:
+        found = torch.as_tensor(_DeviceMemory(tensor), device=tensor.device)
+        return found.view(tensor.dtype).view(tensor.shape)
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+
+
+class _DeviceMemory:
+    """The bytes of a tensor on a GPU, as a buffer that keeps nothing alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        data = (tensor.data_ptr(), False)
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "data": data,
+            "version": 3,
+        }
 
 
 class Bound:
@@ -63,12 +96,19 @@ class LoadedModule:
     """
 
     def __init__(
-        self, vm: relax.VirtualMachine, unaligned: Mapping[str, Sequence[bool]] | None = None
+        self,
+        vm: relax.VirtualMachine,
+        unaligned: Mapping[str, Sequence[bool]] | None = None,
+        device: torch.device = _CPU,
     ) -> None:
         """``unaligned`` says for each function which arguments need not be aligned."""
         self._vm = vm
         self._unaligned = dict(unaligned or {})
-        self._functions = {name: vm[name] for name in ("forward", "backward") if _has(vm, name)}
+        self._functions = {
+            name: on_current_stream(vm[name], device)
+            for name in ("forward", "backward")
+            if _has(vm, name)
+        }
         self._lock = threading.RLock()
 
     def bind(
@@ -117,23 +157,40 @@ class LoadedModule:
         tensors: Sequence[Any],
         copied: Collection[int] = (),
         bound: Bound | None = None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """Call ``name`` on tensors as they come; the results numbered ``copied`` are clones."""
         results = self.call(name, self.prepare(name, tensors, bound))
         for i in copied:
             results[i] = results[i].clone()
         return results
 
-    def call(self, name: str, tensors: Sequence[Any]) -> list[torch.Tensor]:
+    def call(self, name: str, tensors: Sequence[Any]) -> list[Any]:
         """Call ``name`` on prepared arguments; the results own their memory or share it with
-        an argument of which they are a view."""
+        an argument of which they are a view.
+
+        They are tensors of PyTorch, but for residuals, which stay what compiled code returns.
+        """
         function = self._functions[name]
         with self._lock:
-            results = list(function(*tensors))
+            results: list[Any] = function(*tensors)[:]
         # Results are PyTorch's tensors only where an argument was one.
-        if results and not isinstance(results[0], torch.Tensor):
-            return [from_dlpack(r) for r in results]
+        if results and isinstance(results[0], tvm_ffi.Tensor):
+            return [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
         return results
+
+
+def on_current_stream(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``function`` of compiled code, whose kernels run on PyTorch's current stream of a GPU."""
+    if device.type != "cuda":
+        return function
+    index = gpu_index(device)
+    on_device = tvm_ffi.device("rocm" if torch.version.hip else "cuda", index)
+
+    def call(*arguments: Any) -> Any:
+        with tvm_ffi.use_raw_stream(on_device, current_raw_stream(index)):
+            return function(*arguments)
+
+    return call
 
 
 def _has(vm: relax.VirtualMachine, name: str) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 import tvm
 from torch import nn
 
+from tvmbridge.backends import resolve_target
 from tvmbridge.coloring import color
-from tvmbridge.compiler.build import resolve_target
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.split import SplitModule, split
+from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import CapturedGraph, PassRecord
 from tvmbridge.differentiation.facts import NothingToDifferentiateError, refuse_other_draws
@@ -68,6 +69,7 @@ def lower_module(
     passes: Sequence[AnyPass] = (),
     packing: Packing | None = None,
     apart: bool = True,
+    autocast: Autocast = (),
 ) -> LoweredModule:
     """Capture ``module`` and run the graph passes, up to the functions that are built.
 
@@ -77,6 +79,7 @@ def lower_module(
             before a joint function is split.
         packing: says which parameters may be moved to lie side by side; None: none of them.
         apart: trace a stand-in, so that other threads may run the module meanwhile.
+        autocast: under which forward is called.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
@@ -84,9 +87,9 @@ def lower_module(
     """
     passes = [*options.extra_passes, *passes]
     with measure("capture"):
-        stage = staged(module, args, kwargs, needs_grad, apart=apart)
+        stage = staged(module, args, kwargs, needs_grad, apart=apart, autocast=autocast)
         captured = capture_staged(stage, args, kwargs, needs_grad)
-        resolved = resolve_target(target, captured.device.type)
+        resolved = resolve_target(target, captured.device)
     derivation = None
     if needs_grad:
         with measure("differentiate"), suppress(NothingToDifferentiateError):

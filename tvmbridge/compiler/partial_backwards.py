@@ -3,21 +3,24 @@
 The compiled backward takes a cotangent for every output. Zeros in place of one that did not arrive
 give eager's gradients as long as all derivatives on its paths are finite; where one is not, zero
 times infinity is NaN. Then, and where a backward of the user's own may be anything but linear, a
-backward without the absent cotangents is compiled and used from then on.
+backward without the absent cotangents is compiled and used from then on. To look at all gradients
+costs more than a pass over their memory, so what is absent again and again gets one too.
 """
 
 from __future__ import annotations
 
 import cmath
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import tvm
 
 from tvmbridge.compiler.build import Built
-from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.split import SplitModule, build_function
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import has_storage
@@ -43,6 +46,8 @@ _NO_LAYOUT = (
 
 # Of more patterns of absent cotangents the one that was compiled first is forgotten.
 _MAX_PATTERNS = 16
+# So often are gradients looked at before a backward is compiled for its speed alone.
+_LOOKS = 2
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,11 @@ class PartialBackward:
     copied: frozenset[int]
     layouts: Mapping[int, Layout]
 
-    def __call__(self, values: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+    def __call__(
+        self, values: Sequence[Any], count: int, bound: Bound | None = None
+    ) -> list[torch.Tensor | None]:
         """``count`` gradients of what backward reads and the cotangents that arrived."""
-        results = self.loaded.run("backward", values, self.copied)
+        results = self.loaded.run("backward", values, self.copied, bound)
         placed: list[torch.Tensor | None] = [None] * count
         for number, result in zip(self.gradients, results, strict=True):
             placed[number] = result
@@ -75,25 +82,45 @@ class PartialBackwards:
         parts: the split functions of the module.
         build: :func:`~tvmbridge.compiler.build.build` for the module's target and options.
         layouts: those of gradients, by number, that are not contiguous.
+        device: where the module's tensors are.
     """
 
     def __init__(
-        self, parts: SplitModule, build: Callable[..., Built], layouts: Mapping[int, Layout]
+        self,
+        parts: SplitModule,
+        build: Callable[..., Built],
+        layouts: Mapping[int, Layout],
+        device: torch.device,
     ) -> None:
         self.compiled = 0
         self._parts = parts
         self._build = build
         self._layouts = layouts
+        self._device = device
         self._patterns: dict[frozenset[int], PartialBackward] = {}
+        self._asked: Counter[frozenset[int]] = Counter()
 
     def known(self, absent: frozenset[int]) -> PartialBackward | None:
         """The backward without the cotangents of these numbers, if zeros must not stand for them.
+
+        And if they have been absent before: it is compiled for its speed once, where it can be.
 
         Raises:
             BridgeError: as :meth:`without`.
         """
         known = self._patterns.get(absent)
-        return self.without(absent) if known is None and self._parts.functions else known
+        if known is not None:
+            return known
+        if self._parts.functions:
+            return self.without(absent)
+        self._asked[absent] += 1
+        if self._asked[absent] != _LOOKS + 1 or len(self._patterns) >= _MAX_PATTERNS:
+            return None
+        try:
+            return self.without(absent)
+        except BridgeError as error:
+            logger.info("gradients are looked at in each backward: %s", error)
+            return None
 
     def without(self, absent: frozenset[int]) -> PartialBackward:
         """The backward without the cotangents of these numbers, compiled now if it is the first.
@@ -132,11 +159,12 @@ class PartialBackwards:
             names,
             tuple(names[number] for number in sorted(absent)),
             called(parts.functions, absent),
+            str(self._device),
         )
         passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
         built = self._build(mod, records=[])
-        loaded = LoadedModule(built.machine, built.unaligned)
+        loaded = LoadedModule(built.machine, built.unaligned, self._device)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
         return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)
 

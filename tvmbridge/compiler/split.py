@@ -17,6 +17,7 @@ from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
+from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,6 @@ class SplitModule:
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
     ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
-    ``computed_residuals`` are the numbers of those that are no results of ATen calls.
     """
 
     mod: tvm.IRModule
@@ -44,12 +44,17 @@ class SplitModule:
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
     functions: tuple[AppliedFunction, ...] = ()
-    computed_residuals: tuple[int, ...] = ()
 
     @property
     def residual_bytes(self) -> int:
         """Bytes that live for backward's sake: residuals, and the draws that it reads."""
         return sum(r.spec.nbytes for r in (*self.residuals, *self.drawn))
+
+    @property
+    def bundle(self) -> BundleResiduals:
+        """The pass after which the residuals are one result, and one parameter."""
+        first = len(self.reads) + len(self.kept_outputs)
+        return BundleResiduals(self.num_outputs, first, len(self.residuals))
 
 
 def split(joint: JointModule, coloring: Coloring) -> SplitModule:
@@ -77,9 +82,6 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
         drawn=tuple(_describe(v, bound) for v in coloring.drawn),
         functions=joint.functions,
-        computed_residuals=tuple(
-            i for i, v in enumerate(residuals) if _is_operator_of_relax(bound.get(v))
-        ),
     )
 
 
@@ -118,11 +120,6 @@ def _separate_outputs(
         else:
             others.append(residual)
     return kept, others
-
-
-def _is_operator_of_relax(value: relax.Expr | None) -> bool:
-    """Whether it is no call of PyTorch's, whose result may begin at any address."""
-    return (operator_name(value) or "").startswith("relax.")
 
 
 def _describe(var: relax.Var, bound: Mapping[relax.Var, relax.Expr]) -> ValueDescriptor:

@@ -76,7 +76,8 @@ def contents(value: Any) -> list[Any]:
     """What ``value`` holds, if it is a container or a plain object such as a configuration."""
     if isinstance(value, _THEMSELVES):
         return []
-    held = [*attributes_of(value).values()]
+    attributes = attributes_of(value)
+    held = [*attributes, *attributes.values()]
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values(), *held]
     for kind in _SEQUENCES:
@@ -84,7 +85,7 @@ def contents(value: Any) -> list[Any]:
             return [*kind.__iter__(value), *held]
     if isinstance(value, set | frozenset):
         return [*sorted(value, key=repr), *held]
-    return [*attributes_of(value), *held]
+    return held
 
 
 def all_held(value: Any, depth: int = DEPTH) -> list[Any]:

@@ -57,6 +57,14 @@ class NumericsError(BridgeError):
     """
 
 
+class FallbackError(BridgeError):
+    """A call that compiled code does not serve, where the module's own forward must not run.
+
+    Raised by calls of a module that was dispatched with ``on_fallback="raise"``; the message names
+    the reason, and what to do.
+    """
+
+
 class VersionError(BridgeError, ImportError):
     """The installed packages are not the ones that tvmbridge is pinned to.
 

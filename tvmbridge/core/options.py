@@ -34,7 +34,8 @@ class CompileOptions:
         max_specializations: how many input signatures one module keeps compiled, and of each, in
             each mode, how many choices of the tensors that require a gradient. Calls compile no
             further choices; where ``add_tvm_dispatch`` adds one, or a signature, what was not used
-            for longest is dropped, and calls do not compile it again.
+            for longest is dropped, and calls do not compile it again. Where no sample was given,
+            calls compile up to so many signatures, but no more than four.
         measure_kernels: choose between PyTorch's libraries for each matrix product by measuring
             both at compilation, once for each shape in a process.
         combine_matmuls: whether products with a common left operand, such as query, key and value,
@@ -42,6 +43,8 @@ class CompileOptions:
             ``"auto"`` does so in inference, and in training where the combined products were
             measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
             are.
+        cuda_graphs: on a GPU, record the launches of a call once and replay them, where that is
+            safe (docs/gpu.md).
         tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
         tuning_logs: a directory of tuning records, looked into before the others; kernels without
             a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
@@ -67,6 +70,7 @@ class CompileOptions:
     max_specializations: int = 16
     measure_kernels: bool = True
     combine_matmuls: str = "auto"
+    cuda_graphs: bool = True
     tuning_records: bool = True
     tuning_logs: str | None = None
     extra_passes: tuple[Any, ...] = ()

@@ -17,6 +17,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from tvmbridge.core.assumptions import Answer, Check, OutsideValue, Question
+from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.torch_private import pytree
 
 # Stands, among the results of a traced forward, for one that the epilogue computes.
@@ -265,6 +266,7 @@ class Assumptions:
     tensors beyond shapes and dtypes. ``normed`` names the attributes that hooks of PyTorch's
     (``weight_norm``, ``spectral_norm``) exchange at each call. ``answers``: what it read of the
     values of small buffers. ``is_compiling``: what ``torch.compiler.is_compiling()`` said.
+    ``autocast`` is the state of autocast that forward was called under.
     """
 
     training: bool
@@ -277,6 +279,7 @@ class Assumptions:
     normed: tuple[str, ...] = ()
     answers: tuple[Answer, ...] = ()
     is_compiling: bool = True
+    autocast: Autocast = ()
 
 
 @dataclass(frozen=True)

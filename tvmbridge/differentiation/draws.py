@@ -46,6 +46,9 @@ def captured_draw(noise: NoiseDescriptor) -> str:
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
     if noise.op is torch.ops.aten.bernoulli_.float:
         return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"
+    if noise.op is torch.ops.aten.native_dropout.default:
+        order = memory_order(noise.spec)
+        return f"mask {noise.spec.shape} {_nesting(order)} {1.0 - noise.args[1]}"
     operands = [
         leaf.spec if isinstance(leaf, ComputedTensor) else leaf
         for leaf in pytree.tree_leaves((noise.args, dict(noise.kwargs)))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import FakeTensorMode, pytree
@@ -23,7 +24,7 @@ from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
-from tvmbridge.graph_capture.trace.standins import tensors_replaced, without_autocast
+from tvmbridge.graph_capture.trace.standins import tensors_replaced
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
@@ -110,6 +111,7 @@ class Rehearsal:
                 differentiated=any(p.requires_grad for p in primals),
                 values=buffers,
                 bases=self.captured.convention.bases,
+                autocast=self.captured.assumptions.autocast,
             )
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)

@@ -182,6 +182,36 @@ def _private_names(probe: Probe) -> list[Finding]:
     return [Finding(subject, Status.OK, detail, essential=True)]
 
 
+def _gpu(probe: Probe) -> list[Finding]:
+    result = probe("gpu")
+    if result.error is not None:
+        advice = "modules on the CPU are not concerned"
+        return [Finding("GPU", Status.WRONG, result.error, advice)]
+    facts = result.facts
+    if not facts["available"]:
+        return [Finding("GPU", Status.NOTE, "none that PyTorch can use")]
+    driver = f", driver {facts['driver']}" if facts["driver"] else ""
+    detail = f"{facts['count']} x {facts['name']}, {facts['arch']}, {facts['runtime']}{driver}"
+    return [Finding("GPU", Status.OK, detail), *_gpu_compiler(facts), _cuda_graphs(facts)]
+
+
+def _gpu_compiler(facts: dict[str, Any]) -> list[Finding]:
+    if not facts["needs_nvcc"]:
+        return []
+    path = shutil.which("nvcc")
+    if path is not None:
+        return [Finding("CUDA's compiler", Status.OK, path)]
+    advice = "put the nvcc of a CUDA toolkit on the PATH; without it nothing is compiled for GPUs"
+    return [Finding("CUDA's compiler", Status.WRONG, "nvcc is not on the PATH", advice)]
+
+
+def _cuda_graphs(facts: dict[str, Any]) -> Finding:
+    if facts["graphs"]:
+        return Finding("CUDA graphs", Status.OK, "a captured addition replays")
+    detail = "an addition cannot be captured and replayed"
+    return Finding("CUDA graphs", Status.NOTE, detail, "calls are made without graphs")
+
+
 def _dot(_probe: Probe) -> list[Finding]:
     path = shutil.which("dot")
     if path is not None:
@@ -213,6 +243,7 @@ CHECKS: Final[tuple[Callable[[Probe], list[Finding]], ...]] = (
     _compiler,
     _alignment,
     _private_names,
+    _gpu,
     _dot,
     _optional_packages,
 )

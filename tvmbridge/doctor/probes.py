@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +58,46 @@ def alignment() -> dict[str, Any]:
     return {"aligned": all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)}
 
 
+def gpu() -> dict[str, Any]:
+    """The current GPU, if there is one, and whether its launches can be captured as a graph."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"available": False}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    x = torch.zeros(8, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            y = x + 1
+        graph.replay()
+        graphs = bool((y == 1).all())
+    except RuntimeError:
+        graphs = False
+    amd = torch.version.hip is not None
+    return {
+        "available": True,
+        "name": properties.name,
+        "count": torch.cuda.device_count(),
+        "arch": properties.gcnArchName if amd else f"sm_{properties.major}{properties.minor}",
+        "runtime": f"ROCm {torch.version.hip}" if amd else f"CUDA {torch.version.cuda}",
+        "driver": _driver(),
+        "needs_nvcc": not amd,
+        "graphs": graphs,
+    }
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver, by its own program; None where that is not there."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    lines = done.stdout.split()
+    return lines[0] if lines and not done.returncode else None
+
+
 def private_names() -> dict[str, Any]:
     """Which of the private names that tvmbridge uses this PyTorch lacks, or has otherwise."""
     name = "private_names_of_torch"
@@ -72,6 +114,7 @@ PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "compiler": compiler,
     "alignment": alignment,
     "private_names": private_names,
+    "gpu": gpu,
 }
 
 

@@ -132,7 +132,9 @@ class Importer:
             return self.emit(constant(tensor))
         # A file of compiled code cannot hold an empty constant.
         pairs = as_pairs(tensor)
-        return self.emit(zeros_call(list(pairs.shape), to_relax_dtype(pairs.dtype)))
+        return self.emit(
+            zeros_call(list(pairs.shape), to_relax_dtype(pairs.dtype), str(pairs.device))
+        )
 
 
 def constant(tensor: torch.Tensor) -> tvm.ir.GenericConst:

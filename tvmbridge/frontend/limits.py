@@ -14,8 +14,8 @@ from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.frontend.registry import Converter
 from tvmbridge.graph_capture.trace.promotion import kernel_dtypes
-from tvmbridge.kernels.aten_call import true_dtype
 from tvmbridge.kernels.dtypes import has_type, is_supported, to_relax_dtype
+from tvmbridge.kernels.true_dtypes import true_dtype
 
 # Elements of a result each of which is a call of the C library: for more PyTorch has vectors.
 FEW_CALLS = 4096

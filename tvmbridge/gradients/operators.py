@@ -32,7 +32,8 @@ _ELEMENTWISE = (
 _PRODUCTS = "addmm addr baddbmm bmm dot linear matmul mm mv vdot"
 _REDUCTIONS = (
     "_log_softmax _safe_softmax _scaled_dot_product_flash_attention_for_cpu _softmax amax amin "
-    "cumsum mean mse_loss native_batch_norm native_group_norm native_layer_norm sum trace"
+    "cumsum mean mse_loss native_batch_norm native_group_norm native_layer_norm nll_loss2d_forward "
+    "nll_loss_forward sum trace"
 )
 _WINDOWS = (
     "_adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_max_pool2d adaptive_max_pool3d avg_pool2d "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
+from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_caches
 from tvmbridge.core.structure import children
@@ -51,7 +53,6 @@ from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
 from tvmbridge.graph_capture.trace.standins import (
     attributes_put_back,
-    without_autocast,
     without_hooks,
     without_repetitions,
 )
@@ -79,7 +80,7 @@ def capture(
     sample_kwargs: Mapping[str, Any] | None = None,
     needs_grad: bool | None = None,
 ) -> CapturedGraph:
-    """Export ``module`` with torch.export, in train or eval mode as it is.
+    """Export ``module`` with torch.export, in train or eval mode and under autocast as it is.
 
     Args:
         module: any traceable module; it is left as it was.
@@ -99,13 +100,12 @@ def capture(
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
     register_caches(module)
-    with tracing_here():
+    stage_of = partial(staged, module, args, kwargs, needs_grad, autocast=autocast_now())
+    with tracing_here(), without_autocast():
         try:
-            stage = staged(module, args, kwargs, needs_grad)
-            return capture_staged(stage, args, kwargs, needs_grad)
+            return capture_staged(stage_of(), args, kwargs, needs_grad)
         except NotApartError:
-            stage = staged(module, args, kwargs, needs_grad, apart=False)
-            return capture_staged(stage, args, kwargs, needs_grad)
+            return capture_staged(stage_of(apart=False), args, kwargs, needs_grad)
 
 
 def capture_staged(
@@ -142,6 +142,7 @@ def capture_staged(
         normed=seen.normed,
         answers=forward.answers,
         is_compiling=stage.is_compiling,
+        autocast=stage.autocast,
     )
     return CapturedGraph(
         program=program,
@@ -169,7 +170,7 @@ def _export(
         raise
     except Exception as error:
         module = stage.module
-        raise_if_forward_refuses(module, args, kwargs)
+        raise_if_forward_refuses(module, args, kwargs, stage.autocast)
         if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
             raise UnsupportedOperatorError(OWN_GENERATOR) from error
         line = user_line(error) or "an unknown line"
@@ -209,6 +210,7 @@ def _exported(
                 values=small_buffers(module),
                 bases=bases,
                 exported=True,
+                autocast=stage.autocast,
             )
             with forward.in_place():
                 given, named = without_repetitions((args, dict(kwargs)))

@@ -23,6 +23,7 @@ from tvmbridge.graph_capture.noise import (
     READS_METADATA_ONLY,
     RRELU_NAME,
     base_name,
+    dropout_descriptor,
     mask_descriptor,
     spec_of_node,
 )
@@ -133,7 +134,7 @@ def _describe(node: fx.Node, name: str) -> NoiseDescriptor:
     value = node.meta["val"]
     if op is aten.native_dropout.default:
         x, p = node.args[:2]
-        return _mask(name, x.meta["val"], 1.0 - float(p))  # type: ignore[arg-type,union-attr]
+        return dropout_descriptor(name, x.meta["val"], float(p))  # type: ignore[arg-type,union-attr]
     if op is aten.bernoulli_.float:
         keep = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         return _mask(name, value, keep)

@@ -177,7 +177,17 @@ def _argument(node: fx.Node, name: str, position: int, default: Any) -> Any:
 
 def _describe_dropout(node: fx.Node) -> NoiseDescriptor:
     x, p, _ = dropout_arguments(node)
-    return mask_descriptor(node.name, x.meta["val"], 1.0 - p, drop_probability=p)
+    return dropout_descriptor(node.name, x.meta["val"], p)
+
+
+def dropout_descriptor(name: str, like: torch.Tensor, p: float) -> NoiseDescriptor:
+    """The mask of dropout with probability ``p`` of a tensor as ``like``."""
+    if not like.is_cuda:
+        return mask_descriptor(name, like, 1.0 - p, drop_probability=p)
+    # The kernel that eager PyTorch runs, for its mask: the numbers follow dtype and strides.
+    mask = TensorSpec.of(torch.empty_like(like, dtype=torch.bool))
+    args = (TensorSpec.of(like), p, True)
+    return NoiseDescriptor(name, mask, aten.native_dropout.default, args, {}, p, 1)
 
 
 def mask_descriptor(
@@ -286,8 +296,9 @@ def draw_noise(
 def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
     args = [_materialize(a) for a in descriptor.args]
     kwargs = {k: _materialize(v) for k, v in descriptor.kwargs.items()}
-    result: torch.Tensor = descriptor.op(*args, **kwargs)
-    return result
+    result: Any = descriptor.op(*args, **kwargs)
+    drawn: torch.Tensor = result if descriptor.result is None else result[descriptor.result]
+    return drawn
 
 
 def _materialize(value: Any) -> Any:

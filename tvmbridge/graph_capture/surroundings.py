@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd import forward_ad
 
+from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.torch_private import (
     DeviceContext,
     dispatch_mode_count,
@@ -99,6 +100,7 @@ def undisturbed() -> Iterator[None]:
     """Within it the compilation does not see the caller's settings, modes and hooks."""
     with (
         settings_kept(),
+        without_autocast(),
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),
         torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import Answer, Check
+from tvmbridge.core.autocast import Autocast, under_autocast
 from tvmbridge.core.types import Epilogue, IntermediateBase
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
@@ -30,6 +31,7 @@ class TracedForward:
     ``differentiated`` whether its results will be, ``values`` what the small buffers of the module
     hold, ``bases`` the intermediate view bases that it returns as well. ``exported``: torch.export
     calls it, which refuses rebound attributes, so that the module gets its old ones back.
+    ``autocast`` is the state of autocast that forward finds.
 
     After a call, ``changed_arguments`` are the positions and keywords of the containers that it
     mutated, ``checks`` the checks of values that became outputs, ``answers`` the guards on small
@@ -42,6 +44,7 @@ class TracedForward:
     values: Mapping[str, torch.Tensor]
     bases: Sequence[IntermediateBase] = ()
     exported: bool = False
+    autocast: Autocast = ()
     changed_arguments: tuple[Any, ...] = ()
     checks: tuple[Check, ...] = ()
     answers: tuple[Answer, ...] = ()
@@ -71,6 +74,7 @@ class TracedForward:
                 stack.enter_context(exchanges_written(self.module))
                 stack.enter_context(norms_put_back(self.module))
             stack.enter_context(as_captured(self.is_compiling))
+            stack.enter_context(under_autocast(self.autocast))
             return self._forward(*args, **kwargs)
 
     @contextmanager

@@ -8,12 +8,14 @@ import torch
 import tvm_ffi
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.kernels.allocation import EMPTY, run_empty
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
 
 # Each is called with a spec, or its key, and tensors.
 KERNELS = {
     ATEN_CALL: run_aten_call,
+    EMPTY: run_empty,
     MATMUL: run_matmul,
     ONEDNN_MATMUL: run_onednn_matmul,
 }

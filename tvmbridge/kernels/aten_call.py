@@ -31,6 +31,7 @@ from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.kernels.dtypes import tensor_type
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.results import promises_of, taker_of
+from tvmbridge.kernels.true_dtypes import true_dtype
 
 ATEN_CALL = "tvmbridge.aten"
 
@@ -63,6 +64,7 @@ def emit_aten_call(
     results = node.meta["val"]
     several = isinstance(results, tuple | list)
     fakes = _results_read(node) if several else [results]
+    _refuse_other_devices(node, fakes)
     content = {
         "op": str(node.target),
         "args": [_encode(a, node, tensors, values) for a in node.args],
@@ -84,6 +86,21 @@ def emit_aten_call(
     )
 
 
+def _refuse_other_devices(node: fx.Node, fakes: Sequence[torch.Tensor | None]) -> None:
+    """Refuse a copy from one device to another: compiled code is of one."""
+    operands = {n.meta["val"].device for n in node.all_input_nodes if _is_tensor(n)}
+    for fake in fakes:
+        if fake is not None and fake.dim() and operands and fake.device not in operands:
+            raise UnsupportedOperatorError(
+                f"{node.target} makes a tensor on {fake.device}, where its operands are on "
+                f"{', '.join(sorted(map(str, operands)))}: compiled code is for one device"
+            )
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
 def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
     """The fake results of a node, None for those that nothing reads: there may be none at a call.
 
@@ -94,35 +111,6 @@ def _results_read(node: fx.Node) -> list[torch.Tensor | None]:
     if not read or any(user.target is not operator.getitem for user in node.users):
         return fakes
     return [fake if i in read else None for i, fake in enumerate(fakes)]
-
-
-# Of their operands the fourth and the fifth are running statistics, new ones their last results.
-_MOVING_STATISTICS = frozenset(
-    {
-        torch.ops.aten._native_batch_norm_legit_functional.default,
-        torch.ops.aten._batch_norm_with_update_functional.default,
-    }
-)
-
-
-def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
-    """The dtype of a result, where PyTorch foretells it wrongly (of attention 2.11 alone)."""
-    operand: Any
-    if node.target in _MOVING_STATISTICS:
-        # They come in their own dtype.
-        for place, result in zip((3, 4), node.meta["val"][-2:], strict=True):
-            operand = node.args[place]
-            if result is fake and operand is not None:
-                found: torch.dtype = operand.meta["val"].dtype
-                return found
-    if node.target is torch.ops.aten.smooth_l1_loss_backward.default:
-        operand = node.args[1]
-        own: torch.dtype = operand.meta["val"].dtype
-        return own
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    if node.target is flash and node.meta["val"][0].dtype is torch.float64:
-        return torch.float64
-    return fake.dtype
 
 
 def packed_call(
@@ -146,9 +134,9 @@ def call_overload(
     return packed_call(ATEN_CALL, spec, tensors, type_)
 
 
-def zeros_call(shape: Sequence[int], dtype: str) -> relax.Call:
+def zeros_call(shape: Sequence[int], dtype: str, device: str) -> relax.Call:
     """An ATen call that makes zeros, of which no pass knows that they are."""
-    kwargs = {"dtype": {"dtype": dtype}}
+    kwargs = {"dtype": {"dtype": dtype}, "device": {"device": device}}
     spec = {"op": "aten.full.default", "args": [list(shape), 0], "kwargs": kwargs, "results": None}
     return packed_call(ATEN_CALL, json.dumps(spec), [], relax.TensorType(list(shape), dtype))
 

@@ -56,8 +56,8 @@ def _taker(name: str, number: int, declared: Any) -> Callable[[Any, Tensors], to
     shape, dtype = torch.Size(declared[0]), from_relax_dtype(declared[1])
 
     def take(result: Any, operands: Tensors) -> torch.Tensor:
-        if not isinstance(result, torch.Tensor) or not result.is_cpu:
-            found = f"{type(result).__name__}, which is no tensor in the CPU's memory,"
+        if not isinstance(result, torch.Tensor) or not _is_with(result, operands):
+            found = f"{type(result).__name__}, which is no tensor in the memory of its operands,"
         elif result.shape == shape and result.dtype is dtype:
             return own(result, operands)
         elif result.is_complex() and (pairs := as_pairs(result)).shape == shape:
@@ -74,6 +74,11 @@ def _taker(name: str, number: int, declared: Any) -> Callable[[Any, Tensors], to
     return take
 
 
+def _is_with(result: torch.Tensor, operands: Tensors) -> bool:
+    """Whether a result is in the same device's memory as the operands, if there are any."""
+    return result.device == operands[0].device if operands else result.is_cpu or result.is_cuda
+
+
 def _type(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
@@ -82,7 +87,7 @@ def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
     """The result as a dense tensor of its own: memory planning assumes that results are fresh."""
     result = as_pairs(result)
     if not result.numel():  # Any strides are contiguous then, but not to compiled code.
-        return torch.empty(result.shape, dtype=result.dtype)
+        return torch.empty(result.shape, dtype=result.dtype, device=result.device)
     result = result.contiguous()
     if result.is_neg():  # DLPack has no word for it.
         return result.resolve_neg()

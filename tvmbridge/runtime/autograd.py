@@ -3,38 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
+from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.errors import BridgeError
-from tvmbridge.core.torch_private import backward_keeps_graph, saved_tensors_hooks_in_force
-from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
-from tvmbridge.core.writes import version_of
+from tvmbridge.core.torch_private import backward_keeps_graph
+from tvmbridge.core.types import TensorSpec
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.surroundings import in_checkpoint
-from tvmbridge.runtime.guards.watch import Watch, versions_of, watch
+from tvmbridge.runtime.cuda_graphs import Replayed
+from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
+from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, primals_of
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
+from tvmbridge.runtime.step import Held, Step
 
 _NO_GRADIENT_FOR_HOOK = (
     "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
     "output that this backward starts from depends on {name}. Remove the hook, use the output that "
     "does, or call remove_tvm_dispatch(module)"
-)
-_WRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: compiled code reads parameters and inputs in backward, and hooks on saved tensors "
-    "kept them without a copy"
 )
 
 # Arguments of the autograd function that are no tensors.
@@ -62,20 +57,28 @@ class TrainingCall:
         self.reads = [position[name] for name in parts.reads]
         # Autograd notices writes by the version of a parameter, which its packed values lack.
         self.guarded = [
-            i for i in _packed_into(compiled, set(self.reads)) if i not in set(self.reads)
+            i for i in packed_into(compiled, set(self.reads)) if i not in set(self.reads)
         ]
         self.gradient_of = [position[name] for name in parts.wanted]
+        self.sources_of = picker(self.gradient_of)
         self.num_primals = len(parts.primals)
-        self.overwritten = _overwritten(compiled)
+        self.place_of_residuals = len(self.reads) + len(parts.kept_outputs)
+        self.overwritten = overwritten_by(compiled)
+        computed = [o for o in compiled.captured.outputs if o.is_computed]
+        self.orders = {
+            n: layout.order for n, layout in compiled.layouts.outputs.items() if layout.moves
+        }
+        # Outputs that backward reads in another shape, or another order.
+        self.reshaped = [
+            (i, number, shape)
+            for i, (number, shape) in enumerate(parts.kept_outputs, start=len(self.reads))
+            if number in self.orders or shape != getattr(computed[number].spec, "shape", None)
+        ]
         self.constant_outputs = [
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
         ]
         self.readers = readers_of(compiled.captured, parts.cotangent_of)
-        computed = [o for o in compiled.captured.outputs if o.is_computed]
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
-        self.orders = {
-            n: layout.order for n, layout in compiled.layouts.outputs.items() if layout.moves
-        }
 
     def __call__(
         self,
@@ -83,15 +86,17 @@ class TrainingCall:
         strides: Strides = None,
         again: SecondOrderCall | str = _CALLED_ALONE,
         held: Held | None = None,
+        replayed: Replayed | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Outputs of forward, connected to ``primals`` (inputs, state and noise, in order).
 
         ``strides`` are those that the outputs get at this call; None: those of the sample's.
         ``again`` gives gradients that can be differentiated, or says why there are none. ``held``
-        has the tensors of the module as compiled code takes them.
+        has the tensors of the module as compiled code takes them. ``replayed`` is what a CUDA graph
+        made already.
         """
-        step = _Step(self, primals, strides, again, held)
-        sources = [primals[i] for i in self.gradient_of]
+        step = Step(self, primals, strides, again, held, replayed)
+        sources = self.sources_of(primals)
         results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(step, *sources)  # type: ignore[no-untyped-call]
         step.primals = ()
         if len(self.parts.cotangent_of) > 1:
@@ -114,17 +119,25 @@ class TrainingCall:
             for i, p in enumerate(self.reads)
             if p in primals and p not in self.overwritten
         }
-        first = len(self.reads) + len(parts.kept_outputs)
-        count = first + len(parts.residuals) + len(parts.cotangent_of)
-        as_they_are = [first + number for number in parts.computed_residuals]
-        backward = loaded.bind("backward", rereads, count, as_they_are)
-        saved = [i for i in range(len(self.reads)) if backward.values[i] is None]
-        read = [self.reads[i] for i in rereads if i not in saved] + self.guarded
+        count = self.place_of_residuals + 1 + len(parts.cotangent_of)
+        backward = loaded.bind("backward", rereads, count, [self.place_of_residuals])
+        there = [
+            None if v is None else rereads[i]
+            for i, v in enumerate(backward.values[: len(self.reads)])
+        ]
+        saved = [i for i, tensor in enumerate(there) if tensor is None]
+        read = [p for p, t in zip(self.reads, there, strict=True) if t is not None] + self.guarded
         # Packed weights, the last primals, have no versions of their own.
         count = self.num_primals - len(self.compiled.packs)
         watched = tuple(primals[p] for p in read if p < count)
-        there = {i: primals[self.reads[i]] for i in rereads if i not in saved}
         return Held(forward, backward, saved, there, watched, watch((), (), watched))
+
+    def as_read(self, values: list[Any]) -> list[Any]:
+        """``values`` that backward reads before the cotangents, kept outputs as it takes them."""
+        for i, number, shape in self.reshaped:
+            order = self.orders.get(number)
+            values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
+        return values
 
     def marks(self) -> tuple[torch.Tensor, ...]:
         """What is saved first in a checkpoint, so that nothing else is taken for this code's.
@@ -142,132 +155,15 @@ class TrainingCall:
         return primal.clone() if position in self.overwritten else primal
 
 
-def _primals(compiled: CompiledModule) -> list[InputDescriptor]:
-    """The primals, but for packed weights, which are the last ones."""
-    return [d for d in compiled.captured.inputs if d.kind is not InputKind.CONSTANT]
-
-
-def _packed_into(compiled: CompiledModule, reads: set[int]) -> list[int]:
-    """Positions of the parameters whose packed values are among the primals ``reads``."""
-    assert compiled.split is not None
-    position = {
-        d.target: i for i, d in enumerate(_primals(compiled)) if d.kind is InputKind.PARAMETER
-    }
-    first = len(compiled.split.primals) - len(compiled.packs)
-    packs = (names for i, names in enumerate(compiled.packs, start=first) if i in reads)
-    return [position[name] for names in packs for name in names]
-
-
-def _overwritten(compiled: CompiledModule) -> frozenset[int]:
-    """Positions of the primals that are written into after forward: statistics, arguments."""
-    captured = compiled.captured
-    written = {(o.kind, o.target) for o in captured.outputs if o.kind is not OutputKind.USER}
-    return frozenset(
-        i
-        for i, d in enumerate(_primals(compiled))
-        if (OutputKind.INPUT_MUTATION, d.name) in written
-        or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
-    )
-
-
-@dataclass(frozen=True)
-class Held:
-    """The tensors of a module, converted for compiled code once.
-
-    ``saved`` are the numbers of what backward reads that is not among them, ``there`` those that
-    are, by number. Autograd is not told of the latter: ``watched`` are those whose versions must
-    not change until backward has run, and ``addresses`` tells whether their memory is the same.
-    """
-
-    forward: Bound
-    backward: Bound
-    saved: Sequence[int]
-    there: Mapping[int, torch.Tensor]
-    watched: tuple[torch.Tensor, ...]
-    addresses: Watch
-
-
-class _Step:
-    """One call of forward, and what its backward has to know of it."""
-
-    def __init__(
-        self,
-        call: TrainingCall,
-        primals: Sequence[Any],
-        strides: Strides,
-        again: SecondOrderCall | str,
-        held: Held | None,
-    ) -> None:
-        self.call = call
-        self.primals = primals
-        self.strides = strides
-        self.again = again
-        self.held = held
-        self.marks: tuple[torch.Tensor, ...] = ()
-        self.versions: tuple[int, ...] = ()
-        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
-        self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
-
-    def run(self) -> list[torch.Tensor]:
-        """The results of forward: outputs and residuals."""
-        bound = None if self.held is None else self.held.forward
-        return self.call.compiled.forward(self.primals, self.strides, bound)
-
-    def saved(self) -> list[torch.Tensor]:
-        """The primals that autograd saves for backward, before outputs and residuals."""
-        call, held = self.call, self.held
-        if held is not None:
-            self.versions = versions_of(held.watched)
-            return [call.kept_primal(self.primals, call.reads[i]) for i in held.saved]
-        read = [call.kept_primal(self.primals, i) for i in call.reads]
-        if saved_tensors_hooks_in_force(True) is not None:
-            self.marks = call.marks()
-            self.signs = [(weakref.ref(t), version_of(t)) for t in read]
-        return [*self.marks, *read]
-
-    def guards(self) -> list[torch.Tensor]:
-        """Primals that are saved so that autograd notices writes into them."""
-        return [] if self.held is not None else [self.primals[i] for i in self.call.guarded]
-
-    def restored(self, saved: Sequence[torch.Tensor]) -> list[Any]:
-        """What backward reads before the cotangents, of what autograd has saved.
-
-        Raises:
-            RuntimeError: a tensor that backward reads was written since forward.
-        """
-        call, held = self.call, self.held
-        if held is None:
-            read = list(saved[len(self.marks) : len(saved) - len(call.guarded)])
-            _refuse_written(read, self.signs)
-            return read
-        if versions_of(held.watched) != self.versions:
-            raise RuntimeError(_WRITTEN)
-        count = len(held.saved)
-        values: list[Any] = [None] * len(call.reads)
-        for i, value in zip(held.saved, saved[:count], strict=True):
-            values[i] = value
-        for i, tensor in held.there.items():
-            values[i] = tensor
-        return [*values, *saved[count:]]
-
-    def bound(self) -> Bound | None:
-        """What backward reads as it was converted once; None: its addresses may be others now."""
-        held = self.held
-        return held.backward if held is not None and held.addresses.unchanged() else None
-
-
 class _CompiledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: _Step, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = step.call.parts
-        results = step.run()
-        outputs, residuals = results[: parts.num_outputs], results[parts.num_outputs :]
-        kept = [outputs[number] for number, _ in parts.kept_outputs]
+    def forward(ctx: Any, step: Step, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *outputs, residuals = step.run()
         ctx.step = step
         ctx.watched = None
         # Not saved for backward: it reads none of them, and they may be written into meanwhile.
         ctx.sources = sources
-        ctx.save_for_backward(*step.saved(), *kept, *residuals, *step.guards())
+        ctx.save_for_backward(*step.to_save(outputs, residuals))
         if step.call.constant_outputs:
             ctx.mark_non_differentiable(*[outputs[i] for i in step.call.constant_outputs])
         ctx.set_materialize_grads(False)
@@ -275,18 +171,24 @@ class _CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        step: _Step = ctx.step
+        if autocast_now():  # eager PyTorch's formulas would have the dtypes of forward as well
+            with without_autocast():
+                return _CompiledFunction.backward(ctx, *cotangents)
+        step: Step = ctx.step
         refuse_unusual(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
         if torch.is_grad_enabled():
-            return (None, *_backward_to_differentiate(ctx, cotangents))
-        with step.call.packing:
-            gradients = _run_backward(step, step.restored(ctx.saved_tensors), cotangents)
-        if any(gradient is None for gradient in gradients):
+            differentiable = _backward_to_differentiate(ctx, cotangents)
+            if not backward_keeps_graph():
+                step.free()
+            return (None, *differentiable)
+        gradients = _gradients(step, ctx.saved_tensors, cotangents)
+        if any(c is None for c in cotangents):
             _refuse_hooks_without_gradient(ctx, gradients)
         if not backward_keeps_graph():
-            ctx.sources, step.again = (), "backward has run"
+            ctx.sources = ()
+            step.forget()
         return (None, *gradients)
 
 
@@ -298,7 +200,7 @@ def _backward_to_differentiate(
     They are those of the module's own forward, run again; where that cannot be, those of compiled
     code, which raise when they are differentiated.
     """
-    step: _Step = ctx.step
+    step: Step = ctx.step
     with torch.no_grad():
         saved = ctx.saved_tensors
     again = step.again
@@ -306,8 +208,8 @@ def _backward_to_differentiate(
     if reason is None:
         gradients = _recorded_gradients(ctx, cotangents)
     else:
-        with torch.no_grad(), step.call.packing:
-            gradients = _run_backward(step, step.restored(saved), cotangents)
+        with torch.no_grad():
+            gradients = _gradients(step, saved, cotangents)
     if any(gradient is None for gradient in gradients):
         _refuse_hooks_without_gradient(ctx, gradients)
     if reason is None:
@@ -332,27 +234,27 @@ def _wanted(ctx: Any) -> list[int]:
     return [p for p, needed in zip(ctx.step.call.gradient_of, asked, strict=True) if needed]
 
 
-def _refuse_written(
-    saved: Sequence[torch.Tensor], signs: Sequence[tuple[weakref.ref[torch.Tensor], int]]
-) -> None:
-    """Refuse what is the memory of a tensor that was written since forward."""
-    for tensor, (reference, version) in zip(saved, signs, strict=False):
-        original = reference()
-        if original is None or version_of(original) == version:
-            continue
-        if original.data_ptr() == tensor.data_ptr():
-            raise RuntimeError(_WRITTEN)
+def _gradients(
+    step: Step, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients, of what autograd has saved."""
+    held = step.unchanged()
+    if held is not None:  # it keeps memory alive that parameters are moved from
+        return _run_backward(step, step.restored(saved), cotangents, held)
+    with step.call.packing:
+        return _run_backward(step, step.restored(saved), cotangents, None)
 
 
 def _run_backward(
-    step: _Step, values: list[Any], cotangents: Sequence[torch.Tensor | None]
+    step: Step,
+    values: list[Any],
+    cotangents: Sequence[torch.Tensor | None],
+    held: Held | None,
 ) -> Sequence[torch.Tensor | None]:
     """The gradients; None where eager gives none, rather than zeros: optimizers skip these."""
     call = step.call
     parts, partial = call.parts, call.compiled.partial_backwards
-    for i, (number, shape) in enumerate(parts.kept_outputs, start=len(call.reads)):
-        order = call.orders.get(number)
-        values[i] = values[i].reshape(shape) if order is None else values[i].permute(order)
+    values = call.as_read(values)
     arriving = [cotangents[number] for number in parts.cotangent_of]
     absent = frozenset(i for i, c in enumerate(arriving) if c is None)
     specs = zip(arriving, call.cotangent_specs, strict=True)
@@ -360,9 +262,10 @@ def _run_backward(
     if call.orders:
         orders = [call.orders.get(number) for number in parts.cotangent_of]
         filled = [c if o is None else c.permute(o) for c, o in zip(filled, orders, strict=True)]
-    bound = step.bound()
+    bound = None if held is None else held.backward
     if not absent:
-        return call.compiled.backward([*values, *filled], bound)
+        gradients = None if held is None or step.lease is None else step.lease.backward(filled)
+        return call.compiled.backward([*values, *filled], bound) if gradients is None else gradients
     assert partial is not None
     flowing = [bool(reads - absent) for reads in parts.gradient_reads]
     if not any(flowing):
@@ -374,7 +277,9 @@ def _run_backward(
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partial.without(absent)
     values += [c for i, c in enumerate(filled) if i not in absent]
-    return backward(values, len(flowing))
+    if held is not None:
+        bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
+    return backward(values, len(flowing), bound)
 
 
 def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -386,7 +291,7 @@ def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | 
         if gradient is not None or not wanted:
             continue
         if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
-            descriptor = _primals(call.compiled)[position]
+            descriptor = primals_of(call.compiled)[position]
             name = descriptor.target or descriptor.name
             raise BridgeError(_NO_GRADIENT_FOR_HOOK.format(name=name))
 

@@ -15,6 +15,8 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.autocast import without_autocast
+from tvmbridge.core.devices import gpus_of
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
 from tvmbridge.graph_capture.epilogue import try_epilogue
@@ -27,7 +29,8 @@ from tvmbridge.graph_capture.trace.generators import no_draws_by
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.kernels.aten_call import foreign_among
 from tvmbridge.kernels.dtypes import as_pairs
-from tvmbridge.runtime.autograd import Held, TrainingCall
+from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.graphed import GraphedCode, Graphs
 from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
@@ -35,6 +38,7 @@ from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
 from tvmbridge.runtime.second_order import Pinned, SecondOrder
+from tvmbridge.runtime.step import Held
 
 
 class CompiledEntry:
@@ -57,6 +61,9 @@ class CompiledEntry:
         self.calls = 0
         self.checked = 0
         self.checked_gradients = 0
+        # CUDA graphs replayed, of forward and of backward; and calls without one, by the reason.
+        self.graph_replays: Counter[str] = Counter()
+        self.graph_skips: Counter[str] = Counter()
         self._counting = threading.Lock()
         # Forward has yet to fill a cache: with tensors, which are then others than were traced.
         self.fills_first = False
@@ -76,6 +83,7 @@ class CompiledEntry:
         self._prologue_reads = [given[name] for name in reads]
         self._outputs = Outputs(state, captured)
         self._asks = captured.assumptions.asks
+        self._autocast = captured.assumptions.autocast
         # Gradients that forward turns on flow where tensors require them.
         self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.assumptions.asks
         self._layouts = LayoutGuard(state, compiled)
@@ -101,17 +109,17 @@ class CompiledEntry:
     def rebound(self, memo: Mapping[int, Any], packing: Packing) -> CompiledEntry:
         """The same code for a deep copy of the module, with counters at zero."""
         copied = CompiledEntry(self.state.rebound(memo), self.compiled, packing, self.flags)
-        copied.fills_first = self._awaits_first()
+        copied.fills_first = self.awaits_first()
         return copied
 
     def is_to_be_renewed(self) -> bool:
         """Whether the first call, which forward served itself, has not made the code fit."""
-        if not self._awaits_first() or repeated_by_checkpoint():
+        if not self.awaits_first() or repeated_by_checkpoint():
             return False
         self._declined += 1
         return self._declined == 2 and self.state.is_otherwise()
 
-    def _awaits_first(self) -> bool:
+    def awaits_first(self) -> bool:
         """Whether no call has been served yet, of which forward itself serves the first."""
         return self.fills_first and not self.calls
 
@@ -124,7 +132,7 @@ class CompiledEntry:
             return "forward makes a tensor require a gradient, and nothing given requires one"
         if self.records_writes and in_checkpoint():  # of which eager would repeat the first
             return "forward writes buffers or arguments, and a checkpoint repeats a part of it"
-        if self._awaits_first() and repeated_by_checkpoint():
+        if self.awaits_first() and repeated_by_checkpoint():
             return "a checkpoint repeats a call that forward itself served"
         reason = self.state.changed(tensors, check_grad=self._flags_matter)
         if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
@@ -160,7 +168,7 @@ class CompiledEntry:
         What cannot run must show itself now, when the module still has its own forward, and not
         in the middle of a training step. State, arguments and random state stay as they are.
         """
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=gpus_of(self.compiled.captured.device)):
             tensors: Sequence[Any] = self._sample_state()
             primals = [p.detach() for p in self._primals(leaves, tensors)]
             primals = without_inference_tensors(primals)
@@ -198,9 +206,11 @@ class CompiledEntry:
 
     def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         """User inputs, state, draws and masks, in the order of the compiled code."""
+        return self._primals_of([leaves[p] for p in self._positions], tensors)
+
+    def _primals_of(self, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         captured = self.compiled.captured
-        primals = [leaves[p] for p in self._positions]
-        primals += tensors
+        primals = [*inputs, *tensors]
         noise = draw_noise(
             captured.noise, captured.prologue, [primals[i] for i in self._prologue_reads]
         )
@@ -245,16 +255,33 @@ class CompiledEntry:
         strides = self._layouts.strides(leaves, tensors)
         given = [leaves[p] for p in self._positions]
         as_they_are = self.compiled.loaded.readable("forward", given)
+        code = self._code_to_graph(tensors, strides)
         if self._training is not None:
             held_for = self._training.hold(held, as_they_are)
             pinned = self.second_order.pin(tensors)
             fast = FastPath(self, guard, list(tensors), strides, held=held_for, pinned=pinned)
+            self._packing.readers.add(held_for)
+            if code is not None:
+                fast.graphs = code.training(self._training, held_for)
         else:
             count = packed + len(self._packs)
             bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
             fast = FastPath(self, guard, list(tensors), strides, bound=bound)
+            if code is not None:
+                fast.graphs = code.inference(bound)
         self._packing.readers.add(fast)
         return fast
+
+    def _code_to_graph(
+        self, tensors: Sequence[torch.Tensor], strides: Strides
+    ) -> GraphedCode | None:
+        """The code for CUDA graphs; None where a call is not launches alone."""
+        # What draws read is computed before them, and complex numbers are converted.
+        converts = self._has_complex or self.compiled.captured.prologue is not None
+        if converts or not self.compiled.cuda_graphs:
+            return None
+        counts = self.graph_replays, self.graph_skips
+        return GraphedCode(self.compiled, tensors, strides, self._primals_of, *counts)
 
     # Calls in general ----------------------------------------------------------------------------
 
@@ -269,6 +296,14 @@ class CompiledEntry:
     def _results(
         self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
     ) -> Sequence[torch.Tensor]:
+        if not self._autocast:
+            return self._computed(leaves, tensors, fast)
+        with without_autocast():  # the code has the casts
+            return self._computed(leaves, tensors, fast)
+
+    def _computed(
+        self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
+    ) -> Sequence[torch.Tensor]:
         training = self._training
         # What hooks on saved tensors keep must be tensors of PyTorch.
         if (
@@ -279,14 +314,24 @@ class CompiledEntry:
             fast = None
         if training is not None:
             again = self.second_order.call(leaves, tensors, fast.pinned if fast else None)
-        primals = self._primals(leaves, tensors)
-        for names, slots in self._packs:
-            members = [tensors[i] for i in slots]
-            primals.append(None if fast else self._packing.tensor(names, members))
+        results: Sequence[torch.Tensor] | None = None
+        replayed = None
+        if fast is not None and fast.graphs is not None:
+            inputs = [leaves[p] for p in self._positions]
+            replayed = fast.graphs(inputs)
+        if replayed is not None:
+            primals = [*inputs, *replayed.primals[len(inputs) :]]
+        else:
+            primals = self._primals(leaves, tensors)
+            for names, slots in self._packs:
+                members = [tensors[i] for i in slots]
+                primals.append(None if fast else self._packing.tensor(names, members))
         strides = fast.strides if fast else self._layouts.strides(leaves, tensors)
-        results: Sequence[torch.Tensor]
         if training is not None:
-            results = training(primals, strides, again, fast.held if fast else None)
+            held = fast.held if fast else None
+            results = training(primals, strides, again, held, replayed)
+        elif replayed is not None:
+            results = replayed.outputs
         else:
             results = self.compiled.forward(primals, strides, fast.bound if fast else None)
         with self._counting:
@@ -304,13 +349,13 @@ class CompiledEntry:
         return self._outputs.assemble(results, leaves, tensors, arguments)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FastPath:
     """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
 
     ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
-    ``bound`` for inference and ``held`` for training. ``outdated`` is memory that calls under way
-    may still read.
+    ``bound`` for inference and ``held`` for training. ``graphs`` replay calls on a GPU.
+    ``outdated`` is memory that calls under way may still read.
     """
 
     entry: CompiledEntry
@@ -320,6 +365,7 @@ class FastPath:
     bound: Bound | None = None
     held: Held | None = None
     pinned: Pinned | None = None
+    graphs: Graphs | None = None
     outdated: list[torch.Tensor] = field(default_factory=list)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
+from tvmbridge.compiler.durations import stages_told_to
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.core.options import CompileOptions
@@ -17,10 +20,13 @@ from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.guards.forwards import with_own_forward
+from tvmbridge.runtime.guards.forwards import standing_behind, with_own_forward
 from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.runtime.progress import progress
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,22 +53,54 @@ class Compiler:
         mode: Mode,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        why: str | None = None,
     ) -> CompiledEntry:
         """Code for arguments of this signature, in ``mode``, in which the module must stand.
+
+        Args:
+            why: what call is waiting for it; None: none is, the dispatch is being added.
 
         Raises:
             CaptureError, UnsupportedOperatorError, PassError, BuildError: there is none.
         """
+        start = time.perf_counter()
+        name = type(self.module).__name__
+        waiting = "" if why is None else f"; a call asks for it: {why}"
+        with progress(f"compiling {name} for {mode}", waiting) as tell, stages_told_to(tell):
+            entry = self._tried(signature, mode, args, kwargs, tell)
+        compiled = entry.compiled
+        logger.info(
+            "compiled %s %s for %s: %d operators, %.1f s (%s)%s",
+            name,
+            signature,
+            mode,
+            sum(compiled.native_calls.values()) + sum(compiled.aten_calls.values()),
+            time.perf_counter() - start,
+            ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in compiled.seconds.items()),
+            waiting,
+        )
+        return entry
+
+    def _tried(
+        self,
+        signature: Signature,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tell: Callable[[str], None],
+    ) -> CompiledEntry:
+        """The code, once it has run on the arguments."""
         flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
         with tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors((args, dict(kwargs)))
             compiled = self._compiled(mode, args, kwargs)
             state = ModuleState(self.module, compiled.captured)
             entry = CompiledEntry(state, compiled, self.packing, flags)
+            tell("first run")
             try:
                 entry.try_out(signature.flatten(args, kwargs) or [])
             except Exception as error:
-                raise_if_forward_refuses(self.module, args, kwargs)
+                raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error
         for names in compiled.packs:
             self.packing.claim(names)
@@ -77,7 +115,7 @@ class Compiler:
         except (BridgeError, OSError, MemoryError):
             raise
         except Exception as error:
-            raise_if_forward_refuses(self.module, args, kwargs)
+            raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
             name = type(self.module).__name__
             raise BuildError(
                 f"tvmbridge fails on {name} ({type(error).__name__}: {first_line(error)}), which "
@@ -97,7 +135,13 @@ class Compiler:
             target=self.target,
             options=self.options,
             packing=self.packing,
+            autocast=mode.autocast,
         )
+        installed = self.module.__dict__.get("forward")
+        if standing_behind(installed) not in (None, installed):
+            # Wrapped since; a stand-in would call the wrapper.
+            with with_own_forward(self.module, self.own):
+                return compile_(apart=False)
         try:
             return compile_(apart=True)
         except NotApartError:

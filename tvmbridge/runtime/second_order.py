@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.standins import without_autocast
 from tvmbridge.runtime.guards.forwards import own_forward
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.state import ModuleState
@@ -74,8 +74,9 @@ class SecondOrder:
         return refused_now() or self._mismatch(leaves, tensors)
 
     def mode(self) -> Mode:
-        """The mode of a call made now."""
-        return Mode.of_now(self._state.module.training, needs_grad=True)
+        """The mode of a call made now, but for autocast: backward runs outside of it."""
+        autocast = self._captured.assumptions.autocast
+        return Mode.of_now(self._state.module.training, True, autocast)
 
     def primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The inputs of compiled code that gradients may be asked for by, in its order."""
@@ -93,6 +94,7 @@ class SecondOrder:
         args, kwargs = unflatten(leaves, self._captured.convention.in_spec)
         with ExitStack() as stack:
             stack.enter_context(without_autocast())
+            stack.enter_context(under_autocast(self._captured.assumptions.autocast))
             stack.enter_context(torch.enable_grad())
             if generator is not None:
                 stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from types import FrameType
 
 import torch
@@ -24,6 +25,7 @@ from tvmbridge.core.types import CapturedGraph
 
 # Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
 _STARTS_BACKWARD = engine_run_backward.__code__
+_is_leaf = attrgetter("is_leaf")
 _UNSEEN = (
     "output {number} of a dispatched module has a hook or retain_grad, and another output is "
     "computed from it: tvmbridge's compiled code does not hand over the gradient that flows "
@@ -103,13 +105,24 @@ class Watched:
         Raises:
             BridgeError: backward, in which a cotangent arrived for ``reader``, is asked for that.
         """
-        for asked in _inputs_of_backward():
+        inputs = _inputs_of_backward()
+        if _are_leaves(inputs):
+            return
+        for asked in inputs:
             edge = asked if isinstance(asked, GradientEdge) else get_gradient_edge(asked)
             number = edge.output_nr
             if getattr(edge.node, "watched", None) is self and reader in self._readers.get(
                 number, ()
             ):
                 raise BridgeError(_NO_PATH.format(number=number))
+
+
+def _are_leaves(inputs: Sequence[torch.Tensor | GradientEdge]) -> bool:
+    """Whether none of ``inputs`` is computed; parameters, of which there may be many, are not."""
+    try:
+        return all(map(_is_leaf, inputs))
+    except AttributeError:  # an edge
+        return False
 
 
 class _InputsWatch:

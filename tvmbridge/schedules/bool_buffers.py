@@ -25,7 +25,8 @@ def kept_as_bytes(body: tirx.Stmt) -> tirx.Stmt:
         buffer = node.buffer
         if str(buffer.dtype) != "bool":
             return mutator.default_mutate(node)
-        bytes_of[buffer] = tirx.decl_buffer(list(buffer.shape), _BYTE, buffer.name)
+        shape, scope = list(buffer.shape), buffer.scope()
+        bytes_of[buffer] = tirx.decl_buffer(shape, _BYTE, buffer.name, scope=scope)
         return tirx.AllocBuffer(bytes_of[buffer])
 
     def load(node: TensorLoad, mutator: Any) -> Expr:

@@ -26,13 +26,15 @@ class Member:
     """A stage of a nest, over ``columns`` positions of a row, in pass ``time``.
 
     Even times are passes over columns, odd ones the scalars between. ``kept`` says that its value
-    is read after its pass, or from another column, so that it needs a place in memory.
+    is read after its pass, or from another column, so that it needs a place in memory; ``crossed``
+    that it is read from another column.
     """
 
     stage: Stage
     columns: int
     time: int
     kept: bool = False
+    crossed: bool = False
 
     @property
     def scalar(self) -> bool:
@@ -95,6 +97,7 @@ class RowNest:
             joined.time += 2
         for source, same in sources:
             source.kept |= not source.scalar and (not same or joined.time > source.time)
+            source.crossed |= not source.scalar and not same
         self.members.append(joined)
         return True
 
@@ -140,6 +143,15 @@ def row_axes(stage: Stage, rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] |
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)
+
+
+def element_at(
+    stage: Stage, rows: int, row: Expr, column: Expr, indexer: Indexer
+) -> dict[Any, Expr]:
+    """The values of a stage's axes at a column of a row; it must be of a nest of ``rows`` rows."""
+    axes = row_axes(stage, rows)
+    assert axes is not None
+    return unravel(row, axes[0], indexer) | unravel(column, axes[1], indexer)
 
 
 def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:

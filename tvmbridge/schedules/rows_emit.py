@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
-from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
+from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import (
     allocate,
     element_loop,
@@ -21,7 +21,7 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.rows import Member, RowNest, row_axes, virtual_stages
+from tvmbridge.schedules.rows import Member, RowNest, element_at, virtual_stages
 from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
@@ -141,9 +141,7 @@ class RowEmitter:
         return self.evaluator.take()
 
     def _scalar(self, member: Member, row: Expr) -> list[tirx.Stmt]:
-        axes = row_axes(member.stage, self.nest.rows)
-        assert axes is not None
-        at = unravel(row, axes[0], self.indexer) | unravel(integer(0), axes[1], self.indexer)
+        at = element_at(member.stage, self.nest.rows, row, integer(0), self.indexer)
         return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
 
     def _lanes(self, members: Sequence[Member], columns: int) -> int:
@@ -199,9 +197,7 @@ class RowEmitter:
                 self.indexer.bind(lane, lanes)
             column = self.indexer.simplify(base + lane)
             for member in members:
-                axes = row_axes(member.stage, self.nest.rows)
-                assert axes is not None
-                at = unravel(row, axes[0], self.indexer) | unravel(column, axes[1], self.indexer)
+                at = element_at(member.stage, self.nest.rows, row, column, self.indexer)
                 value = evaluator.element(member.stage, at)
                 if member.stage.reduction is None:
                     value = self._keep(member, evaluator, row, column, value)

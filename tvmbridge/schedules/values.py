@@ -46,10 +46,11 @@ class Memory:
 
     An offset stands in the last index, zeros before it: buffers are compact, so flattening gives
     the offset back. (A one-dimensional view would say it better, but TVM's legalisation of
-    bfloat16 loses views of parameters.)
+    bfloat16 loses views of parameters.) ``cells`` is the storage scope of single values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cells: str = "global") -> None:
+        self.cells = cells
         self.allocations: list[tirx.Stmt] = []
         self._flat: dict[Any, Buffer] = {}
 
@@ -140,7 +141,8 @@ class Evaluator:
         exponentially with the length of a chain, and ``(x + y) - y`` is found to be ``x``. It
         does not look behind a read.
         """
-        cell = tirx.decl_buffer([integer(self.lane.count)], dtype, f"{hint}_cell")
+        count, scope = [integer(self.lane.count)], self.memory.cells
+        cell = tirx.decl_buffer(count, dtype, f"{hint}_cell", scope=scope)
         self.cells.append(tirx.AllocBuffer(cell))
         self.statements.append(tirx.BufferStore(cell, value, [self.lane.index]))
         return tirx.BufferLoad(cell, [self.lane.index])

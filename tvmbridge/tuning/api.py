@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from torch import nn
 
-from tvmbridge.compiler.build import resolve_target
+from tvmbridge.backends import resolve_target
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.records import Folder, Task

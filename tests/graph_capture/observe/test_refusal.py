@@ -199,11 +199,16 @@ def test_a_method_of_an_object_that_takes_notes_is_refused() -> None:
     assert not recorder.shapes
 
 
-def test_hooks_of_submodules_are_refused_and_not_called() -> None:
+def test_hooks_that_cannot_be_traced_are_refused_and_not_called() -> None:
     calls: list[Any] = []
     module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
     handle = module[0].register_forward_hook(lambda *given: calls.append(given))
-    with pytest.raises(CaptureError, match="its submodule 0 has hooks, which compiled code"):
+    with pytest.raises(CaptureError, match="outside of the module"):
+        tvmbridge.add_tvm_dispatch(module, x)
+    assert not calls
+    handle.remove()
+    handle = module[0].register_full_backward_hook(lambda *given: calls.append(given))
+    with pytest.raises(CaptureError, match="its submodule 0 has hooks that are no plain"):
         tvmbridge.add_tvm_dispatch(module, x)
     assert not calls
     handle.remove()
@@ -212,4 +217,4 @@ def test_hooks_of_submodules_are_refused_and_not_called() -> None:
     with torch.no_grad():  # another mode, for which nothing is compiled yet
         module(x)
     assert len(calls) == 1
-    assert tvmbridge.dispatch_report(module).fallbacks == {"a submodule has hooks": 1}
+    assert tvmbridge.dispatch_report(module).fallbacks == {"the hooks of a submodule changed": 1}

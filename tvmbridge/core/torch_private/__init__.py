@@ -48,6 +48,7 @@ GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard
 TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 # Functions without a public name
+foreach_mul = torch._foreach_mul
 assert_async = torch._assert_async
 linalg_check_errors = torch._linalg_check_errors
 native_multi_head_attention = torch._native_multi_head_attention
@@ -106,3 +107,14 @@ def export_trace() -> Any:
 def symbolic_shapes() -> Any:
     """The module of the symbolic sizes that fake tensors have."""
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+def free_cublas_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces anew, in builds of PyTorch for GPUs."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def current_raw_stream(index: int) -> int:
+    """The address of the current stream of a GPU, without an object for it."""
+    found: int = torch._C._cuda_getCurrentRawStream(index)
+    return found

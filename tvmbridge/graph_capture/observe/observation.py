@@ -7,7 +7,7 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import OutsideValue, Question
+from tvmbridge.core.autocast import Autocast, without_autocast
 from tvmbridge.core.contents import all_held
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
@@ -44,11 +45,7 @@ from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.old_norms import normed_weights, shared_with
-from tvmbridge.graph_capture.trace.standins import (
-    tensors_of,
-    tensors_replaced,
-    without_autocast,
-)
+from tvmbridge.graph_capture.trace.standins import tensors_of, tensors_replaced
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
 
@@ -96,6 +93,7 @@ def observe(
     needs_grad: bool,
     within: Iterable[AbstractContextManager[Any]] = (),
     is_compiling: bool = True,
+    autocast: Autocast = (),
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does.
 
@@ -106,13 +104,21 @@ def observe(
         needs_grad: whether autograd records.
         within: further contexts, for forward alone.
         is_compiling: whether forward is told that it is traced.
+        autocast: under which it runs.
     """
     made, handled, outside = leaks.Made(), sys.exc_info()[1], OutsideReads(module)
     with leaks.collections_put_off():
         try:
             with leaks.saved_without_circles():
                 # The fakes have no name here: what is alive when it is done counts as kept.
-                run = partial(_observe, module, needs_grad, made, outside, within, is_compiling)
+                forward = partial(
+                    TracedForward,
+                    module=module,
+                    is_compiling=is_compiling,
+                    differentiated=needs_grad,
+                    autocast=autocast,
+                )
+                run = partial(_observe, module, needs_grad, made, outside, within, forward)
                 seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
@@ -231,7 +237,7 @@ def _observe(
     made: leaks.Made,
     outside: OutsideReads,
     within: Iterable[AbstractContextManager[Any]],
-    is_compiling: bool,
+    traced: Callable[..., TracedForward],
     fakes: Fakes,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
@@ -247,10 +253,7 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        forward = TracedForward(
-            module=module, is_compiling=is_compiling, differentiated=needs_grad, values=buffers
-        )
-        run = _Run(module, fakes, others, forward, outside)
+        run = _Run(module, fakes, others, traced(values=buffers), outside)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)

@@ -26,6 +26,7 @@ from tvmbridge.core.libraries import SAME_WHEN_COMPILED
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
 from tvmbridge.graph_capture.observe.data import holds_iterator
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
+from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
 from tvmbridge.graph_capture.observe.names import Names
 from tvmbridge.graph_capture.observe.sources import (
@@ -80,6 +81,11 @@ class OutsideReads:
                     self._keep(defaults(held))
                 for each in below(source, _UNNAMED):
                     self._look_at(each)
+
+        for hook in [h for m in module.modules() for h, _ in traced_hooks(m)]:
+            held = {"": hook}
+            self._keep(defaults(hook))
+            self._keep([exactly(Source(held, held, "", f"the hook {hook.__name__}", hook))])
 
     def collecting(self) -> AbstractContextManager[None]:
         """Within it functions that run in this thread are looked at before they do."""

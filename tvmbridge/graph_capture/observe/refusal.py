@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
@@ -27,17 +28,25 @@ from tvmbridge.graph_capture.trace.standins import (
 # Frames of these packages are not the user's.
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 
+# What a class holds the module in that it wraps.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+}
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+
 _KEYWORDS = " (a dict is one positional argument: keyword arguments are sample_kwargs)"
 
 
 def raise_if_forward_refuses(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
 ) -> None:
     """Tell a bad sample from a module that cannot be captured; state and generators are kept."""
     actor = stand_in(module) or module
     try:
         with tensors_replaced(actor, {}):
-            run_apart(actor, args, kwargs)
+            run_apart(actor, args, kwargs, autocast)
     except Exception as error:
         if "torch.func." in str(error) and "saved tensor hooks" in str(error):
             raise CaptureError(
@@ -63,8 +72,9 @@ def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     hooked = hooked_submodule(module) if reason is None else None
     if hooked is not None:
         reason = (
-            f"its submodule {hooked} has hooks, which compiled code would not call: remove them, "
-            "or dispatch the submodules themselves, whose own hooks are called"
+            f"its submodule {hooked} has hooks that are no plain functions on forward, which "
+            "compiled code would not call: remove them, or dispatch the submodules themselves, "
+            "whose own hooks are called"
         )
     if reason is not None:
         raise CaptureError(f"{type(module).__name__} cannot be captured: {reason}")
@@ -99,6 +109,18 @@ def _unusual_class(module: nn.Module) -> str | None:
     class_ = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule; dispatch the module that it was made of"
+    for each in class_.__mro__:
+        held = _WRAPPERS.get(f"{each.__module__}.{each.__name__}")
+        if held is not None:
+            return (
+                f"it is a wrapper; dispatch what it holds, .{held}, which it then calls, or "
+                "dispatch before you wrap"
+            )
+    if any(c.__name__ in _SHARDED for m in module.modules() for c in type(m).__mro__):
+        return (
+            "its parameters are sharded (FSDP), and compiled code does not gather them; use "
+            "DistributedDataParallel around a dispatched module, or leave it to PyTorch"
+        )
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):
             return f"its submodule {name} is a ScriptModule; use the module that it was made of"

@@ -14,12 +14,14 @@ from typing import Any
 from torch import nn
 
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import BridgeError, CaptureError, NotApartError
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.attributes import values_read
 from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
 from tvmbridge.graph_capture.observe.foreign import refuse_foreign
+from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.observation import Observation, observe
 from tvmbridge.graph_capture.observe.outside import restore_generators
 from tvmbridge.graph_capture.observe.refusal import (
@@ -29,9 +31,8 @@ from tvmbridge.graph_capture.observe.refusal import (
     refuse_what_is_asked,
     user_line,
 )
+from tvmbridge.graph_capture.trace.copies import copied_values, modules_held
 from tvmbridge.graph_capture.trace.standins import (
-    copied_values,
-    modules_held,
     run_apart,
     stand_in,
     tensors_of,
@@ -47,13 +48,15 @@ class Stage:
     """A module to be traced instead of the user's, with what was observed of it.
 
     ``observation`` is None where forward cannot be run on fake tensors. ``is_compiling``: what
-    ``torch.compiler.is_compiling()`` is to say while it is traced.
+    ``torch.compiler.is_compiling()`` is to say while it is traced. ``autocast``: under which state
+    of autocast forward runs.
     """
 
     module: nn.Module
     observation: Observation | None
     failure: BaseException | None = None
     is_compiling: bool = True
+    autocast: Autocast = ()
 
 
 def staged(
@@ -64,12 +67,14 @@ def staged(
     *,
     apart: bool = True,
     is_compiling: bool = True,
+    autocast: Autocast = (),
 ) -> Stage:
     """A stand-in for ``module`` in the state in which its calls find it, and how they behave.
 
     Attributes that forward writes once and then finds as it wants them (caches, shapes that it
     has seen) are so in the stand-in. Without ``apart`` the module itself is traced. Forward is
-    ``is_compiling`` that it is traced, unless it would do something else then.
+    ``is_compiling`` that it is traced, unless it would do something else then. It runs under
+    ``autocast``.
 
     Raises:
         NotApartError: the module cannot be copied.
@@ -81,15 +86,18 @@ def staged(
     if not apart:
         refuse_own_call(module)
     originals: dict[int, nn.Module] = {}
+    watch = partial(observe, args=args, kwargs=kwargs, needs_grad=needs_grad, autocast=autocast)
     actor = _actor(module, originals) if apart else module
     try:
-        seen = observe(actor, args, kwargs, needs_grad, is_compiling=is_compiling)
+        seen = watch(actor, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
-        if leaves_traces and apart and not seen.impure:
+        # What hooks collect outside of the module is the user's, and is not added to here.
+        collects = seen.changes and any(map(traced_hooks, actor.modules()))
+        if leaves_traces and apart and not seen.impure and not collects:
             actor = _actor(module, originals)
-            run_apart(actor, args, kwargs)
+            run_apart(actor, args, kwargs, autocast)
             restore_generators(seen.outside)
-            again = observe(actor, args, kwargs, needs_grad, is_compiling=is_compiling)
+            again = watch(actor, is_compiling=is_compiling)
             # What it wrote must be in place at a call, although it may never read it.
             in_place = values_read(actor, {_split(name) for name in seen.writes})
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
@@ -99,12 +107,12 @@ def staged(
         raise
     except Exception as error:
         logger.debug("forward cannot be observed", exc_info=True)
-        raise_if_forward_refuses(module, args, kwargs)
-        return Stage(_actor(module) if apart else module, None, error, is_compiling)
-    if is_compiling and Question.COMPILED in seen.asks:
-        observed = partial(observe, actor, args, kwargs, needs_grad)
-        if goes_another_way(module, observed):
-            return staged(module, args, kwargs, needs_grad, apart=apart, is_compiling=False)
+        raise_if_forward_refuses(module, args, kwargs, autocast)
+        return Stage(_actor(module) if apart else module, None, error, is_compiling, autocast)
+    asks_that = is_compiling and Question.COMPILED in seen.asks
+    if asks_that and goes_another_way(module, partial(watch, actor)):
+        arguments = (module, args, kwargs, needs_grad)
+        return staged(*arguments, apart=apart, is_compiling=False, autocast=autocast)
     seen = replace(seen, asks=seen.asks - {Question.COMPILED})
     if apart:
         _refuse_to_part(module, seen)
@@ -116,9 +124,8 @@ def staged(
     else:
         seen = replace(seen, values=copied_values(seen.values), assigned={})
     of_foreign = (each.watched(originals) for each in seen.foreign_constants)
-    return Stage(
-        actor, replace(seen, outside=(*seen.outside, *of_foreign)), is_compiling=is_compiling
-    )
+    seen = replace(seen, outside=(*seen.outside, *of_foreign))
+    return Stage(actor, seen, is_compiling=is_compiling, autocast=autocast)
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:

@@ -23,7 +23,7 @@ from tvmbridge.core.assumptions import Holder, OutsideValue
 from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object
 from tvmbridge.graph_capture.observe.sources import Attributes, Source
-from tvmbridge.graph_capture.trace.standins import copied_values
+from tvmbridge.graph_capture.trace.copies import copied_values
 
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(

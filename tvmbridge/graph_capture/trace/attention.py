@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import torch
+
+from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 aten = torch.ops.aten
 
@@ -70,3 +73,20 @@ def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
     """Attention is decomposed only if it has dropout, whose mask must be an input."""
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     return attention(*args, **kwargs) if dropout_p else NotImplemented
+
+
+_SIGNATURE = inspect.signature(attention)
+
+
+@replaces(torch.nn.functional.scaled_dot_product_attention)
+def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Taken apart on a GPU where it has dropout or a gradient.
+
+    PyTorch's fused kernels there draw in forward, and again in backward, what nothing else sees.
+    """
+    given = _SIGNATURE.bind(*args, **kwargs)
+    tensors = [t for t in given.args if isinstance(t, torch.Tensor)]
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if tensors[0].is_cuda and (learns or given.arguments.get("dropout_p")):
+        return attention(*args, **kwargs)
+    return call(*args, **kwargs)

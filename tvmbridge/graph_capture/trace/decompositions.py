@@ -19,6 +19,7 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.graph_capture.trace.attention import attention, attention_with_dropout, safe_softmax
 from tvmbridge.graph_capture.trace.extremes import EXTREMUM, extremum_taken_apart
+from tvmbridge.graph_capture.trace.losses import nll_loss
 from tvmbridge.graph_capture.trace.promotion import promoting_as_kernels
 from tvmbridge.graph_capture.trace.recurrent import recurrent_decompositions
 
@@ -144,6 +145,8 @@ def _table_with(differentiated: bool, registered: tuple[str, ...]) -> dict[Any, 
     table[aten.sort.default] = sort_as_eager
     table.update({op: _unless_half(table[op]) for op in _ROUNDED_ONCE if op in table})
     table[aten._safe_softmax.default] = safe_softmax
+    for op in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+        table[op] = nll_loss(table[op])
     sdpa = aten.scaled_dot_product_attention.default
     if differentiated:
         table[sdpa] = attention

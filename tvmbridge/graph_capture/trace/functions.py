@@ -9,6 +9,7 @@ from torch import nn
 
 # Imported for the handlers and patches that they enter into the tables.
 from tvmbridge.graph_capture.trace import (  # noqa: F401
+    attention,
     cumulative,
     empties,
     extremes,

@@ -6,7 +6,6 @@ may be visible to the user, nor to other threads that run the module.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,9 +15,10 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import all_held, contents
+from tvmbridge.core.autocast import Autocast, under_autocast, without_autocast
 from tvmbridge.core.structure import map_tensors
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.trace.copies import faithful_copy, itself
 from tvmbridge.graph_capture.trace.generators import Generators
 from tvmbridge.graph_capture.trace.patches import patched_here
 
@@ -41,8 +41,8 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
     try:
         with ExitStack() as stack:
             for tensor_type in (torch.Tensor, nn.Parameter):
-                stack.enter_context(patched_here(tensor_type, "__deepcopy__", _itself))
-            copied = copy.deepcopy(module, memo)
+                stack.enter_context(patched_here(tensor_type, "__deepcopy__", itself))
+            copied = faithful_copy(module, memo)
     except Exception as error:
         logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
         return None
@@ -114,60 +114,6 @@ def without_inference_state(module: nn.Module) -> None:
     _exchange(module, {key: _copied(t) for key, t in own.items()})
 
 
-def copied_values(
-    values: Mapping[Any, Any], instead: Mapping[int, nn.Module] | None = None
-) -> dict[Any, Any]:
-    """Copies that no change of the originals reaches; they hold the very same tensors and modules.
-
-    What cannot be copied (a lock, say) stays as it is, and what holds it is copied around it.
-
-    Args:
-        values: what is copied.
-        instead: modules that the copies hold in place of others, by the ids of those.
-    """
-    others = instead or {}
-    copies = {}
-    with ExitStack() as stack:
-        for held_type in (torch.Tensor, nn.Parameter):
-            stack.enter_context(patched_here(held_type, "__deepcopy__", _itself))
-        for key, value in values.items():
-            modules = {id(m): others.get(id(m), m) for m in modules_held(value)}
-            copies[key] = _copied_value(value, modules)
-    return copies
-
-
-def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
-    try:
-        return copy.deepcopy(value, dict(memo))
-    except Exception:
-        logger.debug("%s cannot be copied as a whole", type(value).__name__)
-    try:
-        return copy.deepcopy(value, {**memo, **_uncopyable(value)})
-    except Exception:
-        return value
-
-
-def _uncopyable(value: Any) -> dict[int, Any]:
-    """The objects in ``value`` that hold no others and cannot be copied, by id."""
-    found = {}
-    for held in all_held(value):
-        if not contents(held):
-            try:
-                copy.deepcopy(held)
-            except Exception:
-                found[id(held)] = held
-    return found
-
-
-def modules_held(value: Any) -> list[nn.Module]:
-    """The modules in ``value``, itself included."""
-    return [held for held in all_held(value) if isinstance(held, nn.Module)]
-
-
-def _itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    return tensor
-
-
 def tensors_of(module: nn.Module, *, remove_duplicate: bool = False) -> dict[str, torch.Tensor]:
     """Parameters, buffers and tensors that are plain attributes, by dotted name.
 
@@ -189,7 +135,9 @@ def anything_requires_grad(module: nn.Module, values: Any) -> bool:
     return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
-def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def run_apart(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
+) -> None:
     """Run forward for real on copies of all tensors; attributes that it sets remain set.
 
     Tensors and the global generators are as before afterwards, also when forward raises.
@@ -200,7 +148,7 @@ def run_apart(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     _exchange(module, copies)
     generators = Generators()
     try:
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad(), without_autocast(), under_autocast(autocast):
             module.forward(*args, **kwargs)
     finally:
         generators.restore()
@@ -273,17 +221,6 @@ class _Replaced:
         else:
             return value
         return self._copies.setdefault(id(value), copied)
-
-
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Within it autocast is off, as it is wherever compiled code is called."""
-    with torch.autocast("cpu", enabled=False):
-        if torch.cuda.is_available():
-            with torch.autocast("cuda", enabled=False):
-                yield
-        else:
-            yield
 
 
 @contextmanager

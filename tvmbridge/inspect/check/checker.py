@@ -105,7 +105,7 @@ class _Check:
     ) -> None:
         self._checker = checker
         self._module = module
-        self._variant = entry
+        self._entry = entry
         self._twin = twin
         self._call = entry.calls + 1
         captured = entry.compiled.captured
@@ -127,8 +127,8 @@ class _Check:
         results: list[Sequence[torch.Tensor]] = []
 
         def compiled(*args: Any, **kwargs: Any) -> Any:
-            results.append(self._variant.results(leaves, tensors))
-            return self._variant.assemble(results[0], leaves, tensors, (args, kwargs))
+            results.append(self._entry.results(leaves, tensors))
+            return self._entry.assemble(results[0], leaves, tensors, (args, kwargs))
 
         outcome = observed_call(compiled, self._module, arguments, leaves)
         twin = self._twin
@@ -137,21 +137,21 @@ class _Check:
                 f"{self._where()} returned, where the module's own forward raises "
                 f"{type(twin.error).__name__}: {first_paragraph(twin.error)}"
             ) from twin.error
-        judge = self._judge(backward=self._variant.compiled.split is not None)
+        judge = self._judge(backward=self._entry.compiled.split is not None)
         self._compare_forward(judge, outcome.leaves, outcome.state)
         if outcome.structure != twin.outcome.structure:
             raise NumericsError(
                 f"{self._where()}: the structure of the outputs is {outcome.structure}, in "
                 f"PyTorch {twin.outcome.structure}"
             )
-        after = generator_states(self._variant.compiled.captured.device)
+        after = generator_states(self._entry.compiled.captured.device)
         for (_, ours), (_, theirs) in zip(after, twin.states_after, strict=True):
             if not torch.equal(ours, theirs):
                 raise NumericsError(
                     f"{self._where()}: generator after the call is in another state than after "
                     "the module's own forward; other random numbers were drawn"
                 )
-        self._variant.checked += 1
+        self._entry.checked += 1
         self._await_backward(results[0])
         return outcome.returned
 
@@ -173,7 +173,7 @@ class _Check:
             fault = judge.fault(name, actual.get(name), expected.get(name))
             if fault is not None:
                 self._raise(judge, name, fault)
-        found = self._checker.judged(judge, self._variant, part)
+        found = self._checker.judged(judge, self._entry, part)
         if found is not None:
             self._raise(judge, *found)
 
@@ -181,7 +181,7 @@ class _Check:
         raise NumericsError(f"{self._where()}: {name} {fault}; {judge.operator(name)}")
 
     def _where(self) -> str:
-        captured = self._variant.compiled.captured
+        captured = self._entry.compiled.captured
         mode = "train" if captured.assumptions.training else "eval"
         return f"call {self._call} of {type(self._module).__name__} ({mode}) by compiled code"
 
@@ -211,13 +211,13 @@ class _Check:
             dict(zip(labels, expected, strict=True)),
             "backward",
         )
-        self._variant.checked_gradients += 1
+        self._entry.checked_gradients += 1
 
     def _output_names(self) -> list[str | None]:
         """The names of the computed results, in order; None for state, and for checks."""
         names = iter(self._twin.outcome.differentiable)
         found: list[str | None] = []
-        for output in self._variant.compiled.captured.outputs:
+        for output in self._entry.compiled.captured.outputs:
             name = next(names, None) if output.kind is OutputKind.USER else None
             if output.is_computed:
                 found.append(name)

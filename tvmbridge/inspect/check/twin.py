@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.core.autocast import autocast_now, under_autocast, without_autocast
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import IntermediateBase
 from tvmbridge.graph_capture.trace.arguments import Arguments, ArgumentWatch
-from tvmbridge.graph_capture.trace.standins import tensors_of, without_autocast
+from tvmbridge.graph_capture.trace.standins import tensors_of
 from tvmbridge.inspect.compare.reference import named_bases, output_names
 from tvmbridge.inspect.compare.sample import Sample, state_name
 from tvmbridge.runtime.dispatcher import Dispatcher
@@ -131,7 +132,8 @@ class Twin:
         copied = copy.deepcopy(self.sample.module)
         own_args, own_kwargs, inputs = self.sample.arguments()
         self._own = replace(self.sample, module=copied, leaves=inputs)
-        with restarted(self.states), without_autocast():
+        autocast = autocast_now()
+        with restarted(self.states), without_autocast(), under_autocast(autocast):
             try:
                 own_arguments = (own_args, own_kwargs)
                 self.outcome = observed_call(copied.forward, copied, own_arguments, inputs, bases)

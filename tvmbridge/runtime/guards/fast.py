@@ -31,6 +31,7 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
 from tvmbridge.graph_capture.observe.watching import Codes
 from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.spelling import Default, Source
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import (
     Code,
@@ -100,7 +101,7 @@ class FastGuard:
         self._emit_constants(signature.constants)
         self._emit_tensors(signature, leaves)
         self._emit_surroundings(records_writes)
-        self._emit_module(state, [*tensors, *constants])
+        self._emit_module(state, [*tensors, *constants], signature)
         self._emit_memory(signature, written)
         self.source = "def guard(args, kwargs):\n" + "".join(f"    {x}\n" for x in self._lines)
         self.source += "    return leaves\n"
@@ -124,28 +125,42 @@ class FastGuard:
             self._emit("leaves = flatten(args, kwargs)")
             self._refuse_if("leaves is None")
             return
-        count = len(signature.keywords)
-        wrong = "kwargs" if not count else f"len(kwargs) != {count}"
-        self._refuse_if(f"len(args) != {signature.num_args} or {wrong}")
-        if not count:
-            self._emit("leaves = args")
+        sample = signature.num_args, signature.keywords
+        places = [*range(signature.num_args), *signature.keywords]
+        otherwise = signature.spellings()
+        if not otherwise:
+            self._refuse_if(f"not ({_spelled(*sample)})")
+            self._emit(f"leaves = {self._leaves(signature.num_args, places)}")
             return
-        self._refuse_if(" or ".join(f"{k!r} not in kwargs" for k in signature.keywords))
-        named = ", ".join(f"kwargs[{k!r}]" for k in signature.keywords)
-        self._emit(f"leaves = [*args, {named}]")
+        self._emit(f"if {_spelled(*sample)}: leaves = {self._leaves(signature.num_args, places)}")
+        for count, keywords, spelling in otherwise:
+            conditions = [_spelled(count, keywords)]
+            for place, _, default in spelling.extras:
+                conditions.append(f"not ({self._differs(_argument(place), default)})")
+            leaves = self._leaves(count, [*spelling.positional, *spelling.keywords.values()])
+            self._emit(f"elif {' and '.join(conditions)}: leaves = {leaves}")
+        self._emit("else: return None")
+
+    def _leaves(self, count: int, sources: Sequence[Source]) -> str:
+        if sources == list(range(count)):
+            return "args"
+        each = (
+            self._name("default", s.value) if isinstance(s, Default) else _argument(s)
+            for s in sources
+        )
+        return f"[{', '.join(each)}]"
 
     def _emit_constants(self, constants: Sequence[tuple[int, Any]]) -> None:
         for i, value in constants:
-            leaf = f"leaves[{i}]"
-            if value is None or isinstance(value, bool):
-                self._refuse_if(f"{leaf} is not {value!r}")
-            elif type(value) in _EQUAL:
-                self._refuse_if(
-                    f"type({leaf}) is not {type(value).__name__} or {leaf} != {value!r}"
-                )
-            else:
-                same = self._name("same", same_value)
-                self._refuse_if(f"not {same}({leaf}, {self._name('constant', value)})")
+            self._refuse_if(self._differs(f"leaves[{i}]", value))
+
+    def _differs(self, leaf: str, value: Any) -> str:
+        """The condition that ``leaf`` is another constant than ``value``."""
+        if value is None or isinstance(value, bool):
+            return f"{leaf} is not {value!r}"
+        if type(value) in _EQUAL:
+            return f"type({leaf}) is not {type(value).__name__} or {leaf} != {value!r}"
+        return f"not {self._name('same', same_value)}({leaf}, {self._name('constant', value)})"
 
     def _emit_tensors(self, signature: Signature, leaves: Sequence[Any]) -> None:
         """Classes, dispatch keys, dtypes, devices, shapes, strides and requires_grad of all."""
@@ -162,7 +177,9 @@ class FastGuard:
             self._names["saved_hooks"] = saved_tensors_hooks_in_force
             self._refuse_if("saved_hooks(True) is not None")
 
-    def _emit_module(self, state: ModuleState, tensors: Sequence[torch.Tensor]) -> None:
+    def _emit_module(
+        self, state: ModuleState, tensors: Sequence[torch.Tensor], signature: Signature
+    ) -> None:
         """Its dictionaries, classes and addresses, and the values that it reads elsewhere."""
         if state.constants:
             written = self._name("versions", versions_of)
@@ -173,13 +190,20 @@ class FastGuard:
         dicts.update((id(d), d) for d in further)
         places = [place for class_, _ in state.classes for place in _forward_of(class_)]
         functions: list[Code] = []
+        own = signature.parameters
+        if own is not None:
+            functions.append((own.function, own.code, own.defaults))
+            for held in own.keyword_defaults():
+                dicts[id(held)] = held
+                defaults = f"{self._name('own', own.function)}.__kwdefaults__"
+                self._refuse_if(f"{defaults} is not {self._name('held', held)}")
         missing = self._name("missing", MISSING) if slots else ""
         for holder, name, value in slots:
             if isinstance(holder, Codes):
                 functions += holder.before
             elif isinstance(holder, dict | types.MappingProxyType):
-                held = holder if isinstance(holder, dict) else behind(holder)
-                places.append((held, name, value))
+                behind_it = holder if isinstance(holder, dict) else behind(holder)
+                places.append((behind_it, name, value))
             else:
                 found = f"{self._name('get', holder.get)}({name!r}, {missing})"
                 self._refuse_if(f"{found} is not {self._name('value', value)}")
@@ -195,6 +219,19 @@ class FastGuard:
         name = self._name("written", {t.untyped_storage().data_ptr() for t in written})
         for i, *_ in signature.tensors:
             self._refuse_if(f"leaves[{i}].untyped_storage().data_ptr() in {name}")
+
+
+def _argument(place: int | str) -> str:
+    return f"args[{place}]" if isinstance(place, int) else f"kwargs[{place!r}]"
+
+
+def _spelled(count: int, keywords: Sequence[str]) -> str:
+    """The condition that a call has so many positional arguments, and these keywords."""
+    condition = f"len(args) == {count} and "
+    if not keywords:
+        return f"{condition}not kwargs"
+    given = " and ".join(f"{name!r} in kwargs" for name in keywords)
+    return f"{condition}len(kwargs) == {len(keywords)} and {given}"
 
 
 def _forward_of(class_: type) -> Iterator[Place]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,22 @@ class StandsForForward:
     own: Callable[..., Any] | None
 
 
+class _Counting(StandsForForward):
+    """Counts the references to what is called in the place of a module's forward."""
+
+    own = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return sys.getrefcount(self)
+
+
+def references_of_a_call() -> int:
+    """How many there are to a dispatcher while its module is called, and it is in no copy."""
+    module = nn.Module()
+    module.__dict__["forward"] = _Counting()
+    return int(module())
+
+
 def stands_for(forward: Any) -> Any:
     """The forward in an instance's dict; a dispatcher counts as what it stands for."""
     if not isinstance(forward, StandsForForward):
@@ -38,11 +55,18 @@ def forward_of_class(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{type(module).__name__} has no forward")
 
 
+def standing_behind(forward: Any) -> StandsForForward | None:
+    """The one that ``forward`` is, or that a library has wrapped (accelerate's ``prepare``)."""
+    while forward is not None and not isinstance(forward, StandsForForward):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward that ``module`` would have without a dispatch."""
     installed = module.__dict__.get("forward")
-    own = installed.own if isinstance(installed, StandsForForward) else installed
-    return original_forward(module, own)
+    behind = standing_behind(installed)
+    return original_forward(module, installed if behind is None else behind.own)
 
 
 def rebound(

@@ -136,7 +136,13 @@ class LayoutGuard:
         try:
             with tracing_here(), undisturbed():
                 args, kwargs = without_inference_tensors(arguments)
-                stage = staged(self._state.module, args, kwargs, self._compiled.recorded)
+                stage = staged(
+                    self._state.module,
+                    args,
+                    kwargs,
+                    self._compiled.recorded,
+                    autocast=self._compiled.captured.assumptions.autocast,
+                )
         except Exception as error:
             return f"an input is laid out otherwise: {first_paragraph(error)}"
         if stage.observation is None:

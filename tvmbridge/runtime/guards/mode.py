@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from tvmbridge.core.autocast import Autocast, autocast_now
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 Flags: TypeAlias = tuple[bool, ...]
@@ -24,23 +25,28 @@ class Mode(NamedTuple):
 
     ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
     ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
-    default one, which new tensors get.
+    default one, which new tensors get; ``autocast`` the devices for which autocast is on.
     """
 
     training: bool
     needs_grad: bool
     deterministic: bool = False
     dtype: torch.dtype = torch.float32
+    autocast: Autocast = ()
 
     @classmethod
-    def of_now(cls, training: bool, needs_grad: bool) -> Mode:
-        """The mode of a call made now."""
+    def of_now(cls, training: bool, needs_grad: bool, autocast: Autocast | None = None) -> Mode:
+        """The mode of a call made now; ``autocast`` in place of that of now."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(training, needs_grad, deterministic, torch.get_default_dtype())
+        dtype = torch.get_default_dtype()
+        state = autocast_now() if autocast is None else autocast
+        return cls(training, needs_grad, deterministic, dtype, state)
 
     def __str__(self) -> str:
         text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
         text += ", deterministic" * self.deterministic
         if self.dtype is not torch.float32:
             text += f", default {str(self.dtype).removeprefix('torch.')}"
+        for device, dtype in self.autocast:
+            text += f", {device} autocast to {str(dtype).removeprefix('torch.')}"
         return text

@@ -19,7 +19,7 @@ from tvmbridge.core.libraries import acts
 from tvmbridge.core.torch_private import TensorGuards, has_storage
 from tvmbridge.core.types import CapturedGraph, InputKind
 from tvmbridge.core.writes import version_of
-from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS
+from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
 from tvmbridge.graph_capture.observe.plain import PLAIN
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
@@ -28,6 +28,7 @@ from tvmbridge.runtime.guards.forwards import stands_for
 from tvmbridge.runtime.guards.values import ValueGuard
 
 _HELD = ("_parameters", "_buffers", "_modules")
+_REHOOKED = "the hooks of a submodule changed"
 
 
 class ModuleState:
@@ -78,6 +79,8 @@ class ModuleState:
             for (path, name), value in captured.convention.assigned.items()
         ]
         self.norms = OldNorms.of(module, assumed.normed)
+        self._traced_hooks = list(map(traced_hooks, self._modules[1:]))
+        self._is_hooked = any(self._traced_hooks)
         constants = {id(t): t for t in (*captured.constant_tensors.values(), *assumed.foreign)}
         self._constants = [(t, _written(t), t.requires_grad) for t in constants.values()]
         self._bind({})
@@ -109,6 +112,7 @@ class ModuleState:
         self._types = [type(m) for m in self._modules]
         self._hooks = [dict_of(m, name) for m in children for name in HOOKS if name in m.__dict__]
         self._hooks += GLOBAL_HOOKS if children else ()
+        self._hookable = [copied(m) for m in children]
 
     def rebound(self, memo: Mapping[int, Any]) -> ModuleState:
         """The same expectations of a deep copy of the module, found through the copy's ``memo``.
@@ -226,9 +230,19 @@ class ModuleState:
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED
-        if any(self._hooks) and any(acts(self.norms.others(h.values())) for h in self._hooks):
+        return self.rehooked() or self.norms.changed()
+
+    def rehooked(self) -> str | None:
+        """Why the captured graph does not fit the hooks of submodules; None when it does."""
+        if not any(self._hooks):
+            return _REHOOKED if self._is_hooked else None
+        traced = {id(hook) for hooks in self._traced_hooks for hook, _ in hooks}
+        if list(map(traced_hooks, self._hookable)) != self._traced_hooks:
+            return _REHOOKED
+        hooks = [h for table in self._hooks for h in self.norms.others(table.values())]
+        if acts(h for h in hooks if id(h) not in traced):
             return "a submodule has hooks"
-        return self.norms.changed()
+        return None
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""

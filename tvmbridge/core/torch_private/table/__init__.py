@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .attributes import ATTRIBUTES
 from .checks import PrivateName, problem
+from .gpu import GPU
 from .guards import GUARDS
 from .imported import IMPORTED
 from .modes import MODES
@@ -15,6 +16,7 @@ from .replaced import REPLACED
 
 __all__ = [
     "ATTRIBUTES",
+    "GPU",
     "GUARDS",
     "IMPORTED",
     "MODES",
@@ -24,7 +26,7 @@ __all__ = [
     "problem",
 ]
 
-TABLE: tuple[PrivateName, ...] = (*IMPORTED, *GUARDS, *MODES, *ATTRIBUTES, *REPLACED)
+TABLE: tuple[PrivateName, ...] = (*IMPORTED, *GUARDS, *MODES, *ATTRIBUTES, *REPLACED, *GPU)
 
 
 def problems() -> list[str]:

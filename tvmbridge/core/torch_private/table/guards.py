@@ -41,7 +41,9 @@ def _compares_state(kind: Any) -> bool:
     grad_mode = torch.no_grad() if torch.is_grad_enabled() else torch.enable_grad()
     autocast = torch.autocast("cpu", enabled=not torch.is_autocast_enabled("cpu"))
     others = [_stays(kind, mode) for mode in (grad_mode, autocast, _OtherDtype())]
-    return _stays(kind, nullcontext()) and not any(others)
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes_differ = not _stays(kind, torch.autocast("cpu", torch.float16))
+    return _stays(kind, nullcontext()) and not any(others) and dtypes_differ
 
 
 def _stays(kind: Any, context: Any) -> bool:

@@ -134,6 +134,11 @@ IMPORTED = (
         "refusing tensors of function transforms",
         lambda ask: ask(torch.ones(2)) is False,
     ),
+    PrivateName(
+        "torch._foreach_mul",
+        "copies of many tensors by one launch",
+        lambda f: torch.equal(f([torch.ones(2)], 1.0)[0], torch.ones(2)),
+    ),
     PrivateName("torch._assert_async", "assertions in forward", lambda f: f(torch.ones(1)) is None),
     PrivateName(
         "torch._linalg_check_errors",

@@ -1,0 +1,113 @@
+"""What forward keeps for backward is returned, and taken, as one tuple.
+
+Before, with two results of which the second is a residual, parameter 1 of backward::
+
+    def forward(x):                     def backward(x, r, ct):
+        ...                                 lv = R.multiply(r, ct)
+        gv = (y, r)
+        return gv
+
+After::
+
+    def forward(x):                     def backward(x, residuals, ct):
+        ...                                 r = residuals[0]
+        residuals = (r,)                    lv = R.multiply(r, ct)
+        results = (y, residuals)
+        return results
+
+The caller hands one object from forward to backward, and none of the tensors in it is converted.
+
+Requires: one dataflow block; forward returns a tuple. Guarantees: the order of results and of
+parameters. Runs after: whatever numbers results or parameters. Runs before: the lowering to the
+virtual machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.utils import copy_with_new_vars
+
+from tvmbridge.passes.base import PassReport, RelaxPass, flat_results
+
+_NAME = "residuals"
+
+
+@dataclass(frozen=True)
+class BundleResiduals(RelaxPass):
+    """Make one result and one parameter of the residuals.
+
+    Args:
+        num_outputs: how many results of ``forward`` come before them.
+        first: the number of the first parameter of ``backward`` that is one.
+        count: how many there are.
+    """
+
+    num_outputs: int
+    first: int
+    count: int
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        functions = dict(mod.functions_items())
+        for name, function in functions.items():
+            if name.name_hint == "forward" and not _is_bundle(function.ret_ty.fields[-1]):
+                functions[name] = self._returning(function)
+                report.rewrote()
+            if name.name_hint == "backward" and not any(_is_bundle(p.ty) for p in function.params):
+                functions[name] = self._taking(function)
+                report.rewrote()
+        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+    def _returning(self, function: relax.Function) -> relax.Function:
+        fields = flat_results(function)
+        outputs, kept = fields[: self.num_outputs], fields[self.num_outputs :]
+        residuals = relax.DataflowVar(_NAME, _tuple_type(kept))
+        results = relax.Var("results", _tuple_type([*outputs, residuals]))
+        bindings = [
+            *(b for b in _bindings(function) if b.var != function.body.body),
+            _bound(residuals, relax.Tuple(kept)),
+            _bound(results, relax.Tuple([*outputs, residuals])),
+        ]
+        return _function(function.params, bindings, results, function)
+
+    def _taking(self, function: relax.Function) -> relax.Function:
+        last = self.first + self.count
+        taken = function.params[self.first : last]
+        residuals = relax.Var(_NAME, _tuple_type(taken))
+        fields = [relax.DataflowVar(p.name, p.ty) for p in taken]
+        inside = function.bind_params(dict(zip(taken, fields, strict=True)))
+        others = list(inside.params)
+        parameters = [*others[: self.first], residuals, *others[self.first :]]
+        bindings = [_bound(f, relax.TupleGetItem(residuals, i)) for i, f in enumerate(fields)]
+        bindings += _bindings(inside)
+        return _function(parameters, bindings, inside.body.body, function)
+
+
+def _bindings(function: relax.Function) -> list[relax.Binding]:
+    (block,) = function.body.blocks
+    return list(block.bindings)
+
+
+def _is_bundle(type_: relax.Type) -> bool:
+    return isinstance(type_, relax.TupleType)
+
+
+def _bound(var: relax.Var, value: relax.Expr) -> relax.Binding:
+    return relax.VarBinding(var, relax.BlockBuilder().normalize(value))
+
+
+def _tuple_type(fields: Sequence[relax.Expr]) -> relax.TupleType:
+    return relax.TupleType([field.ty for field in fields])
+
+
+def _function(
+    parameters: Sequence[relax.Var],
+    bindings: Sequence[relax.Binding],
+    result: relax.Expr,
+    like: relax.Function,
+) -> relax.Function:
+    body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+    return copy_with_new_vars(relax.Function(parameters, body, result.ty, like.is_pure, like.attrs))

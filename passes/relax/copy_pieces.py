@@ -1,0 +1,78 @@
+"""Concatenations and splits of many pieces become calls of PyTorch's kernels, which copy them.
+
+Before::
+
+    a: R.Tuple(...) = R.split(x, 100, axis=1)
+    gv = R.concat((b0, b1, ..., b99), axis=1)
+
+After::
+
+    a: R.Tuple(...) = R.call_pure_packed(
+        "tvmbridge.aten", '{"op": "aten.split_with_sizes_copy.default", ...}', x)
+    gv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.cat.default", ...}', b0, b1, ..., b99)
+
+As loops a concatenation would ask for each element which piece that is from, one after the other;
+and what computes the pieces would be fused into these choices, as one large function where equal
+parts are one small function each. A split would be one function of as many results, which takes
+LLVM longer than as many functions.
+
+Requires: static shapes. Guarantees: fewer pieces are untouched.
+Runs after: the split into forward and backward (TVM's Gradient does not go through external calls).
+Runs before: LegalizeOps, DeclareResults.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from tvmbridge.kernels.aten_call import ATEN_CALL, call_overload, packed_call
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
+
+
+@dataclass(frozen=True)
+class CopyPieces(RelaxPass):
+    """Let PyTorch concatenate, or split into, more than ``most`` tensors."""
+
+    most: int = 16
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        copied = map_calls(mod, lambda call, _: self._copied(call, report))
+        return copied if report.rewrites else mod
+
+    def _copied(self, call: relax.Call, report: PassReport) -> relax.Expr:
+        name = getattr(call.op, "name", "")
+        if name == "relax.concat":
+            (pieces,) = call.args
+            count = len(pieces.fields) if isinstance(pieces, relax.Tuple) else 0
+        elif name == "relax.split":
+            count = len(call.ty.fields)
+        else:
+            return call
+        if count <= self.most:
+            return call
+        if call.attrs.axis is None:
+            report.decline(name, "it flattens")
+            return call
+        report.rewrote()
+        return _joined(call) if name == "relax.concat" else _split(call, count)
+
+
+def _joined(call: relax.Call) -> relax.Expr:
+    tensors = list(call.args[0].fields)
+    places = [{"tensor": number} for number in range(len(tensors))]
+    return call_overload("aten.cat.default", [places, int(call.attrs.axis)], tensors, call.ty)
+
+
+def _split(call: relax.Call, count: int) -> relax.Expr:
+    axis = int(call.attrs.axis)
+    spec = {
+        "op": "aten.split_with_sizes_copy.default",
+        "args": [{"tensor": 0}, [int(f.shape.values[axis]) for f in call.ty.fields], axis],
+        "kwargs": {},
+        "results": list(range(count)),
+    }
+    return packed_call(ATEN_CALL, json.dumps(spec), [call.args[0]], call.ty)

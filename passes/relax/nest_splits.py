@@ -1,0 +1,71 @@
+"""A split into many pieces becomes splits of splits: TVM's Gradient makes of each the square.
+
+Before::
+
+    a: R.Tuple(...) = R.split(x, 100, axis=1)
+    a0 = a[0]
+
+After::
+
+    lv = R.split(x, [10, 20, ..., 90], axis=1)
+    lv1 = lv[0]
+    lv2 = R.split(lv1, [1, 2, ..., 9], axis=1)
+    lv3 = lv2[0]
+    ...
+    a: R.Tuple(...) = (lv3, ...)
+    a0 = a[0]
+
+The adjoint of a tuple is a tuple, which Gradient makes anew for each field that something reads: of
+n pieces n * n fields. In groups of the square root of n they are fewer by that root.
+
+Requires: static shapes. Guarantees: fewer pieces are untouched.
+Runs before: CanonicalizeBindings, which opens the tuple; Gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
+
+
+@dataclass(frozen=True)
+class NestSplits(RelaxPass):
+    """Split in two steps where that makes more than ``most`` tensors."""
+
+    most: int = 16
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        nested = map_calls(mod, lambda call, builder: self._nested(call, builder, report))
+        return nested if report.rewrites else mod
+
+    def _nested(
+        self, call: relax.Call, builder: relax.BlockBuilder, report: PassReport
+    ) -> relax.Expr:
+        if getattr(call.op, "name", "") != "relax.split" or len(call.ty.fields) <= self.most:
+            return call
+        report.rewrote()
+        axis = int(call.attrs.axis)
+        extents = [int(field.shape.values[axis]) for field in call.ty.fields]
+        group = math.isqrt(len(extents))
+        groups = [extents[i : i + group] for i in range(0, len(extents), group)]
+        pieces = []
+        parts = _split(call.args[0], [sum(g) for g in groups], axis, builder)
+        for part, inner in zip(parts, groups, strict=True):
+            pieces += _split(part, inner, axis, builder)
+        return relax.Tuple(pieces)
+
+
+def _split(
+    x: relax.Expr, extents: list[int], axis: int, builder: relax.BlockBuilder
+) -> list[relax.Expr]:
+    if len(extents) == 1:
+        return [x]
+    cuts = list(itertools.accumulate(extents[:-1]))
+    pieces = builder.emit(relax.op.split(x, cuts, axis))
+    return [builder.emit(relax.TupleGetItem(pieces, i)) for i in range(len(extents))]

@@ -1,0 +1,51 @@
+"""BERT's layer of transformers on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
+
+from tests.gpu.helpers import GPU, STEPS, assert_same, check, gradients, pair, replays, result_of
+
+pytestmark = GPU
+
+
+def _layer(dropout: float = 0.0) -> nn.Module:
+    config = BertConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        intermediate_size=160,
+        attn_implementation="sdpa",
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer: nn.Module = BertLayer(config)
+    return layer
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_without_dropout(dtype: torch.dtype, train: bool) -> None:
+    check(_layer, (torch.randn(2, 19, 64),), dtype, train=train)
+
+
+def test_dropout_outside_of_attention_is_that_of_the_seed() -> None:
+    # In double precision, where rounding does not grow over the layer to what a mask would change.
+    x = torch.randn(2, 19, 64, device="cuda", dtype=torch.float64)
+    tvm, eager = pair(lambda: _layer(0.1).double(), x)
+    for step in range(STEPS):
+        found = []
+        for module in (tvm, eager):
+            module.zero_grad()
+            torch.manual_seed(step)
+            output = result_of(module(x + step))
+            output.square().sum().backward()
+            state = torch.cuda.get_rng_state()
+            found.append(({"output": output.detach()} | gradients(module), state))
+        (values, state), (expected, expected_state) = found
+        assert_same(values, expected)
+        assert torch.equal(state, expected_state)
+    assert replays(tvm) > 0

@@ -1,0 +1,229 @@
+"""CUDA graphs under what a training loop does: each step is that of eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gpu.helpers import (
+    GPU,
+    STEPS,
+    Values,
+    assert_same,
+    batch,
+    gradients,
+    pair,
+    replays,
+    skips,
+    small,
+    with_dropout,
+)
+
+pytestmark = GPU
+
+Step = Callable[[nn.Module, int], Values]
+
+
+def _assert_steps(
+    step: Step, make: Callable[[], nn.Module] = small, *, train: bool = True
+) -> nn.Module:
+    """The same steps of both modules, from the same seeds; returns that with the graphs."""
+    tvm, eager = pair(make, batch(), train=train)
+    for number in range(STEPS):
+        values = []
+        for module in (tvm, eager):
+            torch.manual_seed(number)
+            values.append(step(module, number))
+        assert_same(*values)
+    assert replays(tvm) > 0
+    return tvm
+
+
+def _descend(module: nn.Module) -> None:
+    with torch.no_grad():
+        for p in module.parameters():
+            assert p.grad is not None
+            p.sub_(p.grad, alpha=1e-4)
+
+
+def test_inference() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        with torch.no_grad():
+            return {"output": module(batch(number))}
+
+    tvm = _assert_steps(step, train=False)
+    assert skips(tvm) == {}
+
+
+def test_training() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        module.zero_grad()
+        output = module(batch(number))
+        output.square().sum().backward()
+        _descend(module)
+        return {"output": output.detach()} | gradients(module)
+
+    tvm = _assert_steps(step)
+    assert skips(tvm) == {}
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_outputs_of_earlier_calls_stay(train: bool) -> None:
+    tvm, eager = pair(small, batch(), train=train)
+    held = []
+    for number in range(STEPS):
+        with torch.set_grad_enabled(train):
+            output = tvm(batch(number))
+        if train:
+            output.sum().backward()
+        held.append(output.detach())
+    for number, output in enumerate(held):
+        assert_same({"output": output}, {"output": eager(batch(number)).detach()})
+    assert replays(tvm) > 0
+
+
+def test_forward_twice_before_backward() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        module.zero_grad()
+        first, second = module(batch(number)), module(batch(number + 100))
+        (first.square().sum() + second.sum()).backward()
+        return {"first": first.detach(), "second": second.detach()} | gradients(module)
+
+    tvm = _assert_steps(step)
+    assert skips(tvm)["the backward of an earlier call has not run"] > 0
+
+
+def test_forward_whose_backward_never_runs() -> None:
+    held: list[torch.Tensor] = []
+
+    def step(module: nn.Module, number: int) -> Values:
+        module.zero_grad()
+        held.append(module(batch(number + 100)))  # its graph lives on
+        output = module(batch(number))
+        output.square().sum().backward()
+        if number % 2:
+            held.clear()
+        return {"output": output.detach()} | gradients(module)
+
+    _assert_steps(step)
+
+
+def test_gradients_accumulate() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        if number % 3 == 0:
+            module.zero_grad(set_to_none=number % 2 == 0)
+        module(batch(number)).square().sum().backward()
+        return gradients(module)
+
+    _assert_steps(step)
+
+
+def test_retain_graph() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        module.zero_grad()
+        output = module(batch(number))
+        output.square().sum().backward(retain_graph=True)
+        output.sum().backward()
+        return gradients(module)
+
+    _assert_steps(step)
+
+
+def test_a_retained_backward_after_later_calls() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        module.zero_grad()
+        output = module(batch(number))
+        output.square().sum().backward(retain_graph=True)
+        module(batch(number + 100)).sum().backward()
+        output.sum().backward()
+        return gradients(module)
+
+    _assert_steps(step)
+
+
+def test_gradients_that_are_held_over_steps() -> None:
+    tvm, eager = pair(small, batch())
+    held: list[list[Values]] = [[], []]
+    for number in range(STEPS):
+        for module, kept in zip((tvm, eager), held, strict=True):
+            x = batch(number).requires_grad_()
+            given = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+            kept.append({str(i): g for i, g in enumerate(given)})
+    for found, expected in zip(*held, strict=True):
+        assert_same(found, expected)
+    assert replays(tvm) > 0
+
+
+def test_hooks_that_keep_gradients() -> None:
+    kept: dict[nn.Module, list[Values]] = {}
+
+    def step(module: nn.Module, number: int) -> Values:
+        if module not in kept:
+            seen: list[Values] = []
+            kept[module] = seen
+            for name, p in module.named_parameters():
+                p.register_hook(lambda g, name=name, seen=seen: seen.append({name: g}))
+        module.zero_grad()
+        module(batch(number)).square().sum().backward()
+        return gradients(module)
+
+    _assert_steps(step)
+    merged = []
+    for seen in kept.values():
+        # Hooks of one step run in another order; those of a parameter in that of the steps.
+        by_name: dict[str, list[torch.Tensor]] = {}
+        for one in seen:
+            for name, g in one.items():
+                by_name.setdefault(name, []).append(g)
+        merged.append({f"{n} {i}": g for n, all_ in by_name.items() for i, g in enumerate(all_)})
+    assert len(merged[0]) == STEPS * len(list(small().parameters()))
+    assert_same(*merged)
+
+
+def test_a_batch_that_learns() -> None:
+    def step(module: nn.Module, number: int) -> Values:
+        x = batch(number).requires_grad_()
+        module.zero_grad()
+        module(x).square().sum().backward()
+        assert x.grad is not None
+        return {"input": x.grad} | gradients(module)
+
+    _assert_steps(step)
+
+
+def test_dropout_differs_from_call_to_call_and_follows_the_seed() -> None:
+    tvm, eager = pair(with_dropout, batch())
+    outputs: list[list[torch.Tensor]] = [[], []]
+    states = []
+    for module, seen in zip((tvm, eager), outputs, strict=True):
+        torch.manual_seed(5)
+        for _ in range(STEPS):
+            module.zero_grad()
+            output = module(batch())
+            output.square().sum().backward()
+            seen.append(output.detach())
+        states.append((torch.cuda.get_rng_state(), gradients(module)))
+    for number, (found, expected) in enumerate(zip(*outputs, strict=True)):
+        assert_same({"output": found}, {"output": expected})
+        assert torch.equal(found == 0, expected == 0)
+        if number:
+            assert not torch.equal(found, outputs[0][number - 1])
+    assert torch.equal(states[0][0], states[1][0])
+    assert_same(states[0][1], states[1][1])
+    assert replays(tvm) > 0
+
+
+def test_without_graphs() -> None:
+    tvm, eager = pair(small, batch(), cuda_graphs=False)
+    for number in range(STEPS):
+        values = []
+        for module in (tvm, eager):
+            module.zero_grad()
+            module(batch(number)).square().sum().backward()
+            values.append(gradients(module))
+        assert_same(*values)
+    assert replays(tvm) == 0
+    assert skips(tvm) == {}

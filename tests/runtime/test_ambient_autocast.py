@@ -1,0 +1,216 @@
+"""Calls under autocast: served by code for that state, as eager PyTorch computes under it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dispatch_helpers import Block, eager
+from tvmbridge import CaptureError, add_tvm_dispatch, capture, dispatch_report
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def _autocast(dtype: torch.dtype = torch.bfloat16) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", dtype)
+
+
+def _loss(output: torch.Tensor) -> torch.Tensor:
+    """A sum with weights: that of squares behind a norm has next to no gradient."""
+    return (output.float().flatten() * torch.arange(output.numel()).cos()).sum()
+
+
+def _step(
+    module: nn.Module, x: torch.Tensor, context: Context, *, backward_within: bool = False
+) -> list[torch.Tensor]:
+    """Output and gradients of one step whose forward runs within ``context``."""
+    module.zero_grad()
+    torch.manual_seed(0)
+    x = x.clone().requires_grad_()
+    with context():
+        output = module(x)
+        loss = _loss(output)
+        if backward_within:
+            loss.backward()
+    if not backward_within:
+        loss.backward()
+    assert x.grad is not None
+    return [output.detach(), x.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
+def _assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Up to the rounding of bfloat16, through which all of it has gone: a last bit may differ."""
+    bound = torch.finfo(torch.bfloat16).eps
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype is b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=bound * float(b.detach().abs().max()))
+
+
+@pytest.fixture(scope="module")
+def trained() -> nn.Module:
+    """Dispatched in training under autocast to bfloat16."""
+    torch.manual_seed(1)
+    module = Block().train()
+    with _autocast():
+        add_tvm_dispatch(module, torch.randn(6, 24))
+    return module
+
+
+def test_steps_are_those_of_eager_under_the_same_state(trained: nn.Module) -> None:
+    module, x = copy.deepcopy(trained), torch.randn(6, 24)
+    reference = eager(module)
+    states: list[Context] = [_autocast, nullcontext, _autocast, lambda: _autocast(torch.float16)]
+    for state in (*states, *states):
+        _assert_same(_step(module, x, state), _step(reference, x, state))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (8, {})
+    assert sorted({s.mode for s in report.specializations}) == [
+        "train with gradients",
+        "train with gradients, cpu autocast to bfloat16",
+        "train with gradients, cpu autocast to float16",
+    ]
+
+
+def test_backward_may_run_within_the_region(trained: nn.Module) -> None:
+    module, x = copy.deepcopy(trained), torch.randn(6, 24)
+    reference = eager(module)
+    for _ in range(3):
+        ours = _step(module, x, _autocast, backward_within=True)
+        _assert_same(ours, _step(reference, x, _autocast, backward_within=True))
+    for _ in range(2):  # of a call outside of it
+        losses = []
+        for net in (module, reference):
+            torch.manual_seed(0)
+            losses.append(_loss(net(x)))
+        with _autocast():
+            for loss, net in zip(losses, (module, reference), strict=True):
+                net.zero_grad()
+                loss.backward()
+        grads = [[p.grad for p in net.parameters()] for net in (module, reference)]
+        _assert_same(*grads)  # type: ignore[arg-type]
+    assert dispatch_report(module).fallbacks == {}
+
+
+def test_a_region_that_is_off_is_as_none(trained: nn.Module) -> None:
+    module, x = copy.deepcopy(trained), torch.randn(6, 24)
+    with _autocast(), torch.autocast("cpu", enabled=False):
+        assert module(x).dtype is torch.float32
+    assert module(x).dtype is torch.float32
+    assert dispatch_report(module).tvm_calls == 2
+
+
+class Regions(nn.Module):
+    """Turns autocast off, and to another dtype, within what it is called under."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            exact = self.first(x)
+        with torch.autocast("cpu", torch.float16):
+            other = self.second(exact)
+        return exact, other, self.third(x) + self.third(exact)
+
+
+def test_regions_within_forward_are_those_of_eager() -> None:
+    torch.manual_seed(1)
+    module, x = Regions().train(), torch.randn(4, 8)
+    reference = copy.deepcopy(module)
+    with _autocast():
+        add_tvm_dispatch(module, x)
+    for _ in range(3):
+        found = []
+        for net in (module, reference):
+            net.zero_grad()
+            with _autocast():
+                results = net(x)
+            sum(r.float().square().mean() for r in results).backward()
+            found.append([*results, *(p.grad for p in net.parameters())])
+        _assert_same(*found)
+    assert dispatch_report(module).fallbacks == {}
+
+
+def test_second_derivatives_are_those_under_it() -> None:
+    torch.manual_seed(1)
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).train(), torch.randn(3, 4)
+    reference = copy.deepcopy(module)
+    with _autocast():
+        add_tvm_dispatch(module, x)
+    found = []
+    for net in (module, reference):
+        given = x.clone().requires_grad_()
+        with _autocast():
+            output = net(given)
+        (slope,) = torch.autograd.grad(output.float().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+        found.append([slope.detach(), *(p.grad for p in net.parameters() if p.grad is not None)])
+    _assert_same(*found)
+    assert dispatch_report(module).tvm_calls == 1
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["around the call", "in forward"])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: (nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)), (6, 8)),
+        (lambda: (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()), (2, 3, 8, 8)),
+        (lambda: (nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU()), (2, 3, 8, 8)),
+    ],
+    ids=["LayerNorm", "BatchNorm2d", "GroupNorm"],
+)
+def test_norms_train(make: Any, shape: tuple[int, ...], within: bool) -> None:
+    class Under(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(1)
+    module: nn.Module = nn.Sequential(*make()).train()
+    module, x = Under(module) if within else module, torch.randn(*shape)
+    reference = copy.deepcopy(module)
+    around: Context = nullcontext if within else _autocast
+    with around():
+        add_tvm_dispatch(module, x)
+    for _ in range(3):
+        _assert_same(_step(module, x, around), _step(reference, x, around))
+    for a, b in zip(module.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (3, {})
+
+
+def test_what_cannot_be_compiled_under_it_is_refused_at_once() -> None:
+    class Selects(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0] * 2
+
+    x = torch.randn(4, 8)
+    add_tvm_dispatch(Selects().eval(), x)
+    with _autocast(), pytest.raises(CaptureError, match="under autocast"):
+        add_tvm_dispatch(Selects().eval(), x)
+
+
+def test_a_trace_leaves_no_casts_behind() -> None:
+    module, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    with _autocast():
+        expected = module(x)
+        captured = capture(module, x)
+        add_tvm_dispatch(module, x)
+        with torch.no_grad():
+            torch.testing.assert_close(module(x), expected)
+        torch.testing.assert_close(eager(module)(x), expected)
+    assert captured.assumptions.autocast == (("cpu", torch.bfloat16),)
+    assert not torch.is_autocast_enabled("cpu")

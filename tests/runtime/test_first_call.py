@@ -1,0 +1,209 @@
+"""Without a sample code is compiled for the calls that come, in the surroundings they come in."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
+from tvmbridge import FallbackError, add_tvm_dispatch, dispatch_report
+from tvmbridge.runtime import entry_compiler as compiler
+
+CONSTANT = "an argument that is not a tensor differs"
+SHAPE = "the shape of an input differs"
+
+
+class AnyMode(TorchFunctionMode):
+    """A mode of the user's own, which changes nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_mode_is_compiled_at_its_first_call(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block().train())
+    assert compilations == []
+    assert dispatch_report(module).share == 1
+    reference = eager(module)
+    for _ in range(2):
+        assert_same_step(module, reference, sample())
+    for each in (module, reference):
+        each.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(module(sample()), reference(sample()))
+    with torch.inference_mode():
+        torch.testing.assert_close(module(sample()), reference(sample()))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+    assert [s.mode for s in report.specializations] == ["train with gradients", "eval"]
+    assert len(compilations) == 2
+
+
+def test_what_eager_refuses_is_eagers_own_error(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block().eval())
+    for call in (lambda: module(), lambda: module(sample(6, 3)), lambda: module(sample(), 1)):
+        with pytest.raises((TypeError, RuntimeError)) as ours:
+            call()
+        assert not isinstance(ours.value, FallbackError)
+    torch.testing.assert_close(module(sample()), eager(module)(sample()))
+    assert dispatch_report(module).tvm_calls == 1
+    assert len(compilations) == 2  # of what forward may take by its parameters
+
+
+def test_further_signatures_are_compiled_up_to_a_number(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block().eval())
+    reference = eager(module)
+    with torch.no_grad():
+        for _ in range(2):
+            for rows in range(1, 7):
+                torch.testing.assert_close(module(sample(rows, 24)), reference(sample(rows, 24)))
+    report = dispatch_report(module)
+    assert (len(compilations), report.tvm_calls, report.fallbacks) == (4, 8, {SHAPE: 4})
+    # A sample adds one all the same.
+    add_tvm_dispatch(module, sample(9, 24))
+    module(sample(9, 24))
+    assert dispatch_report(module).tvm_calls == 9
+
+
+def test_fewer_where_the_options_say_so(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block().eval(), options={"max_specializations": 2})
+    for rows in (2, 3, 4, 2, 3, 4):
+        module(sample(rows, 24))
+    assert len(compilations) == 2
+    assert dispatch_report(module).tvm_calls == 4
+
+
+class Divides(nn.Module):
+    def forward(self, x: torch.Tensor, items: Any = None, **more: Any) -> torch.Tensor:
+        for key in more:
+            x = x + len(key)
+        return x if items is None else x.sum() / items
+
+
+def test_a_number_that_changes_is_not_compiled_for_again_and_again(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(Divides().eval())
+    for items in range(1, 6):
+        torch.testing.assert_close(module(sample(), items), sample().sum() / items)
+    report = dispatch_report(module)
+    assert (len(compilations), report.tvm_calls, report.fallbacks) == (2, 2, {CONSTANT: 3})
+    assert report.examples[CONSTANT] == "argument `items`: 3, compiled for 1"
+    assert "0-dimensional tensor" in str(report.advice)
+    # As a tensor it is an input.
+    for items in range(1, 6):
+        torch.testing.assert_close(module(sample(), torch.tensor(items)), sample().sum() / items)
+    assert len(compilations) == 3
+    assert dispatch_report(module).tvm_calls == 7
+
+
+def test_what_cannot_be_compiled_is_tried_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = []
+
+    def failing(*_: object, **__: object) -> None:
+        tried.append(1)
+        raise MemoryError("there is none")
+
+    module = add_tvm_dispatch(make_block().eval())
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "tvmbridge"):
+        patch.setattr(compiler, "compile_module", failing)
+        for _ in range(3):
+            with torch.no_grad():
+                torch.testing.assert_close(module(sample()), eager(module)(sample()))
+    (warning,) = caplog.records
+    assert "eval: there is none" in warning.getMessage()
+    assert tried == [1]
+    assert dispatch_report(module).fallbacks == {"eval: there is none": 3}
+
+
+def test_a_module_that_cannot_be_captured_says_so_at_its_first_call() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    module = add_tvm_dispatch(Branches().eval(), on_fallback="silent")
+    for _ in range(2):
+        torch.testing.assert_close(module(sample()), Branches()(sample()))
+    ((reason, count),) = dispatch_report(module).fallbacks.items()
+    assert (count, "test_first_call.py" in reason) == (2, True)
+
+
+def test_what_passes_does_not_hinder_later_calls(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block(dtype=torch.float32).eval())
+    x = sample(dtype=torch.float32)
+    with AnyMode():
+        torch.testing.assert_close(module(x), eager(module)(x))
+    assert compilations == []
+    hook = module.inner.register_full_backward_hook(lambda *_: None)  # type: ignore[union-attr, operator]
+    module(x)
+    hook.remove()
+    torch.testing.assert_close(module(x), eager(module)(x))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, set(report.fallbacks)) == (
+        1,
+        {"a function mode is active", "a submodule has hooks"},
+    )
+
+
+def test_threads_compile_once(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block().eval())
+    expected = eager(module)(sample())
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(module(sample()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compilations) == 1
+    for each in found:
+        torch.testing.assert_close(each, expected)
+    assert dispatch_report(module).tvm_calls == 4
+
+
+def test_a_copy_compiles_for_itself(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(make_block().eval(), on_fallback="raise")
+    copied = copy.deepcopy(module)
+    torch.testing.assert_close(copied(sample()), eager(module)(sample()))
+    assert (dispatch_report(copied).tvm_calls, dispatch_report(module).tvm_calls) == (1, 0)
+    with pytest.raises(FallbackError, match="function mode"), AnyMode():
+        copied(sample())
+
+
+def test_what_is_refused_at_sight_is_refused_at_dispatch() -> None:
+    module = torch.jit.script(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="ScriptModule"):
+        add_tvm_dispatch(module)
+    with pytest.raises(ValueError, match="not dispatched"):
+        dispatch_report(module)
+
+
+class Fills(nn.Module):
+    """Sets an attribute at its first call."""
+
+    kind: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "float" if x.is_floating_point() else "whole"
+        return x * len(self.kind)
+
+
+@pytest.mark.parametrize("on_fallback", ["warn", "raise"])
+def test_what_the_first_call_settles_is_no_warning(
+    on_fallback: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = add_tvm_dispatch(Fills().eval(), on_fallback=on_fallback)
+    with caplog.at_level(logging.WARNING, "tvmbridge"):
+        for _ in range(3):
+            torch.testing.assert_close(module(sample()), sample() * 5)
+    assert not caplog.records
+    report = dispatch_report(module)
+    assert report.tvm_calls >= 2
+    assert report.advice is None

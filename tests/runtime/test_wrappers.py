@@ -1,0 +1,114 @@
+"""Wrappers around dispatched modules: they call the dispatch, or are refused with what to do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dispatch_helpers import eager, make_block, sample
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+
+
+def _block() -> nn.Module:
+    return make_block().eval()
+
+
+def test_torch_compile_calls_the_dispatch() -> None:
+    block, x = _block(), sample()
+    outer = nn.Sequential(nn.Tanh(), block, nn.Tanh())
+    expected = outer(x)
+    add_tvm_dispatch(block, x)
+    for module in (outer, block):
+        compiled = torch.compile(module, backend="eager")
+        for _ in range(2):
+            found = compiled(x)
+        torch.testing.assert_close(found, expected if module is outer else eager(block)(x))
+    report = dispatch_report(block)
+    assert (report.tvm_calls, report.fallbacks) == (4, {})
+    remove_tvm_dispatch(block)
+
+
+def test_one_whole_graph_is_refused_by_torch_compile() -> None:
+    torch.compiler.reset()  # Frames in which a graph was broken before are run without a graph.
+    block, x = add_tvm_dispatch(_block(), sample()), sample()
+    outer = nn.Sequential(nn.Tanh(), block)
+    with pytest.raises(Exception, match="remove_tvm_dispatch"):
+        torch.compile(outer, backend="eager", fullgraph=True)(x)
+    remove_tvm_dispatch(block)
+    torch.compile(outer, backend="eager", fullgraph=True)(x)
+
+
+def test_data_parallel_without_devices_calls_the_dispatch() -> None:
+    block, x = add_tvm_dispatch(_block(), sample()), sample()
+    torch.testing.assert_close(nn.DataParallel(block)(x), eager(block)(x))
+    assert dispatch_report(block).tvm_calls == 1
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile], ids=["parallel", "compile"])
+def test_a_wrapper_is_not_dispatched(wrap: Any) -> None:
+    with pytest.raises(CaptureError, match="it is a wrapper; dispatch what it holds, "):
+        add_tvm_dispatch(wrap(_block()), sample())
+
+
+def test_sharded_parameters_are_refused() -> None:
+    class FSDPModule(nn.Module):
+        """Stands for PyTorch's class, which wants processes."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    with pytest.raises(CaptureError, match="sharded"):
+        add_tvm_dispatch(nn.Sequential(FSDPModule()), sample())
+
+
+def _prepare(module: nn.Module) -> None:
+    """What accelerate's ``prepare_model`` does for mixed precision."""
+    held = module.forward
+    function = held.__func__ if hasattr(held, "__func__") else held
+
+    @functools.wraps(function)
+    def under_autocast(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*args, **kwargs)
+
+    @functools.wraps(under_autocast)
+    def in_float32(*args: Any, **kwargs: Any) -> Any:
+        return under_autocast(*args, **kwargs).float()
+
+    bound = hasattr(held, "__func__")
+    module.forward = types.MethodType(in_float32, module) if bound else in_float32  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("first", ["dispatched", "wrapped"])
+def test_a_wrapped_forward_calls_the_dispatch(first: str) -> None:
+    torch.manual_seed(0)
+    module, x = (
+        nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).train(),
+        torch.randn(3, 8),
+    )
+    reference = copy.deepcopy(module)
+    if first == "dispatched":
+        add_tvm_dispatch(module, x)
+    _prepare(module)
+    _prepare(reference)
+    if first == "wrapped":
+        add_tvm_dispatch(module, x)
+    for _ in range(3):
+        for net in (module, reference):
+            net.zero_grad()
+            net(x).flatten()[::3].sum().backward()
+        for a, b in zip(module.parameters(), reference.parameters(), strict=True):
+            assert b.grad is not None
+            bound = 0.01 * float(b.grad.abs().max())
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=bound)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (3, {})
+    if first == "dispatched":
+        with pytest.raises(ValueError, match="unwrap it first"):
+            remove_tvm_dispatch(module)

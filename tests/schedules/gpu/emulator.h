@@ -1,0 +1,247 @@
+// Runs CUDA kernels on the host: the threads of a block are fibers, and blocks run one after another.
+//
+// A warp runs until all of its threads have come to a barrier, a shuffle or their end, before the
+// next warp does: what another warp has not written yet, or has written too early, is then missed.
+// The order of threads and of warps can be turned round. A kernel that is right gives the same bits.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __shared__ static __attribute__((section("emulated_shared")))
+
+typedef unsigned int uint;
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+
+struct Index {
+  uint x = 0, y = 0, z = 0;
+};
+static Index threadIdx, blockIdx;
+
+// ---- numbers ----
+
+template <class To, class From>
+static To with_bits(From value) {
+  static_assert(sizeof(To) == sizeof(From), "another size");
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  template <class T, class = std::enable_if_t<std::is_arithmetic<T>::value>>
+  explicit nv_bfloat16(T number) {
+    float value = number;
+    uint32_t wide = with_bits<uint32_t>(value);
+    bits = value != value ? 0x7fff : (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
+  }
+  operator float() const { return with_bits<float>((uint32_t)bits << 16); }
+};
+
+struct half {
+  _Float16 value;
+  half() = default;
+  template <class T, class = std::enable_if_t<std::is_arithmetic<T>::value>>
+  explicit half(T number) : value((_Float16)(float)number) {}
+  operator float() const { return (float)value; }
+};
+
+#define EMULATED_ARITHMETIC(type, op) \
+  static inline type operator op(type a, type b) { return type((float)a op (float)b); }
+#define EMULATED_NUMBER(type)   \
+  EMULATED_ARITHMETIC(type, +)  \
+  EMULATED_ARITHMETIC(type, -)  \
+  EMULATED_ARITHMETIC(type, *)  \
+  EMULATED_ARITHMETIC(type, /)  \
+  static inline type max(type a, type b) { return a > b ? a : b; } \
+  static inline type min(type a, type b) { return a < b ? a : b; }
+EMULATED_NUMBER(nv_bfloat16)
+EMULATED_NUMBER(half)
+
+static inline nv_bfloat16 __float2bfloat16_rn(float value) { return nv_bfloat16(value); }
+static inline half __float2half_rn(float value) { return half(value); }
+
+// CUDA's max and min of floats give the operand that is a number.
+static inline float max(float a, float b) { return fmaxf(a, b); }
+static inline float min(float a, float b) { return fminf(a, b); }
+static inline double max(double a, double b) { return fmax(a, b); }
+static inline double min(double a, double b) { return fmin(a, b); }
+template <class T, class = std::enable_if_t<std::is_integral<T>::value>>
+static inline T max(T a, T b) { return a > b ? a : b; }
+template <class T, class = std::enable_if_t<std::is_integral<T>::value>>
+static inline T min(T a, T b) { return a < b ? a : b; }
+
+static inline int __float_as_int(float v) { return with_bits<int>(v); }
+static inline uint __float_as_uint(float v) { return with_bits<uint>(v); }
+static inline float __int_as_float(int v) { return with_bits<float>(v); }
+static inline float __uint_as_float(uint v) { return with_bits<float>(v); }
+static inline long long __double_as_longlong(double v) { return with_bits<long long>(v); }
+static inline double __longlong_as_double(long long v) { return with_bits<double>(v); }
+static inline ushort __bfloat16_as_ushort(nv_bfloat16 v) { return v.bits; }
+static inline nv_bfloat16 __ushort_as_bfloat16(ushort v) { return with_bits<nv_bfloat16>(v); }
+static inline ushort __half_as_ushort(half v) { return with_bits<ushort>(v); }
+static inline half __ushort_as_half(ushort v) { return with_bits<half>(v); }
+#define __expf expf
+#define __logf logf
+#define __powf powf
+#define CUDART_INF_F INFINITY
+#define CUDART_NAN_F NAN
+#define CUDART_INF ((double)INFINITY)
+#define CUDART_NAN ((double)NAN)
+
+// ---- fibers ----
+
+enum State { READY, BARRIER, SHUFFLE, DONE };
+
+struct Fiber {
+  ucontext_t context;
+  State state;
+  int line, offset;
+  uint64_t sent, received;
+  std::vector<char> stack;
+};
+
+static const int WARP = 32, STACK = 1 << 16;
+static std::vector<Fiber> fibers;
+static ucontext_t scheduler;
+static void (*body)();
+static int current;
+static char failure[200];
+
+static void enter() {
+  body();
+  fibers[current].state = DONE;
+}
+
+static void stop(State state, int line) {
+  fibers[current].state = state;
+  fibers[current].line = line;
+  swapcontext(&fibers[current].context, &scheduler);
+}
+
+template <class T>
+static T shuffled(uint mask, T value, int offset, int width, int line) {
+  if (mask != 0xffffffffu || width != WARP) snprintf(failure, 200, "not a shuffle of a whole warp");
+  Fiber& own = fibers[current];
+  own.offset = offset;
+  memcpy(&own.sent, &value, sizeof(T));
+  stop(SHUFFLE, line);
+  memcpy(&value, &own.received, sizeof(T));
+  return value;
+}
+
+#define __syncthreads() stop(BARRIER, __LINE__)
+#define __shfl_xor_sync(mask, value, offset, width) shuffled(mask, value, offset, width, __LINE__)
+
+// What threads from `first` on wait for; false, and a failure, if they wait for different things.
+static bool agree(int first, int count, const char* which) {
+  for (int i = first + 1; i < first + count; ++i) {
+    if (fibers[i].state != fibers[first].state || fibers[i].line != fibers[first].line) {
+      snprintf(failure, 200, "not all threads of a %s come to line %d: thread %d does, thread %d not",
+               which, fibers[first].state == DONE ? fibers[i].line : fibers[first].line,
+               fibers[first].state == DONE ? i : first, fibers[first].state == DONE ? first : i);
+      return false;
+    }
+  }
+  return true;
+}
+
+static void run_warp(int first, int count, bool descending) {
+  for (;;) {
+    for (int i = 0; i < count; ++i) {
+      current = first + (descending ? count - 1 - i : i);
+      threadIdx.x = current;
+      if (fibers[current].state == READY) swapcontext(&scheduler, &fibers[current].context);
+    }
+    bool shuffling = false;
+    for (int i = first; i < first + count; ++i) shuffling |= fibers[i].state == SHUFFLE;
+    if (!shuffling || !agree(first, count, "warp")) return;
+    if (count < WARP) {
+      snprintf(failure, 200, "a shuffle in a warp of %d threads", count);
+      return;
+    }
+    for (int i = first; i < first + count; ++i) {
+      fibers[i].received = fibers[first + ((i - first) ^ fibers[i].offset)].sent;
+      fibers[i].state = READY;
+    }
+    if (failure[0]) return;
+  }
+}
+
+// The bounds of what kernels declare as shared.
+static __attribute__((section("emulated_shared"), used)) char some_shared[1];
+extern char __start_emulated_shared[], __stop_emulated_shared[];
+
+static void run_block(int threads, bool descending) {
+  // What nobody has written is not a number.
+  memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
+  fibers.resize(threads);
+  for (Fiber& fiber : fibers) {
+    fiber.stack.resize(STACK);
+    fiber.state = READY;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = STACK;
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, enter, 0);
+  }
+  int warps = (threads + WARP - 1) / WARP;
+  do {
+    for (int i = 0; i < warps && !failure[0]; ++i) {
+      int first = WARP * (descending ? warps - 1 - i : i);
+      run_warp(first, threads - first < WARP ? threads - first : WARP, descending);
+    }
+    if (failure[0] || !agree(0, threads, "block")) return;
+    for (Fiber& fiber : fibers) {
+      if (fiber.state == BARRIER) fiber.state = READY;
+    }
+  } while (fibers[0].state != DONE);
+}
+
+static const char* run_grid(uint blocks, int threads, bool meets, bool descending) {
+  failure[0] = 0;
+  for (uint i = 0; i < blocks && !failure[0]; ++i) {
+    blockIdx.x = descending ? blocks - 1 - i : i;
+    if (meets) {
+      run_block(threads, descending);
+      continue;
+    }
+    for (threadIdx.x = 0; threadIdx.x < (uint)threads; ++threadIdx.x) body();
+  }
+  return failure;
+}
+
+static void* const* arguments;
+
+template <class... P, size_t... I>
+static inline void call(void (*kernel)(P...), std::index_sequence<I...>) {
+  kernel((P)arguments[I]...);
+}
+
+// An entry for a kernel; `meets`: whether its threads wait for each other.
+#define EMULATED(kernel, meets)                                                                  \
+  static void body_of_##kernel() {                                                               \
+    call(kernel, std::make_index_sequence<parameters_of(kernel)>());                             \
+  }                                                                                              \
+  extern "C" const char* run_##kernel(void** given, int blocks, int threads, int descending) {   \
+    arguments = given;                                                                           \
+    body = body_of_##kernel;                                                                     \
+    return run_grid(blocks, threads, meets, descending);                                         \
+  }
+
+#define parameters_of(kernel) decltype(counter(kernel))::value
+template <class... P>
+std::integral_constant<size_t, sizeof...(P)> counter(void (*)(P...));

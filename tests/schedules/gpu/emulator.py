@@ -1,0 +1,283 @@
+"""CUDA kernels run on the host, as oracle of what a GPU would do with the source TVM generates.
+
+A module's functions of loops are scheduled and lowered as for a GPU, their source is compiled as
+C++ (``emulator.h``), and calls of them become calls of that. Each kernel runs twice, its threads in
+opposite orders; both must write the same bits, inputs must stay as they are, and nothing may be
+written beside an array.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.tirx.build import split_host_device_mods
+
+from tests.legalize import compiled
+from tests.relax_helpers import build_main
+from tvmbridge.backends import BACKENDS
+from tvmbridge.compiler.build import COMPILER_CONFIG
+from tvmbridge.schedules.exact_indices import with_exact_indices
+from tvmbridge.schedules.gpu import schedule_for_gpu
+
+_HEADER = Path(__file__).with_name("emulator.h")
+_MARGIN = 4096
+_UNUSED = 0xFF
+_numbers = itertools.count()
+
+
+def gpu_target() -> tvm.target.Target:
+    """The target whose source is emulated."""
+    return tvm.target.Target({"kind": "cuda", "arch": "sm_90"}, host="llvm")
+
+
+def host_compiler() -> str:
+    """The C++ compiler; the test is skipped where there is none."""
+    found = shutil.which("g++")
+    if found is None:
+        pytest.skip("no C++ compiler (g++) to emulate CUDA with")
+    return found
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a function: places of its arguments and its extents."""
+
+    kernel: str
+    arguments: tuple[int, ...]
+    blocks: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A function as kernels: bytes of its workspaces, which follow the parameters; launches."""
+
+    parameters: int
+    workspaces: tuple[int, ...]
+    launches: tuple[Launch, ...]
+
+
+def source_of(mod: tvm.IRModule, target: tvm.target.Target) -> tuple[str, dict[str, Lowered]]:
+    """The CUDA source of a module of scheduled functions, and how each function runs it."""
+    with target, tvm.transform.PassContext(config=COMPILER_CONFIG):
+        lower, _, finish = tvm.tirx.get_default_tir_pipeline(target)
+        lowered = lower(tirx.transform.BindTarget(target)(with_exact_indices(mod)))
+        host, device = split_host_device_mods(lowered)
+        (kernels,) = device.values()
+        generate = tvm_ffi.get_global_func("target.build.cuda")
+        source = generate(finish()(kernels), target).inspect_source()
+    functions = {name.name_hint: f for name, f in host.functions_items()}
+    given = {name.name_hint: f for name, f in mod.functions_items()}
+    return source, {name: _lowered(f, given[name]) for name, f in functions.items()}
+
+
+def _lowered(host: tirx.PrimFunc, given: tirx.PrimFunc) -> Lowered:
+    """What a host function launches, in order."""
+    parameters = [p.name for p in given.params]
+    # Several may have one name: they are declared in the order of the parameters.
+    left = list(enumerate(parameters))
+    places: list[tuple[Any, int]] = []
+    workspaces: list[int] = []
+    launches: list[Launch] = []
+
+    def place(buffer: Any) -> int:
+        return next(number for known, number in places if known.same_as(buffer))
+
+    def look(node: Any) -> None:
+        if isinstance(node, tirx.AllocBuffer):
+            places.append((node.buffer, len(parameters) + len(workspaces)))
+            items = int(np.prod([int(n) for n in node.buffer.shape]))
+            workspaces.append(items * torch_itemsize(str(node.buffer.dtype)))
+        elif isinstance(node, tirx.DeclBuffer):
+            if node.data.op.name == "tirx.buffer_data":
+                places.append((node.buffer, place(node.data.args[0])))
+            else:
+                found = next(pair for pair in left if pair[1] == node.buffer.name)
+                left.remove(found)
+                places.append((node.buffer, found[0]))
+        elif getattr(node.op, "name", "") == "tirx.call_ffi_kernel":
+            tags = list(node.attrs.launch_params)
+            assert tags == ["blockIdx.x", "threadIdx.x"], tags
+            name, *arguments, blocks, threads = node.args
+            places_of = tuple(place(a.args[0]) for a in arguments)
+            launches.append(Launch(name.value, places_of, int(blocks), int(threads)))
+
+    kinds = (tirx.AllocBuffer, tirx.DeclBuffer, tvm.ir.Call)
+    tvm_ffi.structural_walk(host.body, (kinds, look))
+    return Lowered(len(parameters), tuple(workspaces), tuple(launches))
+
+
+def torch_itemsize(dtype: str) -> int:
+    """Bytes of an element."""
+    return getattr(torch, dtype).itemsize
+
+
+def compile_for_host(source: str) -> ctypes.CDLL:
+    """A library with ``run_<kernel>`` for each kernel of CUDA ``source``."""
+    compiler = host_compiler()
+    kernels = source[source.index('extern "C" __global__') :]
+    # C++ wants the alignment first.
+    kernels = kernels.replace("__shared__ alignas(64)", "alignas(64) __shared__")
+    entries = []
+    bodies = re.split(r'(?=extern "C" __global__)', kernels)
+    for text in bodies:
+        found = re.match(r'extern "C" __global__ void[^{;]*?(\w+)\([^()]*\) \{', text)
+        if found:
+            meets = "__syncthreads" in text or "__shfl" in text
+            entries.append(f"EMULATED({found[1]}, {str(meets).lower()})")
+    text = "\n".join([f'#include "{_HEADER}"', kernels, *entries, ""])
+    folder = Path(tempfile.mkdtemp(prefix="tvmbridge-emulator-"))
+    try:
+        file, out = folder / "kernels.cpp", folder / "kernels.so"
+        file.write_text(text, encoding="utf-8")
+        options = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+        command = [compiler, *options, "-shared", "-fPIC", "-o", str(out), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[:4000]
+        return ctypes.CDLL(str(out))
+    finally:
+        shutil.rmtree(folder)
+
+
+class EmulatedFunction:
+    """A scheduled function, called as TVM calls it: inputs, then results to write into."""
+
+    def __init__(self, library: ctypes.CDLL, lowered: Lowered, results: int) -> None:
+        self.library, self.lowered, self.results = library, lowered, results
+
+    def __call__(self, *tensors: Any) -> None:
+        """Run all kernels, in both orders of threads."""
+        arrays = [torch.from_dlpack(t) for t in tensors]
+        assert len(arrays) == self.lowered.parameters
+        inputs, results = arrays[: -self.results], arrays[-self.results :]
+        written = [self._run(inputs, results, descending) for descending in (False, True)]
+        assert written[0] == written[1], "threads in another order give another result"
+        for result, data in zip(results, written[0], strict=True):
+            if data:
+                flat = torch.frombuffer(bytearray(data), dtype=result.dtype)
+                result.copy_(flat.reshape(result.shape))
+
+    def _run(self, inputs: Sequence[Any], results: Sequence[Any], descending: bool) -> list[bytes]:
+        given = [_bytes(t) for t in inputs]
+        sizes = [t.numel() * t.element_size() for t in results]
+        rooms = [_Room(data) for data in given]
+        rooms += [_Room(bytes([_UNUSED]) * n) for n in (*sizes, *self.lowered.workspaces)]
+        for launch in self.lowered.launches:
+            run = getattr(self.library, f"run_{launch.kernel}")
+            run.restype = ctypes.c_char_p
+            addresses = [rooms[place].address for place in launch.arguments]
+            pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+            failure = run(pointers, launch.blocks, launch.threads, int(descending))
+            assert not failure, f"{launch.kernel}: {failure.decode()}"
+        for room, data in zip(rooms, given, strict=False):
+            assert room.contents() == data, "a kernel writes into an input"
+        return [room.contents() for room in rooms[len(given) :]][: len(results)]
+
+
+class _Room:
+    """Memory of an array between margins; what is written there is noticed."""
+
+    def __init__(self, data: bytes) -> None:
+        self._size = len(data)
+        whole = np.full(self._size + 2 * _MARGIN + 64, _UNUSED, np.uint8)
+        self._start = _MARGIN + -(whole.ctypes.data + _MARGIN) % 64
+        whole[self._start : self._start + self._size] = np.frombuffer(data, np.uint8)
+        self._whole, self.address = whole, whole.ctypes.data + self._start
+
+    def contents(self) -> bytes:
+        end = self._start + self._size
+        beside = (self._whole[: self._start], self._whole[end:])
+        assert all((part == _UNUSED).all() for part in beside), "a write beside an array"
+        return self._whole[self._start : end].tobytes()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    dense = tensor.contiguous().reshape(-1)
+    return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
+
+def emulated(mod: tvm.IRModule) -> tvm.IRModule:
+    """``mod`` with its scheduled functions, and calls of them, replaced by emulated kernels."""
+    BACKENDS["cuda"].prepare()
+    scheduled = {n: f for n, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+    loops = {n: f.with_attr("global_symbol", n.name_hint) for n, f in scheduled.items()}
+    if not loops:
+        return mod
+    source, functions = source_of(tvm.IRModule(loops), gpu_target())
+    library = compile_for_host(source)
+    calls = _Calls(mod, {n.name_hint: (library, functions[n.name_hint]) for n in loops})
+    for name, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            calls.builder_.update_func(name, calls.visit_expr(function))
+    rest = dict(calls.builder_.get().functions_items())
+    return tvm.IRModule({n: f for n, f in rest.items() if n not in loops}, attrs=mod.attrs)
+
+
+@relax.expr_functor.mutator
+class _Calls(relax.PyExprMutator):
+    """Turns ``call_tir`` into calls of registered Python functions."""
+
+    def __init__(self, mod: tvm.IRModule, kernels: Mapping[str, Any]) -> None:
+        super().__init__(mod)
+        self.kernels, self.names = kernels, dict[tuple[str, int], str]()
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.visit_expr_post_order(call)
+        if getattr(call.op, "name", "") != "relax.call_tir":
+            return call
+        types = list(call.ty_args)
+        results = len(types[0].fields) if isinstance(types[0], relax.TupleType) else 1
+        name = call.args[0].name_hint
+        return relax.op.call_dps_packed(self._register(name, results), call.args[1], types[0])
+
+    def _register(self, name: str, results: int) -> str:
+        if (name, results) not in self.names:
+            library, lowered = self.kernels[name]
+            symbol = f"tests.emulated.{next(_numbers)}.{name}"
+            tvm_ffi.register_global_func(symbol, EmulatedFunction(library, lowered, results))
+            self.names[name, results] = symbol
+        return self.names[name, results]
+
+
+def schedule(mod: tvm.IRModule, _: tvm.target.Target) -> tvm.IRModule:
+    """A backend's ``schedule``: emulated kernels."""
+    return emulated(schedule_for_gpu(mod, gpu_target()))
+
+
+def emulate_gpu(patch: pytest.MonkeyPatch) -> None:
+    """Let modules on the CPU be compiled as for a GPU, with emulated kernels."""
+    cpu, gpu = BACKENDS["cpu"], BACKENDS["cuda"]
+    backend = replace(cpu, kernel_passes=gpu.kernel_passes, schedule=schedule, tuned=False)
+    patch.setitem(BACKENDS, "cpu", backend)
+
+
+def run_all(
+    formula: Callable[..., relax.Expr | Sequence[relax.Expr]], *inputs: torch.Tensor
+) -> list[torch.Tensor]:
+    """The results of a Relax ``formula`` over the inputs, its kernels emulated."""
+    return run_module(build_main(inputs, formula), *inputs)
+
+
+def run_module(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """The results of a module's ``main``, its kernels emulated."""
+    mod = schedule(compiled.fuse(mod), gpu_target())
+    result = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](*inputs)
+    return [torch.from_dlpack(r) for r in result]
+
+
+__all__ = ["emulate_gpu", "emulated", "gpu_target", "run_all", "run_module", "source_of"]

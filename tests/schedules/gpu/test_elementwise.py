@@ -1,0 +1,72 @@
+"""Element-wise kernels and transposes, emulated: tails, several elements of a thread, layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from tvm import relax
+from tvm.relax import op
+
+from tests.schedules.gpu.emulator import run_all
+
+_FULL = 132 * 8 * 256
+# A few roundings of numbers of about one.
+NEAR = {"rtol": 1e-6, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000, 2 * _FULL, 3 * _FULL + 13, 5 * _FULL + 1])
+def test_chains_of_any_length(size: int) -> None:
+    x, y = torch.randn(size), torch.randn(size)
+    (result,) = run_all(lambda a, b: op.nn.gelu(op.multiply(op.add(a, b), a)), x, y)
+    exact = functional.gelu((x.double() + y) * x)
+    torch.testing.assert_close(result.double(), exact, rtol=2e-6, atol=2e-6)
+
+
+def test_broadcasts_of_all_axes() -> None:
+    x, row, column = torch.randn(3, 37, 65), torch.randn(65), torch.randn(37, 1)
+
+    def graph(v: relax.Expr, r: relax.Expr, c: relax.Expr) -> list[relax.Expr]:
+        total = op.add(op.multiply(v, r), c)
+        return [op.tanh(total), op.multiply(r, c), op.negative(c)]
+
+    results = run_all(graph, x, row, column)
+    exact = (x.double() * row + column).tanh(), row.double() * column, -column.double()
+    for result, wanted in zip(results, exact, strict=True):
+        torch.testing.assert_close(result.double(), wanted, **NEAR)
+
+
+def test_layouts_move_every_element() -> None:
+    x, y = torch.randn(3, 17, 5, 20), torch.randn(129, 257)
+
+    def graph(v: relax.Expr, w: relax.Expr) -> list[relax.Expr]:
+        orders = [(0, 2, 1, 3), (3, 2, 1, 0), (0, 1, 3, 2)]
+        moved = [op.permute_dims(op.add(v, v), order) for order in orders]
+        sliced = op.strided_slice(w, [0, 1], [5, 1], [129, 257], [3, 2])
+        joined = op.concat([op.flip(w, 1), w, op.flip(w, 0)], 0)
+        return [*moved, op.permute_dims(w), sliced, joined]
+
+    results = run_all(graph, x, y)
+    exact = [(2 * x).permute(order) for order in [(0, 2, 1, 3), (3, 2, 1, 0), (0, 1, 3, 2)]]
+    exact += [y.T, y[5::3, 1::2], torch.cat([y.flip(1), y, y.flip(0)])]
+    for result, wanted in zip(results, exact, strict=True):
+        assert torch.equal(result, wanted)
+
+
+def test_truth_values_and_integers() -> None:
+    x, keep, n = torch.randn(37, 65), torch.rand(37, 65) > 0.5, torch.randint(-9, 9, (37, 65))
+
+    def graph(v: relax.Expr, m: relax.Expr, k: relax.Expr) -> list[relax.Expr]:
+        both = op.logical_and(m, op.greater(v, relax.const(0.0, "float32")))
+        return [op.where(m, v, op.negative(v)), both, op.add(op.multiply(k, k), k)]
+
+    results = run_all(graph, x, keep, n)
+    for result, wanted in zip(results, [x.where(keep, -x), keep & (x > 0), n * n + n], strict=True):
+        assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_halves_round_after_every_operation(dtype: torch.dtype) -> None:
+    x, y = torch.randn(37, 65).to(dtype), torch.randn(37, 65).to(dtype)
+    (result,) = run_all(lambda a, b: op.add(op.multiply(op.add(a, b), a), op.subtract(a, b)), x, y)
+    assert torch.equal(result, (x + y) * x + (x - y))

@@ -1,0 +1,88 @@
+"""Whole modules through emulated kernels: results and gradients as in float64 PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tvmbridge
+from benchmarks import layers
+from tests.frontend.helpers import Function
+from tests.schedules.gpu.emulator import EmulatedFunction
+
+
+def _loss(x: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(x, torch.arange(x.shape[0]) % x.shape[1])
+
+
+def _logic(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (x > 0).any(0), (x > -2).all(-1), (x > 3).any(-1), (x.abs() < 4).all()
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "layer norm": (lambda: nn.LayerNorm(300), (37, 300)),
+    "group norm": (lambda: nn.GroupNorm(4, 12), (3, 12, 9, 11)),
+    "batch norm": (lambda: nn.BatchNorm2d(5), (4, 5, 17, 13)),
+    "cross entropy": (lambda: Function(_loss), (77, 33)),
+    "gelu": (lambda: nn.Sequential(nn.Linear(20, 70), nn.GELU(), nn.Linear(70, 3)), (33, 20)),
+}
+
+
+@pytest.fixture
+def kernels(_gpu: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The functions that were called, emulated."""
+    called: list[Any] = []
+    genuine = EmulatedFunction.__call__
+
+    def noted(self: EmulatedFunction, *tensors: Any) -> None:
+        called.append(self.lowered)
+        genuine(self, *tensors)
+
+    monkeypatch.setattr(EmulatedFunction, "__call__", noted)
+    return called
+
+
+def _assert_learns_alike(module: nn.Module, x: torch.Tensor) -> None:
+    exact = copy.deepcopy(module).double()
+    x, wide = x.requires_grad_(), x.detach().double().requires_grad_()
+    tvmbridge.add_tvm_dispatch(module, x)
+    ours, wanted = module(x), exact(wide)
+    torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=5e-6)
+    cotangent = torch.randn_like(ours)
+    gradients = torch.autograd.grad(ours, [x, *module.parameters()], cotangent)
+    others = torch.autograd.grad(wanted, [wide, *exact.parameters()], cotangent.double())
+    for gradient, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(gradient.double(), other, rtol=1e-4, atol=5e-5)
+    assert tvmbridge.dispatch_report(module).fallbacks == {}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_forward_and_backward(name: str, kernels: list[Any]) -> None:
+    make, shape = MODULES[name]
+    _assert_learns_alike(make().train(), torch.randn(shape))
+    assert kernels
+
+
+def test_bert_layer(kernels: list[Any]) -> None:
+    module, x = layers.bert_training()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    _assert_learns_alike(module, x[:1, :16].detach().contiguous())
+    assert len(kernels) > 20
+
+
+def test_any_and_all(kernels: list[Any]) -> None:
+    x = torch.randn(2000, 70)
+    module = Function(_logic)
+    with torch.no_grad():
+        tvmbridge.add_tvm_dispatch(module, x)
+        for ours, wanted in zip(module(x), _logic(x), strict=True):
+            assert torch.equal(ours, wanted)
+    assert kernels

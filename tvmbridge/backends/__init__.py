@@ -1,0 +1,70 @@
+"""What a target gives to compilation: one :class:`Backend` for each type of device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import tvm
+
+from tvmbridge.backends.base import Backend
+from tvmbridge.backends.cpu import CPU
+from tvmbridge.backends.cuda import CUDA
+from tvmbridge.core.errors import BuildError, first_line
+
+# By PyTorch's device type; its ROCm build calls its devices "cuda" too.
+BACKENDS: dict[str, Backend] = {"cpu": CPU, "cuda": CUDA}
+
+_CPU_DEVICE = torch.device("cpu")
+
+
+def backend_for(target: tvm.target.Target) -> Backend:
+    """The backend that compiles for ``target``."""
+    return next(b for b in BACKENDS.values() if target.kind.name in b.kinds)
+
+
+def resolve_target(target: Any, device: torch.device = _CPU_DEVICE) -> tvm.target.Target:
+    """The target to compile for: what the user named, or that of the device.
+
+    Raises:
+        BuildError: TVM does not know the target, or it does not fit the tensors' device.
+    """
+    backend = BACKENDS.get(device.type)
+    if backend is None:
+        known = " or ".join(repr(name) for name in BACKENDS)
+        raise BuildError(
+            f"tensors on {device.type!r} are not supported; move the module to {known}"
+        )
+    if target is None:
+        return backend.default_target(device)
+    resolved = known_target(target)
+    if resolved.kind.name not in backend.kinds:
+        raise BuildError(f"target {resolved} does not fit tensors on {device.type!r}")
+    # The name of a kind alone stands for the device itself.
+    is_name = isinstance(target, str) and target == resolved.kind.name
+    return backend.default_target(device) if is_name else resolved
+
+
+def known_target(target: Any) -> tvm.target.Target:
+    """``target`` as TVM's object.
+
+    Raises:
+        BuildError: TVM does not know it, or no backend compiles for it.
+    """
+    kinds = [kind for backend in BACKENDS.values() for kind in backend.kinds]
+    try:
+        resolved = tvm.target.Target(target)
+    except Exception as error:
+        raise BuildError(
+            f"TVM does not know the target {target!r}: {first_line(error)}; use None for the "
+            "device that the module is on"
+        ) from error
+    if resolved.kind.name not in kinds:
+        raise BuildError(
+            f"target {resolved.kind.name!r} is not supported; use {', '.join(kinds)}, or None for "
+            "the device that the module is on"
+        )
+    return resolved
+
+
+__all__ = ["BACKENDS", "Backend", "backend_for", "known_target", "resolve_target"]

@@ -1,0 +1,38 @@
+"""The CPU: LLVM, loops on PyTorch's threads, MKL and oneDNN through PyTorch."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from tvmbridge.backends.base import Backend, kernel_passes
+from tvmbridge.legalize.fences import fence_arithmetic
+from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.pipeline import AnyPass
+from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.target import host_target
+from tvmbridge.schedules.threads import share_torch_threads
+
+
+def _kernel_passes(measure: bool) -> list[AnyPass]:
+    # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
+    # result inside it.
+    return kernel_passes(DispatchKernels(fuse_bias=False, measure=measure), CompileAtenCalls())
+
+
+def _prepare() -> None:
+    share_torch_threads()
+    fence_arithmetic()
+
+
+CPU = Backend(
+    kinds=("llvm",),
+    default_target=lambda device: host_target(),
+    kernel_passes=_kernel_passes,
+    allocation_passes=lambda: [relax.transform.StaticPlanBlockMemory()],
+    schedule=schedule_for_cpu,
+    tuned=True,
+    prepare=_prepare,
+    device=lambda device: tvm.cpu(),
+)

@@ -1,0 +1,59 @@
+"""NVIDIA and AMD GPUs: our kernels by TVM, products, convolutions and attention by PyTorch."""
+
+from __future__ import annotations
+
+import torch
+import tvm
+
+from tvmbridge.backends.base import Backend, kernel_passes
+from tvmbridge.backends.cuda.bits import register_bits
+from tvmbridge.backends.cuda.rocm import register_rocm
+from tvmbridge.backends.cuda.source import arch_of, register_compiler
+from tvmbridge.core.devices import gpu_index
+from tvmbridge.legalize.fences import fence_arithmetic
+from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
+from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.pipeline import AnyPass
+from tvmbridge.schedules.gpu import schedule_for_gpu
+from tvmbridge.schedules.target import host_target
+
+_HALVES = ("float16", "bfloat16")
+
+
+def _target(device: torch.device) -> tvm.target.Target:
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return tvm.target.Target({"kind": "rocm", "mcpu": arch}, host=host_target())
+    return tvm.target.Target({"kind": "cuda", "arch": arch_of(device)}, host=host_target())
+
+
+def _kernel_passes(measure: bool) -> list[AnyPass]:
+    return kernel_passes(
+        DispatchKernels(fuse_bias=False, measure=False, dtypes=("float32", "float64", *_HALVES))
+    )
+
+
+def _prepare() -> None:
+    register_compiler()
+    register_bits()
+    register_rocm()
+    fence_arithmetic()
+
+
+def _device(device: torch.device) -> tvm.runtime.Device:
+    index = gpu_index(device)
+    return tvm.rocm(index) if torch.version.hip else tvm.cuda(index)
+
+
+CUDA = Backend(
+    kinds=("cuda", "rocm"),
+    default_target=_target,
+    kernel_passes=_kernel_passes,
+    allocation_passes=lambda: [AllocateByTorch()],
+    schedule=schedule_for_gpu,
+    tuned=False,
+    prepare=_prepare,
+    device=_device,
+)
+
+__all__ = ["CUDA"]

@@ -1,0 +1,55 @@
+"""CUDA source becomes machine code, with PyTorch's own rounding."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import tvm
+import tvm_ffi
+
+from tvmbridge.core.errors import BuildError
+
+# A product and a sum round twice, as they do in PyTorch, where they are kernels apart.
+_OPTIONS = ("-fmad=false", "-O3", "--std=c++17", "-w")
+
+
+@functools.cache
+def register_compiler() -> None:
+    """Let TVM compile CUDA source by :func:`compile_source`; done once in a process."""
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", _compile_for_tvm, override=True)
+
+
+def _compile_for_tvm(source: str) -> bytes:
+    target = tvm.target.Target.current(allow_none=True)
+    arch = None if target is None else target.attrs.get("arch")
+    return compile_source(source, str(arch) if arch else arch_of())
+
+
+def arch_of(device: torch.device | None = None) -> str:
+    """The architecture of an NVIDIA GPU (``sm_90``); None: of the current one."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def compile_source(source: str, arch: str) -> bytes:
+    """A cubin of CUDA ``source`` for ``arch`` (``sm_90``).
+
+    Raises:
+        BuildError: there is no CUDA compiler, or it refuses the source.
+    """
+    compiler = shutil.which("nvcc")
+    if compiler is None:
+        raise BuildError("CUDA's compiler (nvcc) is not on the PATH")
+    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+        file, out = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
+        file.write_text(source, encoding="utf-8")
+        command = [compiler, "-cubin", f"-arch={arch}", *_OPTIONS, "-o", str(out), str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"CUDA's compiler refuses the kernels: {done.stderr[:2000]}")
+        return out.read_bytes()

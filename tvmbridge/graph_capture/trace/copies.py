@@ -1,0 +1,92 @@
+"""Copies of modules and values, in which no change of the originals shows."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.contents import all_held, contents
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+logger = logging.getLogger(__name__)
+
+
+def faithful_copy(value: Any, memo: dict[Any, Any]) -> Any:
+    """``copy.deepcopy`` of ``value``, whose objects have their attributes in the original order.
+
+    Classes that set attributes when they are made (diffusers' ``FrozenDict``) otherwise have these
+    in front in a copy, and forward would iterate over ``vars(...)`` in another order.
+    """
+    copied = copy.deepcopy(value, memo)
+    # There copy.deepcopy keeps what it has copied.
+    for original in memo.get(id(memo), ()):
+        ours = getattr(memo.get(id(original)), "__dict__", None)
+        theirs = getattr(original, "__dict__", None)
+        if type(ours) is not dict or type(theirs) is not dict or ours.keys() != theirs.keys():
+            continue
+        if list(ours) != list(theirs):
+            ordered = {name: ours[name] for name in theirs}
+            ours.clear()
+            ours.update(ordered)
+    return copied
+
+
+def itself(genuine: Callable[..., Any], tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
+    """``__deepcopy__`` of tensors that a copy shares."""
+    return tensor
+
+
+def copied_values(
+    values: Mapping[Any, Any], instead: Mapping[int, nn.Module] | None = None
+) -> dict[Any, Any]:
+    """Copies that no change of the originals reaches; they hold the very same tensors and modules.
+
+    What cannot be copied (a lock, say) stays as it is, and what holds it is copied around it.
+
+    Args:
+        values: what is copied.
+        instead: modules that the copies hold in place of others, by the ids of those.
+    """
+    others = instead or {}
+    copies = {}
+    with ExitStack() as stack:
+        for held_type in (torch.Tensor, nn.Parameter):
+            stack.enter_context(patched_here(held_type, "__deepcopy__", itself))
+        for key, value in values.items():
+            modules = {id(m): others.get(id(m), m) for m in modules_held(value)}
+            copies[key] = _copied_value(value, modules)
+    return copies
+
+
+def _copied_value(value: Any, memo: Mapping[int, Any]) -> Any:
+    try:
+        return faithful_copy(value, dict(memo))
+    except Exception:
+        logger.debug("%s cannot be copied as a whole", type(value).__name__)
+    try:
+        return faithful_copy(value, {**memo, **_uncopyable(value)})
+    except Exception:
+        return value
+
+
+def _uncopyable(value: Any) -> dict[int, Any]:
+    """The objects in ``value`` that hold no others and cannot be copied, by id."""
+    found = {}
+    for held in all_held(value):
+        if not contents(held):
+            try:
+                copy.deepcopy(held)
+            except Exception:
+                found[id(held)] = held
+    return found
+
+
+def modules_held(value: Any) -> list[nn.Module]:
+    """The modules in ``value``, itself included."""
+    return [held for held in all_held(value) if isinstance(held, nn.Module)]

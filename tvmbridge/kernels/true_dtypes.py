@@ -1,0 +1,89 @@
+"""The dtypes of results that PyTorch's fake kernels foretell wrongly."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+# Of their operands the fourth and the fifth are running statistics, new ones their last results.
+_MOVING_STATISTICS = frozenset(
+    {
+        aten._native_batch_norm_legit_functional.default,
+        aten._batch_norm_with_update_functional.default,
+    }
+)
+_NORMS = frozenset(
+    {
+        *_MOVING_STATISTICS,
+        aten._native_batch_norm_legit.no_stats,
+        aten._native_batch_norm_legit_no_training.default,
+        aten.native_group_norm.default,
+        aten.native_layer_norm.default,
+    }
+)
+_BACKWARDS_OF_NORMS = frozenset(
+    {
+        aten.native_batch_norm_backward.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm_backward.default,
+    }
+)
+_CONVERSIONS = frozenset({aten._to_copy.default})
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def true_dtype(node: fx.Node, fake: torch.Tensor) -> torch.dtype:
+    """The dtype that ``fake``, a result of ``node``, has where the operator runs."""
+    operand: Any
+    if node.target in _MOVING_STATISTICS:
+        # They come in their own dtype.
+        for place, result in zip((3, 4), node.meta["val"][-2:], strict=True):
+            operand = node.args[place]
+            if result is fake and operand is not None:
+                found: torch.dtype = operand.meta["val"].dtype
+                return found
+    if node.target is aten.smooth_l1_loss_backward.default:
+        operand = node.args[1]
+        own: torch.dtype = operand.meta["val"].dtype
+        return own
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    if node.target is flash and node.meta["val"][0].dtype is torch.float64:
+        return torch.float64
+    return _of_mixed_norm(node, fake) or fake.dtype
+
+
+def _of_mixed_norm(node: fx.Node, fake: torch.Tensor) -> torch.dtype | None:
+    """The dtype of a result of a norm of half precision with float32 parameters, or its backward.
+
+    It saves statistics in float32, for its backward, which returns the operand's gradient in the
+    operand's dtype. Whatever else reads these was traced for another dtype: None.
+    """
+    if node.target not in _NORMS | _BACKWARDS_OF_NORMS or fake.device.type != "cpu":
+        return None
+    place = next(i for i, value in enumerate(node.meta["val"]) if value is fake)
+    backward = node.target in _BACKWARDS_OF_NORMS
+    operand: Any = node.args[1 if backward else 0]
+    dtype: torch.dtype = operand.meta["val"].dtype
+    if dtype not in _HALVES or all(n.meta["val"].dtype is dtype for n in node.all_input_nodes):
+        return None
+    parts = [u for u in node.users if u.target is operator.getitem and u.args[1] == place]
+    whole = [u for u in node.users if u.target is not operator.getitem]
+    readers = {reader.target for reader in (*whole, *_readers(parts))}
+    if backward:
+        return dtype if place == 0 and readers <= _CONVERSIONS else None
+    return torch.float32 if place in (1, 2) and readers <= _BACKWARDS_OF_NORMS else None
+
+
+def _readers(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """What reads the values of ``nodes``, by other names too."""
+    for user in (user for node in nodes for user in node.users):
+        if user.target is aten.alias.default:
+            yield from _readers([user])
+        else:
+            yield user

@@ -1,0 +1,158 @@
+"""CUDA graphs: the launches of a call recorded once and replayed.
+
+A graph reads its inputs where they were when it was captured and writes its results to memory of
+its own. So what changes from call to call is copied in before a replay, and results are copied out
+after it. Where that would not be safe the call is made without a graph, and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tvmbridge.core.devices import gpu_index
+from tvmbridge.core.torch_private import (
+    current_raw_stream,
+    foreach_mul,
+    free_cublas_workspaces,
+)
+
+# Calls without a graph before one is captured: libraries choose kernels and allocate meanwhile.
+_WARM_UP = 2
+
+Tensors = Sequence[torch.Tensor]
+
+
+class ReplayedCall:
+    """A function of tensors on a GPU that is captured at its third call, and replayed from then on.
+
+    Args:
+        run: the function. It must launch the same kernels at each call, on the current stream.
+        copies: how many of its first results are handed out; None: all.
+        device: where.
+        replayed: counts replays under ``name``.
+        skipped: counts calls without a graph by the reason.
+        name: of the function, in ``replayed``.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensors], list[Any]],
+        copies: int | None,
+        device: torch.device,
+        replayed: Counter[str],
+        skipped: Counter[str],
+        name: str,
+    ) -> None:
+        self.run = run
+        self.copies = copies
+        self.replayed = replayed
+        self.skipped = skipped
+        self.name = name
+        self.inputs: list[torch.Tensor] = []
+        self.results: list[Any] = []
+        self._index = gpu_index(device)
+        self._calls = 0
+        self._stream = 0
+        self._precision = ""
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._failed = ""
+        self._lock = threading.Lock()
+
+    def __call__(self, inputs: Tensors) -> list[Any] | None:
+        """The results, those handed out as copies; None: ``run`` has to be called.
+
+        The others are in the graph's own memory, until the next replay.
+        """
+        with self._lock:
+            reason = self._refused()
+            if reason:
+                self.skipped[reason] += 1
+                return None
+            if self._graph is None:
+                self._calls += 1
+                if self._calls <= _WARM_UP or not self._captured(inputs):
+                    return None
+            assert self._graph is not None
+            with torch.no_grad():
+                for held, given in zip(self.inputs, inputs, strict=True):
+                    held.copy_(given)
+                self._graph.replay()
+                self.replayed[self.name] += 1
+                return [*_copied(self.results[: self.copies]), *self._kept()]
+
+    def _kept(self) -> list[Any]:
+        return [] if self.copies is None else self.results[self.copies :]
+
+    def _refused(self) -> str:
+        if self._failed:
+            return self._failed
+        if torch.cuda.is_current_stream_capturing():
+            return "the call itself is being captured"
+        if self._graph is not None and self._stream != current_raw_stream(self._index):
+            return "it is on another stream than the calls before"
+        if self._graph is not None and self._precision != torch.get_float32_matmul_precision():
+            return "the precision of float32 products is another than it was"
+        return ""
+
+    def _captured(self, inputs: Tensors) -> bool:
+        self._stream = current_raw_stream(self._index)
+        self._precision = torch.get_float32_matmul_precision()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.no_grad(), torch.cuda.device(self._index):
+                self.inputs = [t.detach().clone() for t in inputs]
+                # The graph gets a workspace in its own memory: one that another graph, or PyTorch,
+                # frees would be written into by the replays.
+                free_cublas_workspaces()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    self.results = self.run(self.inputs)
+                free_cublas_workspaces()
+        except Exception as error:
+            self._failed = f"it cannot be captured: {str(error).splitlines()[0]}"
+            self.inputs, self.results = [], []
+            return False
+        self._graph = graph
+        return True
+
+
+def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that keep the strides, of floating tensors by one launch for many."""
+    if len(tensors) > 1 and all(t.is_floating_point() and t.numel() for t in tensors):
+        return list(foreach_mul(tensors, 1.0))
+    return [t.clone() for t in tensors]
+
+
+class Lease:
+    """The use of a graph's residuals, from a forward call until its backward has run."""
+
+    def __init__(self, graph: ReplayedCall) -> None:
+        self._graph = graph
+        self.active = True
+
+    def backward(self, cotangents: Tensors) -> list[torch.Tensor] | None:
+        """The gradients; None: backward has to be called without a graph."""
+        return self._graph(cotangents) if self.active else None
+
+    def end(self) -> None:
+        """Let the next call have the residuals."""
+        self.active = False
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay of forward made: ``outputs`` are copies, all else is the graph's own memory.
+
+    ``primals`` are those of the graph; ``residuals`` are what backward reads, in training, and
+    ``lease`` is the use of them.
+    """
+
+    outputs: list[torch.Tensor]
+    primals: Sequence[Any]
+    residuals: Any = None
+    lease: Lease | None = None

@@ -1,0 +1,169 @@
+"""Fallbacks: the calls that the module's own forward serves, counted and told by their reasons."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+from tvmbridge.core.errors import FallbackError
+from tvmbridge.runtime.guards.spelling import CONSTANT, STRUCTURE, TENSOR, Mismatch
+
+logger = logging.getLogger(__name__)
+
+ON_FALLBACK = ("warn", "silent", "raise")
+
+# Of more reasons than that further ones are counted together.
+_MOST_REASONS = 64
+_FURTHER = "further reasons"
+# Of modules that are gone so many summaries are kept until the process ends.
+_MOST_GONE = 32
+_gone: list[str] = []
+
+_ADD = "call add_tvm_dispatch with these arguments too"
+_AGAIN = "call add_tvm_dispatch again, which compiles for the module as it is now"
+# What to do, by how a reason begins or by a part of it.
+_ADVICE = (
+    ("the shape of an input", f"pad inputs to one shape, or {_ADD}"),
+    ("the dtype of an input", f"convert the input, or {_ADD}"),
+    ("the device of an input", "move the input to the device that code is compiled for"),
+    (STRUCTURE, f"pass the same arguments in each call, or {_ADD}"),
+    (TENSOR, f"pass the same kinds of arguments in each call, or {_ADD}"),
+    (CONSTANT, f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}"),
+    ("hooks", "remove the hooks, or dispatch the submodules, whose own hooks are called"),
+    ("forked", "call add_tvm_dispatch in the new process"),
+    ("shallow copy or a replica", "use DistributedDataParallel, or deepcopy the module"),
+    ("being traced", "call remove_tvm_dispatch before the module is traced"),
+    ("checkpoint", "dispatch the submodules that the checkpoint calls"),
+    ("max_specializations", "raise the option max_specializations"),
+    ("changed", _AGAIN),
+    ("replaced", _AGAIN),
+    ("removed", _AGAIN),
+    ("untied", _AGAIN),
+    ("requires_grad", _AGAIN),
+    ("laid out", "make the input contiguous"),
+    ("is active", "call the module outside of it, where calls are many"),
+)
+_OTHERWISE = "tvmbridge.explain(module, sample) says what would become of it"
+# The example of a reason that needs nothing to be done.
+_SETTLES = "forward sets it at the first call, and further calls find it set"
+
+
+def advice(reason: str) -> str:
+    """What to do about calls that fall back for ``reason``."""
+    if reason.startswith(("train", "eval")):  # a mode: what could not be compiled in it, and why
+        return _OTHERWISE
+    return next((text for part, text in _ADVICE if part in reason), _OTHERWISE)
+
+
+def worst(counts: Mapping[str, int], examples: Mapping[str, str]) -> str | None:
+    """The reason of the most fallbacks about which there is something to do; None: there is none.
+
+    Args:
+        counts: calls by reason.
+        examples: more of the first call of a reason.
+    """
+    open_ones = [reason for reason in counts if examples.get(reason) != _SETTLES]
+    return max(open_ones, key=lambda reason: counts[reason], default=None)
+
+
+class Tally:
+    """The fallbacks of one dispatched module.
+
+    ``counts`` are calls by the kind of reason, ``examples`` says more of the first of each kind:
+    what varies from call to call takes no memory.
+
+    Args:
+        name: of the module, for people.
+        on_fallback: ``"warn"`` logs the first of each kind, ``"silent"`` none; with ``"raise"``
+            calls raise instead.
+    """
+
+    def __init__(self, name: str, on_fallback: str = "warn") -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, str] = {}
+        self.on_fallback = on_fallback
+        self._name = name
+        self._told: set[str] = set()
+        self._counting = threading.Lock()
+
+    def note(self, why: str | Mismatch, *, settling: bool = False) -> None:
+        """Count a call that the module's own forward is to serve.
+
+        Args:
+            why: the reason.
+            settling: the first such call is none to tell of: forward sets what it sets once.
+
+        Raises:
+            FallbackError: the own forward must not serve it.
+        """
+        reason, detail = why if isinstance(why, Mismatch) else (why, "")
+        with self._counting:
+            if reason not in self.counts and len(self.counts) >= _MOST_REASONS:
+                reason, detail = _FURTHER, reason
+            settling = settling and reason not in self.counts
+            self.counts[reason] += 1
+            if settling:
+                self.examples[reason] = _SETTLES
+            elif self.examples.get(reason, _SETTLES) == _SETTLES:
+                self.examples[reason] = detail
+            told = settling or reason in self._told
+            if self.on_fallback == "warn" and not settling:
+                self._told.add(reason)
+        text = f"{reason} ({detail})" if detail else reason
+        if self.on_fallback == "raise" and not settling:
+            raise FallbackError(f"{self._name} is not served by TVM: {text}; {advice(reason)}")
+        if self.on_fallback != "warn" or told:
+            return
+        logger.warning(
+            "%s runs its own forward, not code compiled by TVM: %s; %s (told once; dispatch_report "
+            "counts such calls)",
+            self._name,
+            text,
+            advice(reason),
+        )
+
+    def summary(self, served: int) -> str | None:
+        """One line about all calls so far, of which TVM ``served`` some; None: nothing to tell."""
+        reason = worst(self.counts, self.examples)
+        if reason is None:
+            return None
+        fallen = sum(self.counts.values())
+        detail = f" ({self.examples[reason]})" if self.examples[reason] else ""
+        return (
+            f"{self._name}: TVM served {served} of {served + fallen} calls "
+            f"({share(served, fallen):.0%}); {self.counts[reason]} ran the module's own forward "
+            f"because {reason}{detail}; {advice(reason)}"
+        )
+
+    @property
+    def to_be_summed_up(self) -> bool:
+        """Whether the end of the process, or of the module, has something to tell."""
+        return self.on_fallback == "warn" and bool(self.counts)
+
+    def keep_summary(self, served: int) -> None:
+        """Keep the summary until the process ends: nothing more is to come."""
+        text = self.summary(served)
+        if text is not None and len(_gone) < _MOST_GONE:
+            _gone.append(text)
+        self.on_fallback = "silent"
+
+
+def share(served: int, fallen: int) -> float:
+    """The share of the calls that TVM served."""
+    return served / (served + fallen) if served + fallen else 1.0
+
+
+def forget_summaries() -> None:
+    """Keep none of those of modules that are gone: this process is not the one that ran them."""
+    _gone.clear()
+
+
+@atexit.register
+def log_summaries() -> None:
+    """Log those that were kept."""
+    for text in _gone:
+        logger.warning("%s", text)
+    _gone.clear()

@@ -1,0 +1,75 @@
+"""Progress: one line on a terminal while a compilation takes long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Shorter compilations show nothing.
+PATIENCE = 2.0
+
+
+@contextmanager
+def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
+    """Within it a terminal shows ``what`` is done, at which stage, and ``why``.
+
+    The result is called with the name of each stage.
+
+    It appears after ``PATIENCE`` seconds, and goes when all is done; where standard error is no
+    terminal there is none.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda stage: None
+        return
+    line = _Line(what, why)
+    timer = threading.Timer(PATIENCE, line.show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield line.stage
+    finally:
+        timer.cancel()
+        line.close()
+
+
+class _Line:
+    """A line that a timer's thread shows, and the compiling one changes and takes away."""
+
+    def __init__(self, what: str, why: str) -> None:
+        self._what, self._stage, self._why = what, "", why
+        self._width = 0
+        self._status: Any = None
+        self._closed = False
+        self._changing = threading.Lock()
+
+    def show(self) -> None:
+        from rich.console import Console
+        from rich.status import Status
+
+        with self._changing:
+            if not self._closed:
+                console = Console(stderr=True)
+                self._width = console.width - 4  # the sign that turns is before it
+                self._status = Status(self._text(), console=console)
+                self._status.start()
+
+    def stage(self, name: str) -> None:
+        with self._changing:
+            self._stage = f": {name}"
+            if self._status is not None:
+                self._status.update(self._text())
+
+    def _text(self) -> Any:
+        from rich.text import Text
+
+        # One line: what is longer would be wrapped.
+        return Text(f"{self._what}{self._stage}{self._why}"[: self._width])
+
+    def close(self) -> None:
+        with self._changing:
+            self._closed = True
+            if self._status is not None:
+                self._status.stop()

@@ -1,0 +1,163 @@
+"""One call of compiled forward: what it leaves for its backward, and what backward makes of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tvmbridge.compiler.executable import Bound, LoadedModule, Residuals, tensors_of
+from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
+from tvmbridge.core.writes import version_of
+from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.runtime.cuda_graphs import Replayed
+from tvmbridge.runtime.guards.watch import Watch, versions_of
+from tvmbridge.runtime.second_order import SecondOrderCall
+
+_WRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an inplace "
+    "operation: compiled code reads parameters and inputs in backward, and hooks on saved tensors "
+    "kept them without a copy"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The tensors of a module, converted for compiled code once.
+
+    ``saved`` are the numbers of what backward reads that is not among them, ``there`` has those
+    that are at their numbers, and None for the others. Autograd is not told of them: ``watched``
+    are those whose versions must not change until backward has run, and ``addresses`` tells whether
+    their memory is the same. ``partial`` are they for backwards without some of the cotangents,
+    ``outdated`` is memory that calls under way may still read.
+    """
+
+    forward: Bound
+    backward: Bound
+    saved: Sequence[int]
+    there: Sequence[torch.Tensor | None]
+    watched: tuple[torch.Tensor, ...]
+    addresses: Watch
+    partial: weakref.WeakKeyDictionary[LoadedModule, Bound] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    outdated: list[torch.Tensor] = field(default_factory=list)
+
+    def for_partial(self, loaded: LoadedModule, count: int, given: Iterable[int]) -> Bound:
+        """What the backward of ``loaded``, of ``count`` arguments, takes of the module's tensors.
+
+        The arguments at ``given`` are results of compiled code.
+        """
+        bound = self.partial.get(loaded)
+        if bound is None:
+            held = {i: t for i, t in enumerate(self.there) if t is not None}
+            bound = self.partial[loaded] = loaded.bind("backward", held, count, tuple(given))
+        return bound
+
+
+class Step:
+    """One call of forward, and what its backward has to know of it.
+
+    ``call`` is the :class:`~.autograd.TrainingCall` that it is a step of.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        primals: Sequence[Any],
+        strides: Strides,
+        again: SecondOrderCall | str,
+        held: Held | None,
+        replayed: Replayed | None = None,
+    ) -> None:
+        self.call = call
+        self.primals = primals
+        self.strides = strides
+        self.again = again
+        self.held = held
+        self.replayed = replayed
+        self.lease = None if replayed is None else replayed.lease
+        # Where hooks want to see them, autograd keeps them.
+        self.residuals: Residuals | None = None
+        self.versions: tuple[int, ...] = ()
+        self.marks: tuple[torch.Tensor, ...] = ()
+        # Autograd does not ask for the versions of what hooks keep, which may be what they got.
+        self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+
+    def run(self) -> list[Any]:
+        """The results of forward: outputs, and behind them the residuals."""
+        if self.replayed is not None:
+            return [*self.replayed.outputs, self.replayed.residuals]
+        bound = None if self.held is None else self.held.forward
+        results: list[Any] = self.call.compiled.forward(self.primals, self.strides, bound)
+        return results
+
+    def to_save(self, outputs: Sequence[torch.Tensor], residuals: Any) -> list[torch.Tensor]:
+        """What autograd saves for backward: primals, outputs, and residuals for its hooks."""
+        call, held = self.call, self.held
+        kept = [outputs[number] for number, _ in call.parts.kept_outputs]
+        if held is not None:
+            self.residuals = residuals
+            self.versions = versions_of(held.watched)
+            return [*(call.kept_primal(self.primals, call.reads[i]) for i in held.saved), *kept]
+        read = [call.kept_primal(self.primals, i) for i in call.reads]
+        # They are saved so that autograd notices writes into them.
+        guards = [self.primals[i] for i in call.guarded]
+        if saved_tensors_hooks_in_force(True) is None:
+            self.residuals = residuals
+            return [*read, *kept, *guards]
+        self.marks = call.marks()
+        self.signs = [(weakref.ref(t), version_of(t)) for t in read]
+        return [*self.marks, *read, *kept, *tensors_of(residuals), *guards]
+
+    def restored(self, saved: Sequence[torch.Tensor]) -> list[Any]:
+        """What backward reads before the cotangents, of what autograd has saved.
+
+        Raises:
+            RuntimeError: a tensor that backward reads was written since forward.
+        """
+        call, held = self.call, self.held
+        if held is not None:
+            if versions_of(held.watched) != self.versions:
+                raise RuntimeError(_WRITTEN)
+            values: list[Any] = list(held.there)
+            for i, value in zip(held.saved, saved, strict=False):
+                values[i] = value
+            return [*values, *saved[len(held.saved) :], self.residuals]
+        read = saved[len(self.marks) : len(saved) - len(call.guarded)]
+        _refuse_written(read[: len(call.reads)], self.signs)
+        if self.residuals is not None:
+            return [*read, self.residuals]
+        count = len(call.reads) + len(call.parts.kept_outputs)
+        return [*read[:count], tuple(read[count:])]
+
+    def unchanged(self) -> Held | None:
+        """What was converted once; None: there is nothing, or the addresses may be others now."""
+        held = self.held
+        return held if held is not None and held.addresses.unchanged() else None
+
+    def free(self) -> None:
+        """Free the residuals."""
+        self.residuals = None
+        if self.lease is not None:
+            self.lease.end()
+
+    def forget(self) -> None:
+        """Free what backward, which has run and will not run again, has read."""
+        self.free()
+        self.again = "backward has run"
+
+
+def _refuse_written(
+    saved: Sequence[torch.Tensor], signs: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+) -> None:
+    """Refuse what is the memory of a tensor that was written since forward."""
+    for tensor, (reference, version) in zip(saved, signs, strict=False):
+        original = reference()
+        if original is None or version_of(original) == version:
+            continue
+        if original.data_ptr() == tensor.data_ptr():
+            raise RuntimeError(_WRITTEN)

@@ -1,0 +1,85 @@
+"""Schedules of fused functions for GPUs: each nest of a function is a kernel of its own."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import IRModule
+from tvm.s_tir import SBlock, SBlockRealize, dlight
+from tvm.target import Target
+
+from tvmbridge.schedules import is_scheduled, marked_scheduled
+from tvmbridge.schedules.bool_buffers import kept_as_bytes
+from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose, is_elementwise
+from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
+from tvmbridge.schedules.gpu.rows import emit_gpu_rows
+from tvmbridge.schedules.kernel import Kernel, parse
+from tvmbridge.schedules.loops import sequence
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.plan import plan, shared_buffers
+from tvmbridge.schedules.reductions import ReductionNest
+from tvmbridge.schedules.rows import RowNest
+from tvmbridge.schedules.tiles import TileNest
+from tvmbridge.schedules.values import Memory, TooLargeError
+
+# A vector register is one thread's, and these many multiprocessors share a kernel.
+_MACHINE = Machine(lanes=1, cores=132)
+
+
+def schedule_for_gpu(mod: IRModule, target: Target) -> IRModule:
+    """``mod`` with every function of loops made kernels: by our rules, or else by dlight's.
+
+    Functions that say they are scheduled, and reshapes, are left alone.
+    """
+    updates = {}
+    rest = {}
+    for name, func in mod.functions_items():
+        if not isinstance(func, tirx.PrimFunc) or is_scheduled(func):
+            continue
+        scheduled = schedule_function(func)
+        if scheduled is not None:
+            updates[name] = scheduled
+        else:
+            rest[name] = func
+    if rest:
+        with target:
+            by_rule = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(IRModule(rest))
+        updates |= {name: by_rule[name.name_hint] for name in rest}
+    return IRModule({**dict(mod.functions_items()), **updates}, attrs=mod.attrs)
+
+
+def schedule_function(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
+    """``func`` as kernels, or None if it is of a form that no rule here knows."""
+    kernel = parse(func)
+    if kernel is None:
+        return None
+    try:
+        body = sequence(_kernels(kernel))
+    except TooLargeError:
+        return None
+    if any(stage.dtype == "bool" for stage in kernel.stages):
+        body = kept_as_bytes(body)
+    root = SBlock([], [], [], "root", body)
+    return marked_scheduled(func.with_body(SBlockRealize([], True, root)))
+
+
+def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
+    nests = plan(kernel, _MACHINE)
+    shared = shared_buffers(kernel, nests)
+    memory = Memory(cells="local")
+    for stage in kernel.stages:
+        if stage.buffer in shared and stage.buffer not in kernel.outputs:
+            memory.allocate(stage.buffer)
+    statements = list(memory.allocations)
+    for nest in nests:
+        if isinstance(nest, TileNest):
+            statements += emit_transpose(nest, memory)
+        elif isinstance(nest, ReductionNest):
+            statements += emit_gpu_reduction(nest, _MACHINE, memory)
+        elif isinstance(nest, RowNest) and is_elementwise(nest):
+            statements += emit_elementwise(nest, shared, memory)
+        else:
+            statements += emit_gpu_rows(nest, shared, memory)
+    return statements
+
+
+__all__ = ["schedule_for_gpu", "schedule_function"]

@@ -1,0 +1,82 @@
+"""GPU kernels of element-wise stages: one thread an element, neighbours side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.gpu.threads import launch, when
+from tvmbridge.schedules.indexing import Indexer, integer, unravel
+from tvmbridge.schedules.loops import loop
+from tvmbridge.schedules.rows import RowNest, element_at
+from tvmbridge.schedules.tiles import TileNest
+from tvmbridge.schedules.values import Evaluator, Memory
+
+_THREADS = 256
+# Elements of one thread, so many that a chip is full of blocks of it.
+_MOST_EACH = 4
+_FULL = 132 * 8 * _THREADS
+
+
+def is_elementwise(nest: RowNest) -> bool:
+    """Whether each element of a nest needs no other element of it."""
+    members = nest.members
+    return all(
+        m.looped and m.stage.reduction is None and not m.kept and m.columns == members[0].columns
+        for m in members
+    ) or all(m.columns == 1 and not m.looped and not m.crossed for m in members)
+
+
+def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
+    """The kernel of a nest that :func:`is_elementwise`."""
+    columns, total = nest.members[0].columns, nest.rows * nest.members[0].columns
+    indexer = Indexer()
+
+    def element(position: Expr) -> list[tirx.Stmt]:
+        row = indexer.simplify(position // integer(columns))
+        column = indexer.simplify(position % integer(columns))
+        evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
+        for member in nest.members:
+            stage = member.stage
+            at = element_at(stage, nest.rows, row, column, indexer)
+            named = evaluator.name(evaluator.element(stage, at), stage.name)
+            indices = [integer(0) if v is None else at[v] for v in stage.dims]
+            evaluator.remember(stage.buffer, indexer.flat(stage.buffer, indices), named)
+            if stage.buffer in shared:
+                evaluator.store(stage.buffer, position, named)
+        return evaluator.take()
+
+    return [over_elements(indexer, total, element)]
+
+
+def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
+    """The kernel of a map that reads along another axis than it writes."""
+    stage, indexer = nest.stage, Indexer()
+
+    def element(position: Expr) -> list[tirx.Stmt]:
+        evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
+        value = evaluator.element(stage, unravel(position, stage.spatial, indexer))
+        evaluator.store(stage.buffer, position, value)
+        return evaluator.take()
+
+    return [over_elements(indexer, stage.size, element)]
+
+
+def over_elements(indexer: Indexer, total: int, element: Any) -> tirx.Stmt:
+    """A kernel of ``element(position)`` for each position below ``total``."""
+    each = max(1, min(_MOST_EACH, total // _FULL))
+    tile = _THREADS * each
+
+    def body(block: Expr, thread: Expr) -> list[tirx.Stmt]:
+        def one(i: Expr) -> list[tirx.Stmt]:
+            if isinstance(i, tirx.Var):
+                indexer.bind(i, each)
+            position = indexer.simplify(block * integer(tile) + i * integer(_THREADS) + thread)
+            inside = None if total % tile == 0 else position < integer(total)
+            return when(inside, element(position))
+
+        return [loop(each, one)]
+
+    return launch(indexer, -(-total // tile), _THREADS, body)

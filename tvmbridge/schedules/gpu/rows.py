@@ -1,0 +1,221 @@
+"""GPU kernels of row-wise nests: a team of threads a row, its values in registers.
+
+Softmax and normalisations with what surrounds them are one kernel: the passes over a row run one
+after another in the same threads. What a pass needs of an earlier one lies in registers where each
+thread reads its own columns alone, and else in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.schedules.gpu.threads import (
+    MOST_THREADS,
+    WARP,
+    Team,
+    allocate_in,
+    barrier,
+    launch,
+    when,
+)
+from tvmbridge.schedules.indexing import Indexer, index_var, integer
+from tvmbridge.schedules.loops import load, loop, store
+from tvmbridge.schedules.reader import Buffer
+from tvmbridge.schedules.rows import Member, RowNest, element_at
+from tvmbridge.schedules.values import Evaluator, Memory, TooLargeError
+
+# Columns of one thread that registers hold.
+_REGISTERS = 32
+_SHARED_BYTES = 40_000
+_SMALLEST_BLOCK = 128
+# The longest row of a single warp.
+_WARP_COLUMNS = 256
+
+
+class GpuRowEmitter:
+    """Writes one :class:`RowNest`; ``shared`` are the buffers that are read outside of it."""
+
+    def __init__(self, nest: RowNest, shared: set[Any], memory: Memory) -> None:
+        self.nest, self.shared, self.memory = nest, shared, memory
+        self.indexer = Indexer()
+        self.evaluator = Evaluator(nest.kernel, nest.stored, self.indexer, memory)
+        widest = max(m.columns for m in nest.members)
+        self.size = _team_size(widest)
+        self.teams = _SMALLEST_BLOCK // self.size if self.size <= WARP else 1
+        self.local: dict[Any, Buffer] = {}
+        self.tile: dict[Any, Buffer] = {}
+
+    def emit(self) -> list[tirx.Stmt]:
+        """The statements of the nest: one kernel."""
+        blocks = -(-self.nest.rows // self.teams)
+        return [launch(self.indexer, blocks, self.size * self.teams, self._block)]
+
+    def _block(self, block: Expr, thread: Expr) -> list[tirx.Stmt]:
+        rows, size = self.nest.rows, integer(self.size)
+        self.rank = self.indexer.simplify(thread % size)
+        self.place = self.indexer.simplify(thread // size)
+        self.team = Team(self.size, self.rank)
+        row = index_var("row")
+        self.indexer.bind(row, rows)
+        own = block * integer(self.teams) + self.place
+        if rows % self.teams:
+            # Teams without a row repeat the last one: barriers are for all threads.
+            own = tirx.Min(own, integer(rows - 1))
+        statements: list[tirx.Stmt] = [tirx.Bind(row, own), *self._allocations()]
+        self._redirect(row)
+        for time in sorted({member.time for member in self.nest.members}):
+            members = [m for m in self.nest.members if m.time == time]
+            if time % 2:
+                for member in members:
+                    statements += self._scalar(member, row)
+                continue
+            for columns in dict.fromkeys(m.columns for m in members):
+                statements += self._pass([m for m in members if m.columns == columns], row)
+            if any(m.crossed for m in members):
+                statements.append(barrier())
+        return statements
+
+    def _allocations(self) -> list[tirx.Stmt]:
+        statements, shared_bytes = [], 0
+        for member in self.nest.members:
+            stage, buffer = member.stage, member.stage.buffer
+            if not member.kept or (member.crossed and buffer in self.shared):
+                continue
+            if member.crossed:
+                count = self.teams * member.columns
+                shared_bytes += count * np.dtype(stage.dtype).itemsize
+                if shared_bytes > _SHARED_BYTES:
+                    raise TooLargeError
+                name = f"{stage.name}_row"
+                self.tile[buffer], room = allocate_in("shared", count, stage.dtype, name)
+                statements.append(room)
+            elif self._steps(member.columns) <= _REGISTERS:
+                name, count = f"{stage.name}_own", self._steps(member.columns)
+                self.local[buffer], room = allocate_in("local", count, stage.dtype, name)
+                statements.append(room)
+            elif buffer not in self.shared:
+                raise TooLargeError
+        return statements
+
+    def _steps(self, columns: int) -> int:
+        return -(-columns // self.size)
+
+    def _redirect(self, row: Expr) -> None:
+        """Make reads of kept values go to registers and to shared memory."""
+        for member in self.nest.members:
+            buffer = member.stage.buffer
+            if buffer in self.local:
+                self.evaluator.places[buffer] = self._in_registers(member, row)
+            elif buffer in self.tile:
+                self.evaluator.places[buffer] = self._in_tile(member, row)
+
+    def _in_registers(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
+        local = self.local[member.stage.buffer]
+        columns, size = integer(member.columns), integer(self.size)
+        return lambda offset: load(local, self.indexer.simplify((offset - row * columns) // size))
+
+    def _in_tile(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
+        tile, columns = self.tile[member.stage.buffer], integer(member.columns)
+        start = self.place * columns
+
+        def place(offset: Expr) -> Expr:
+            return load(tile, self.indexer.simplify(start + (offset - row * columns)))
+
+        return place
+
+    def _scalar(self, member: Member, row: Expr) -> list[tirx.Stmt]:
+        at = element_at(member.stage, self.nest.rows, row, integer(0), self.indexer)
+        return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
+
+    def _set_scalar(self, member: Member, value: Expr, row: Expr) -> list[tirx.Stmt]:
+        """Let later reads of a row's scalar be ``value``; store it if it is read elsewhere."""
+        stage = member.stage
+        named = self.evaluator.name(value, stage.name)
+        self.evaluator.places[stage.buffer] = lambda _: named
+        statements = self.evaluator.take()
+        if stage.buffer in self.shared:
+            first = self.rank.equal(integer(0))
+            statements += when(first, [self.memory.store(stage.buffer, row, named)])
+        return statements
+
+    def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
+        """One loop over a thread's columns, and what the team makes of its reductions."""
+        columns, size = members[0].columns, self.size
+        reducing = [m for m in members if m.stage.reduction is not None]
+        sums, statements = {}, []
+        for member in reducing:
+            stage = member.stage
+            assert stage.reduction is not None
+            sums[stage.buffer], room = allocate_in("local", 1, stage.dtype, f"{stage.name}_sum")
+            statements += [room, store(sums[stage.buffer], stage.reduction.init, integer(0))]
+
+        def step(i: Expr) -> list[tirx.Stmt]:
+            if isinstance(i, tirx.Var):
+                self.indexer.bind(i, self._steps(columns))
+            column = self.indexer.simplify(i * integer(size) + self.rank)
+            inside = None if columns % size == 0 else column < integer(columns)
+            return when(inside, self._column(members, sums, row, column, i))
+
+        statements.append(loop(self._steps(columns), step))
+        for member in reducing:
+            stage, total = member.stage, sums[member.stage.buffer]
+            assert stage.reduction is not None
+            statements += self.team.all_reduce(total, stage.reduction, stage.dtype)
+            statements += self._set_scalar(member, load(total, integer(0)), row)
+        return statements
+
+    def _column(
+        self, members: Sequence[Member], sums: Any, row: Expr, column: Expr, step: Expr
+    ) -> list[tirx.Stmt]:
+        """The members' elements at one column."""
+        evaluator, indexer = self.evaluator.fork(), self.indexer
+        for member in members:
+            stage = member.stage
+            at = element_at(stage, self.nest.rows, row, column, indexer)
+            value = evaluator.name(evaluator.element(stage, at), stage.name)
+            if stage.reduction is not None:
+                total = sums[stage.buffer]
+                new = stage.reduction.combine(load(total, integer(0)), value)
+                evaluator.statements.append(store(total, new, integer(0)))
+                continue
+            indices = [integer(0) if v is None else at[v] for v in stage.dims]
+            evaluator.remember(stage.buffer, indexer.flat(stage.buffer, indices), value)
+            self._keep(member, evaluator, row, column, step, value)
+        return evaluator.take()
+
+    def _keep(
+        self,
+        member: Member,
+        evaluator: Evaluator,
+        row: Expr,
+        column: Expr,
+        step: Expr,
+        value: Expr,
+    ) -> None:
+        """Store a map's element wherever it is read later."""
+        buffer = member.stage.buffer
+        offset = self.indexer.simplify(row * integer(member.columns) + column)
+        evaluator.remember(buffer, offset, value)
+        if buffer in self.shared:
+            evaluator.store(buffer, offset, value)
+        if buffer in self.local:
+            evaluator.statements.append(store(self.local[buffer], value, step))
+        elif buffer in self.tile:
+            at = self.indexer.simplify(self.place * integer(member.columns) + column)
+            evaluator.statements.append(store(self.tile[buffer], value, at))
+
+
+def _team_size(columns: int) -> int:
+    """Threads for a row, a power of two: a warp up to 256 columns, else one for four columns."""
+    wanted = columns if columns <= WARP else WARP if columns <= _WARP_COLUMNS else -(-columns // 4)
+    return min(1 << max(wanted - 1, 0).bit_length(), MOST_THREADS)
+
+
+def emit_gpu_rows(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
+    """The kernel of a nest; ``shared`` are the buffers that are read outside of it."""
+    return GpuRowEmitter(nest, shared, memory).emit()
