@@ -62,6 +62,15 @@ def test_what_is_left_changed_is_refused_by_name(name: str) -> None:
     assert not before.changed()
 
 
+def test_autocast_that_is_never_left_keeps_no_weights_cached() -> None:
+    linear = nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="leaves autocast of cpu changed"):
+        add_tvm_dispatch(Leaving(LEAVES["autocast of cpu"]), torch.ones(3))
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert linear(torch.ones(2)).dtype is dtype
+
+
 def _and_back() -> None:
     with torch.autocast("cpu"), torch.no_grad():
         torch.set_num_threads(torch.get_num_threads())

@@ -45,6 +45,20 @@ def _default_device() -> Any:
     return None if context is None else context.device
 
 
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _put_autocast_nesting(nesting: int) -> None:
+    # What a context that is never left would keep: the weights that autocast cast and cached.
+    torch.clear_autocast_cache()
+    while _autocast_nesting() < nesting:
+        torch.autocast_increment_nesting()
+    while _autocast_nesting() > nesting:
+        torch.autocast_decrement_nesting()
+
+
 def _put_grad_mode(mode: bool) -> None:
     # Unseen by those who watch what forward does.
     with DisableTorchFunction():
@@ -92,6 +106,7 @@ _SETTINGS = (
     _Setting(
         "the cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     ),
+    _Setting("the nesting of autocast", _autocast_nesting, _put_autocast_nesting),
     _Setting(
         "the precision of float32 products",
         torch.get_float32_matmul_precision,
