@@ -24,6 +24,7 @@ from tvm import relax
 
 from tvmbridge.kernels import KERNELS
 from tvmbridge.kernels.keys import key_of
+from tvmbridge.kernels.sized import SIZED
 from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
 _CALLS = ("relax.call_pure_packed", "relax.call_dps_packed")
@@ -42,7 +43,9 @@ def _with_keys(call: relax.Call, report: PassReport) -> relax.Expr:
     if getattr(call.op, "name", "") not in _CALLS:
         return call
     callee, *args = call.args
-    if not isinstance(callee, relax.ExternFunc) or callee.global_symbol not in KERNELS:
+    if not isinstance(callee, relax.ExternFunc):
+        return call
+    if callee.global_symbol.removesuffix(SIZED) not in KERNELS:
         return call
     inner = args[0].fields if isinstance(args[0], relax.Tuple) else args
     named = [_named(a, report) for a in inner]

@@ -119,6 +119,18 @@ def fuse(
         return run_passes(mod, backend_for(target).kernel_passes(measure), records)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A module of scheduled functions, as it is compiled; the rest as in :class:`Built`."""
+
+    mod: tvm.IRModule
+    target: tvm.target.Target
+    unaligned: Mapping[str, tuple[bool, ...]]
+    shared: Mapping[str, frozenset[int]]
+    coverage: Coverage
+    missing: Mapping[Task, int]
+
+
 def build(
     mod: tvm.IRModule,
     target: tvm.target.Target,
@@ -137,6 +149,20 @@ def build(
     Raises:
         BuildError: TVM cannot compile it for ``target``.
     """
+    prepared = prepare(mod, target, records, measure=measure, library=library, bundle=bundle)
+    return load(prepared, records, device)
+
+
+def prepare(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    records: list[PassRecord],
+    *,
+    measure: bool = False,
+    library: Library = NO_RECORDS,
+    bundle: BundleResiduals | None = None,
+) -> Prepared:
+    """The part of :func:`build` before TVM's own lowering."""
     backend = backend_for(target)
     backend.prepare()
     names = [name.name_hint for name, _ in mod.functions_items()]
@@ -153,7 +179,27 @@ def build(
         mod = backend.schedule(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
         last = [] if bundle is None else [bundle]
-        mod = run_passes(mod, [DeclareResults(), NameSpecs(), *last], records)
+        mod = run_passes(mod, [DeclareResults(), *last], records)
+    if bundle is not None and "backward" in unaligned:
+        first, count = bundle.first, bundle.count
+        flags = unaligned["backward"]
+        unaligned["backward"] = (*flags[:first], False, *flags[first + count :])
+    missing = applied.missing if backend.tuned else {}
+    return Prepared(mod, target, unaligned, shared, coverage, missing)
+
+
+def load(
+    prepared: Prepared, records: list[PassRecord], device: torch.device = _CPU
+) -> Built:
+    """Compile what :func:`prepare` has made for ``device`` and load it.
+
+    Raises:
+        BuildError: TVM cannot compile it for the target.
+    """
+    target = prepared.target
+    backend = backend_for(target)
+    with target:
+        mod = run_passes(prepared.mod, [NameSpecs()], records)
         try:
             mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
@@ -163,9 +209,6 @@ def build(
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     machine = relax.VirtualMachine(executable, backend.device(device))
-    if bundle is not None and "backward" in unaligned:
-        first, count = bundle.first, bundle.count
-        flags = unaligned["backward"]
-        unaligned["backward"] = (*flags[:first], False, *flags[first + count :])
-    missing = applied.missing if backend.tuned else {}
-    return Built(machine, unaligned, shared, coverage, missing)
+    return Built(
+        machine, prepared.unaligned, prepared.shared, prepared.coverage, prepared.missing
+    )

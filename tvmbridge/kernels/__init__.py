@@ -11,6 +11,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.allocation import EMPTY, run_empty
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
+from tvmbridge.kernels.sized import SIZED, with_sizes
 
 # Each is called with a spec, or its key, and tensors.
 KERNELS = {
@@ -30,3 +31,4 @@ def register_kernels() -> None:
         tvm_ffi.register_error(error.__name__, error)
     for name, kernel in KERNELS.items():
         tvm_ffi.register_global_func(name, kernel)
+        tvm_ffi.register_global_func(name + SIZED, with_sizes(kernel))

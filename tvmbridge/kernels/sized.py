@@ -1,0 +1,58 @@
+"""Kernels whose specs have sizes in them, which a call gets as its second argument.
+
+In a spec ``{"size": [terms, divisor, remainder]}`` stands for an integer: a polynomial of the
+symbols, by its coefficients and the power of each symbol, or where the divisor is not 1 its
+quotient, rounded down, or its remainder.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import Any
+
+from tvmbridge.kernels.keys import key_of, spec_named
+
+# Behind the names of such kernels.
+SIZED = ".sized"
+SIZE = "size"
+
+
+def value_of(
+    terms: Iterable[tuple[int, Sequence[int]]],
+    divisor: int,
+    remainder: bool,
+    point: Sequence[int],
+) -> int:
+    """A size where the symbols are ``point``."""
+    value = sum(
+        coefficient * prod(x**power for x, power in zip(point, powers, strict=True))
+        for coefficient, powers in terms
+    )
+    return value % divisor if remainder else value // divisor
+
+
+def with_sizes(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, called with a spec, the values of the symbols, and tensors."""
+
+    def run(key: str, point: Any, *tensors: Any) -> Any:
+        return kernel(_key_at(key, tuple(point)), *tensors)
+
+    return run
+
+
+@functools.lru_cache(maxsize=65536)
+def _key_at(key: str, point: tuple[int, ...]) -> str:
+    return key_of(json.dumps(_at(json.loads(spec_named(key)), point)))
+
+
+def _at(value: Any, point: tuple[int, ...]) -> Any:
+    if isinstance(value, list):
+        return [_at(v, point) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if list(value) == [SIZE]:
+        return value_of(*value[SIZE], point)
+    return {key: _at(v, point) for key, v in value.items()}

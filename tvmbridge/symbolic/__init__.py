@@ -1,0 +1,1 @@
+"""Symbolic sizes: code for any size, generalised from code for a few."""

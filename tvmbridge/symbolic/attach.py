@@ -1,0 +1,124 @@
+"""Symbols as parameters: functions of loops take them as numbers, functions of Relax as a shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+
+from tvmbridge.kernels.sized import SIZED
+from tvmbridge.passes.base import map_calls
+from tvmbridge.symbolic.specs import MARK
+
+_PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
+
+
+def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
+    """``mod``, in whose functions the variables named ``prefix`` and a number are free, without
+    free variables: they are the ``count`` symbols."""
+    names = [f"{prefix}{i}" for i in range(count)]
+    functions: dict[Any, Any] = {}
+    taken: dict[str, tuple[tvm.ir.GlobalVar, list[str]]] = {}
+    inputs = _inputs_of_loops(mod)
+    for name, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            functions[name] = _taking_shape(function, names)
+            continue
+        found = _named(function, names)
+        if found:
+            # Its old name says of which type it was.
+            function = _taking_numbers(function, list(found.values()), inputs[name.name_hint])
+            name = _name_of(function, name.name_hint)
+            taken[name.name_hint] = name, list(found)
+        functions[name] = function
+    whole = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return _passing_symbols(whole, taken)
+
+
+def _name_of(function: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+    """A name for ``function``, of its type."""
+    return relax.BlockBuilder(tvm.IRModule({})).add_func(function, name)
+
+
+def _named(function: Any, names: list[str]) -> dict[str, tirx.Var]:
+    found: dict[str, tirx.Var] = {}
+
+    def look(var: tirx.Var) -> None:
+        if var.name in names:
+            found[var.name] = var
+
+    tvm_ffi.structural_walk(function, (tirx.Var, look))
+    return {name: found[name] for name in names if name in found}
+
+
+def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
+    """How many arguments calls of each function of loops have, results not counted."""
+    counts: dict[str, int] = {}
+
+    def look(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:
+        if getattr(call.op, "name", "") == "relax.call_tir":
+            counts[call.args[0].name_hint] = len(call.args[1].fields)
+        return call
+
+    map_calls(mod, look)
+    return counts
+
+
+def _taking_numbers(
+    function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int
+) -> tirx.PrimFunc:
+    """``function`` with the symbols behind the ``inputs`` and in front of the results."""
+    given = list(function.params)
+    params = [*given[:inputs], *symbols, *given[inputs:]]
+    return tirx.PrimFunc(params, function.body, function.ret_type, function.attrs)
+
+
+def _taking_shape(function: relax.Function, names: list[str]) -> relax.Function:
+    """``function`` with a last parameter, the shape that the symbols make."""
+    found = _named(function, names)
+    symbols = [found[n] if n in found else tirx.Var(n, "int64") for n in names]
+    sizes = relax.Var("sizes", relax.ShapeType(symbols))
+    params = [*function.params, sizes]
+    return relax.Function(
+        params, function.body, function.ret_ty, function.is_pure, function.attrs
+    )
+
+
+def _passing_symbols(mod: tvm.IRModule, taken: Mapping[str, tuple[tvm.ir.GlobalVar, list[str]]]) -> tvm.IRModule:
+    functions = dict(mod.functions_items())
+    for name, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            symbols = {v.name: v for v in function.params[-1].ty.values}
+            alone = tvm.IRModule({**functions, name: function}, attrs=mod.attrs)
+            rewritten = map_calls(alone, lambda call, _, s=symbols: _passing(call, taken, s))  # type: ignore[misc]
+            functions[name] = rewritten[name]
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _passing(
+    call: relax.Call, taken: Mapping[str, tuple[tvm.ir.GlobalVar, list[str]]], symbols: Mapping[str, tirx.Var]
+) -> relax.Expr:
+    kind = getattr(call.op, "name", "")
+    if kind == "relax.call_tir":
+        if call.args[0].name_hint not in taken:
+            return call
+        name, names = taken[call.args[0].name_hint]
+        given = relax.Tuple([*call.args[1].fields, *(symbols[n] for n in names)])
+        return relax.Call(call.op, [name, given], call.attrs, call.ty_args)
+    if kind not in _PACKED:
+        return call
+    callee, *args = call.args
+    in_tuple = isinstance(args[0], relax.Tuple)
+    given = list(args[0].fields) if in_tuple else list(args)
+    if not given or not isinstance(given[0], tvm.ir.StringImm):
+        return call
+    if not given[0].value.startswith(MARK):
+        return call
+    spec = tvm.ir.StringImm(given[0].value.removeprefix(MARK))
+    sized = [spec, relax.ShapeExpr(list(symbols.values())), *given[1:]]
+    named = relax.ExternFunc(callee.global_symbol + SIZED)
+    args = [relax.Tuple(sized), *args[1:]] if in_tuple else sized
+    return relax.Call(call.op, [named, *args], call.attrs, call.ty_args)

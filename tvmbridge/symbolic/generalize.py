@@ -1,0 +1,269 @@
+"""Generalising: modules of Relax and TIR that differ in numbers become one with symbolic sizes.
+
+Before, at (2, 5) and (3, 7)::
+
+    x: R.Tensor((10, 4))        x: R.Tensor((21, 4))
+    for i in range(10): ...     for i in range(21): ...
+
+After::
+
+    x: R.Tensor((b * s, 4)), sizes: R.Shape([b, s])
+    for i in range(b * s): ...
+
+The modules are compared node by node, by reflection: any other difference than between numbers
+that :class:`~.sizes.Sizes` finds a function for is an error. What a module of TVM's consists of
+does not matter to it, and so no pass before it has to know of symbols.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import contextmanager
+from collections.abc import Iterator
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from tvmbridge.core.errors import BuildError
+from tvmbridge.symbolic.attach import attach_sizes
+from tvmbridge.symbolic.sizes import Size, Sizes
+from tvmbridge.symbolic.specs import generalize_spec
+
+SYMBOL = "tvmbridge_size_"
+_UNUSED = "unused_size_"
+
+_SCOPES = ("tirx.PrimFunc", "relax.expr.Function")
+# Told apart by identity, in all functions of a module.
+_GLOBAL = "ir.GlobalVar"
+_VARIABLES = ("ir.Var", "relax.expr.Var", "relax.expr.DataflowVar")
+
+
+class DifferentCodeError(BuildError):
+    """The code for some sizes is not that for others with other numbers."""
+
+
+def generalize(mods: Sequence[tvm.IRModule], sizes: Sizes) -> tvm.IRModule:
+    """The module of which ``mods`` are the instances at the points of ``sizes``.
+
+    Each function of loops with sizes in it takes the symbols behind its buffers, and each function
+    of Relax takes them as its last parameter, a shape.
+
+    Raises:
+        DifferentCodeError: there is none.
+    """
+    graphs = [json.loads(tvm.ir.save_json(mod)) for mod in mods]
+    with _deep_recursion():
+        merged = _Merger([g["nodes"] for g in graphs], sizes)
+        root = merged.run([g["root_index"] for g in graphs])
+    first = graphs[0]
+    whole = {**first, "nodes": merged.nodes, "root_index": root}
+    return attach_sizes(tvm.ir.load_json(json.dumps(whole)), sizes.symbols, SYMBOL)
+
+
+@contextmanager
+def _deep_recursion() -> Iterator[None]:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(max(limit, 100_000))
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+class _Merger:
+    """Walks the nodes of several serialised modules together, and writes those of one."""
+
+    def __init__(self, graphs: list[list[Any]], sizes: Sizes) -> None:
+        self.nodes: list[Any] = []
+        self._graphs = graphs
+        self._sizes = sizes
+        self._everywhere: dict[tuple[int, ...], int] = {}
+        self._here = self._everywhere
+        self._symbols: dict[str, int] = {}
+        self._prefix = SYMBOL
+        self._partners: dict[int, tuple[int, ...]] = {}
+
+    def run(self, roots: list[int]) -> int:
+        """The number of the root among :attr:`nodes`."""
+        self._find_polynomials()
+        return self._merge(tuple(roots))
+
+    def _find_polynomials(self) -> None:
+        """Quotients are found among those of polynomials, which must be known before."""
+        # A table of values that stand at the same place in the lists of nodes is enough.
+        for nodes in zip(*self._graphs, strict=False):
+            if all(n["type"] == "int" for n in nodes):
+                values = tuple(n["data"] for n in nodes)
+                if len(set(values)) > 1:
+                    self._sizes.find(values)
+
+    def _merge(self, at: tuple[int, ...]) -> int:
+        known = self._here.get(at)
+        if known is None:
+            known = self._everywhere.get(at)
+        if known is not None:
+            return known
+        nodes = [graph[i] for graph, i in zip(self._graphs, at, strict=True)]
+        kind = nodes[0]["type"]
+        if any(n["type"] != kind for n in nodes):
+            raise DifferentCodeError(f"{sorted({n['type'] for n in nodes})} stand for each other")
+        if kind in _VARIABLES:
+            self._pair(at)
+        if kind in _SCOPES or kind == _GLOBAL:
+            outer = self._here, self._symbols, self._prefix
+            # The type of a global name, which is another one once the function has taken symbols.
+            self._here, self._symbols = {}, {}
+            self._prefix = _UNUSED if kind == _GLOBAL else SYMBOL
+            number = self._merged(kind, nodes)
+            self._here, self._symbols, self._prefix = outer
+        else:
+            number = self._merged(kind, nodes)
+        (self._everywhere if kind == _GLOBAL else self._here)[at] = number
+        return number
+
+    def _pair(self, at: tuple[int, ...]) -> None:
+        """Refuse to take two variables of one module for one of another."""
+        if self._partners.setdefault(at[0], at) != at:
+            raise DifferentCodeError("variables are used in another way")
+
+    def _merged(self, kind: str, nodes: list[Any]) -> int:
+        if kind == "ir.IntImm":
+            number = self._integer(nodes)
+            if number is not None:
+                return number
+        if kind == "ir.FloatImm":
+            number = self._float(nodes)
+            if number is not None:
+                return number
+        data = [n.get("data") for n in nodes]
+        first = data[0]
+        if isinstance(first, dict):
+            if any(d.keys() != first.keys() for d in data):
+                raise DifferentCodeError(f"a {kind} has other fields")
+            plain = plain_fields(kind)
+            merged: Any = {
+                key: self._field(f"{kind}.{key}", [d[key] for d in data], key in plain)
+                for key in first
+            }
+        elif isinstance(first, list):
+            if any(len(d) != len(first) for d in data):
+                lengths = [len(d) for d in data]
+                raise DifferentCodeError(f"a list has {lengths} elements")
+            merged = [self._field(kind, list(items), False) for items in zip(*data, strict=True)]
+        elif any(d != first for d in data):
+            if kind != "ffi.String":
+                raise DifferentCodeError(f"a {kind} is {data}")
+            merged = generalize_spec(data, self._sizes)
+            if merged is None:
+                raise DifferentCodeError(f"texts differ: {data}")
+        else:
+            merged = first
+        return self._add({**nodes[0], "data": merged} if "data" in nodes[0] else nodes[0])
+
+    def _field(self, name: str, values: list[Any], plain: bool) -> Any:
+        if _is_index(values[0]) and not plain:
+            return self._merge(tuple(values))
+        if any(v != values[0] for v in values):
+            raise DifferentCodeError(f"{name} is {values}")
+        return values[0]
+
+    def _add(self, node: Any) -> int:
+        self.nodes.append(node)
+        return len(self.nodes) - 1
+
+    def _literals(self, nodes: list[Any]) -> tuple[Any, ...]:
+        fields = [n["data"]["value"] for n in nodes]
+        return tuple(g[i]["data"] for g, i in zip(self._graphs, fields, strict=True))
+
+    def _dtype(self, nodes: list[Any]) -> str:
+        return str(self._graphs[0][nodes[0]["data"]["ty"]]["data"]["dtype"])
+
+    def _integer(self, nodes: list[Any]) -> int | None:
+        """The expression that stands for a number that differs; None: it does not."""
+        values = self._literals(nodes)
+        if len(set(values)) == 1:
+            return None
+        size = self._sizes.find_divided(values)
+        if size is None:
+            raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
+        dtype = self._dtype(nodes)
+        expression = size.expression(self._variables())
+        return self._graft(expression if dtype == "int64" else tirx.Cast(dtype, expression))
+
+    def _float(self, nodes: list[Any]) -> int | None:
+        """As :meth:`_integer`, of numbers such as the reciprocal of a count."""
+        values = tuple(n["data"]["value"] for n in nodes)
+        if len({repr(v) for v in values}) == 1:  # NaN is not itself
+            return None
+        dtype = self._dtype(nodes)
+        size = reciprocal(values, dtype, self._sizes)
+        if size is None:
+            raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
+        count = tirx.Cast("float64", size.expression(self._variables()))
+        one = tirx.FloatImm("float64", 1.0)
+        quotient = tirx.Div(one, count)
+        return self._graft(quotient if dtype == "float64" else tirx.Cast(dtype, quotient))
+
+    def _variables(self) -> list[tirx.Var]:
+        """The symbols; those of a function are known by their names."""
+        return [tirx.Var(f"{self._prefix}{i}", "int64") for i in range(self._sizes.symbols)]
+
+    def _graft(self, expression: tirx.Expr) -> int:
+        """Add the nodes of ``expression``; the symbols in it are those of the function."""
+        graph = json.loads(tvm.ir.save_json(expression))
+        numbers: list[int] = []
+        for node in graph["nodes"]:
+            numbers.append(self._grafted(node, numbers, graph["nodes"]))
+        return numbers[graph["root_index"]]
+
+    def _grafted(self, node: Any, numbers: list[int], nodes: list[Any]) -> int:
+        data, plain = node.get("data"), plain_fields(node["type"])
+        if node["type"] == "ir.Var":
+            name = nodes[data["name"]]["data"]
+            if name in self._symbols:
+                return self._symbols[name]
+        if isinstance(data, dict):
+            data = {
+                k: numbers[v] if _is_index(v) and k not in plain else v for k, v in data.items()
+            }
+        elif isinstance(data, list):
+            data = [numbers[v] if _is_index(v) else v for v in data]
+        number = self._add({**node, "data": data} if "data" in node else node)
+        if node["type"] == "ir.Var":
+            self._symbols[name] = number
+        return number
+
+
+@functools.cache
+def plain_fields(kind: str) -> frozenset[str]:
+    """The fields of a type of TVM's that hold numbers, and not numbers of other nodes."""
+    info = tvm_ffi.core._lookup_or_register_type_info_from_type_key(kind)
+    found = set()
+    while info is not None:
+        for field in info.fields:
+            if json.loads(field.metadata["type_schema"])["type"] in ("int", "bool", "float"):
+                found.add(field.name)
+        info = info.parent_type_info
+    return frozenset(found)
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def reciprocal(values: tuple[float, ...], dtype: str, sizes: Sizes) -> Size | None:
+    """The size of which ``values``, rounded to ``dtype``, are the reciprocals."""
+    if dtype not in ("float32", "float64") or not all(values):
+        return None
+    counts = tuple(round(1 / v) for v in values)
+    import numpy as np
+
+    rounded = np.dtype(dtype).type
+    if any(float(rounded(1.0 / c)) != v for c, v in zip(counts, values, strict=True) if c):
+        return None
+    return sizes.find(counts) if all(counts) else None

@@ -1,0 +1,153 @@
+"""Sizes: integers of compiled code as functions of the symbols, found from their values.
+
+The same compilation at several points (values of the symbols) gives the same code with other
+numbers in it. Each such number is a polynomial of the symbols, or a quotient or remainder of one;
+which one, its values at the points tell. Where they do not tell it apart from another one, there
+is no answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tvm import tirx
+from tvm.ir import Expr
+
+from tvmbridge.kernels.sized import value_of
+
+Point: TypeAlias = tuple[int, ...]
+
+# Of one symbol in a product of symbols.
+_MOST_POWER = 2
+# Vector lengths, numbers of threads and of tiles are powers of two.
+_DIVISORS = tuple(1 << i for i in range(1, 13))
+
+
+@dataclass(frozen=True)
+class Size:
+    """An integer that depends on the symbols: a polynomial, perhaps divided.
+
+    ``terms`` are coefficients with the power of each symbol. With a ``divisor`` it is the quotient,
+    rounded down, or where ``remainder`` is set the remainder.
+    """
+
+    terms: tuple[tuple[int, tuple[int, ...]], ...]
+    divisor: int = 1
+    remainder: bool = False
+
+    def at(self, point: Sequence[int]) -> int:
+        """Its value where the symbols are ``point``."""
+        return value_of(self.terms, self.divisor, self.remainder, point)
+
+    def expression(self, symbols: Sequence[Expr]) -> Expr:
+        """It as an expression of TVM's."""
+        total: Expr | None = None
+        for coefficient, powers in self.terms:
+            factors = [s for s, power in zip(symbols, powers, strict=True) for _ in range(power)]
+            if coefficient != 1 or not factors:
+                factors.append(tirx.IntImm("int64", coefficient))
+            term = factors[0]
+            for factor in factors[1:]:
+                term = term * factor
+            total = term if total is None else total + term
+        assert total is not None
+        if self.divisor == 1:
+            return total
+        divisor = tirx.IntImm("int64", self.divisor)
+        return tirx.FloorMod(total, divisor) if self.remainder else tirx.FloorDiv(total, divisor)
+
+
+class Sizes:
+    """Finds the sizes that have given values at ``points``.
+
+    Args:
+        points: values of the symbols, at least three of them, generic: no number of compiled code
+            should be one of them by accident.
+    """
+
+    def __init__(self, points: Sequence[Point]) -> None:
+        self.points = tuple(points)
+        self.symbols = len(points[0])
+        self._found: dict[tuple[int, ...], Size | None] = {}
+        powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
+        self._monomials = sorted(powers, key=sum)
+        self._values = {
+            m: tuple(Size(((1, m),)).at(p) for p in self.points) for m in self._monomials
+        }
+        self._elsewhere = _other_points(self.points)
+
+    def find(self, values: tuple[int, ...]) -> Size | None:
+        """The size with these values at the points; None: there is none, or more than one."""
+        if values not in self._found:
+            self._found[values] = self._polynomial(values)
+        return self._found[values]
+
+    def find_divided(self, values: tuple[int, ...]) -> Size | None:
+        """As :meth:`find`, of quotients and remainders of polynomials that were found before."""
+        known = self.find(values)
+        if known is not None:
+            return known
+        whole = {s for s in self._found.values() if s is not None and s.divisor == 1}
+        whole |= {Size(s.terms[:1]) for s in whole}  # the last vector begins at ``s - 16``
+        size = self._only(_divided(whole, values, self.points))
+        self._found[values] = size
+        return size
+
+    def _polynomial(self, values: tuple[int, ...]) -> Size | None:
+        if len(set(values)) == 1:
+            return Size(((values[0], (0,) * self.symbols),))
+        for monomial in self._monomials:
+            coefficient, rest = divmod(values[0], self._values[monomial][0])
+            if not rest and all(
+                coefficient * m == v for m, v in zip(self._values[monomial], values, strict=True)
+            ):
+                return Size(((coefficient, monomial),))
+        return self._only(self._of_two_terms(values))
+
+    def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
+        """Sums such as ``s + 1`` or ``b * s - b``: the one product divides the other."""
+        for larger, smaller in itertools.permutations(self._monomials, 2):
+            if any(a < b for a, b in zip(larger, smaller, strict=True)):
+                continue
+            x, y = self._values[larger], self._values[smaller]
+            determinant = x[0] * y[1] - x[1] * y[0]
+            if not determinant:
+                continue
+            first, rest = divmod(values[0] * y[1] - values[1] * y[0], determinant)
+            second, other = divmod(x[0] * values[1] - x[1] * values[0], determinant)
+            if rest or other:
+                continue
+            if all(first * a + second * b == v for a, b, v in zip(x, y, values, strict=True)):
+                yield Size(((first, larger), (second, smaller)))
+
+    def _only(self, candidates: Iterable[Size]) -> Size | None:
+        """The only one, as functions of the symbols."""
+        functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
+        return next(iter(functions.values())) if len(functions) == 1 else None
+
+
+def _divided(
+    whole: Iterable[Size], values: tuple[int, ...], points: Sequence[Point]
+) -> Iterable[Size]:
+    for size, divisor in itertools.product(whole, _DIVISORS):
+        at_points = [size.at(p) for p in points]
+        if all(v % divisor == w for v, w in zip(at_points, values, strict=True)):
+            yield Size(size.terms, divisor, remainder=True)
+        for more in (0, divisor - 1):  # rounded down, or up
+            if all((v + more) // divisor == w for v, w in zip(at_points, values, strict=True)):
+                zero = (0,) * len(points[0])
+                terms = size.terms if not more else (*size.terms, (more, zero))
+                yield Size(terms, divisor)
+
+
+def _other_points(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Points between and beside ``points``, at which different functions differ."""
+    between = [
+        tuple((3 * a + 2 * b) // 5 + i for i, (a, b) in enumerate(zip(p, q, strict=True)))
+        for p, q in itertools.pairwise(points)
+    ]
+    beside = [tuple(x + k + i for i, x in enumerate(p)) for p in points for k in range(1, 12)]
+    return (*points, *between, *beside)
