@@ -32,6 +32,7 @@ ORDER = (
     "differentiation",
     "coloring",
     "compiler",
+    "symbolic",
     "runtime",
     "report",
     "inspect",

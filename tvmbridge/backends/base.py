@@ -10,6 +10,7 @@ import torch
 import tvm
 from tvm import relax
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.passes.relax.copy_pieces import CopyPieces
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
@@ -54,7 +55,8 @@ def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> lis
         *before_legalizing,
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
-        relax.transform.FoldConstant(),
+        # A constant has one size.
+        *([] if sizes_vary() else [relax.transform.FoldConstant()]),
         relax.transform.DeadCodeElimination(),
         FuseOps(),
         relax.transform.FuseTIR(),

@@ -8,7 +8,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -19,6 +19,7 @@ from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.coloring.recompute_cheap import recompute_cheap
 from tvmbridge.coloring.save_all import save_all
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.differentiation.differentiate import JointModule
 
 Policy = Callable[[JointGraph], frozenset[relax.Var]]
@@ -66,9 +67,10 @@ def color(
     """
     check_names(recompute)
     graph = JointGraph(joint, recompute if policy == "min_cut" else ())
-    repeated = POLICIES[policy](graph)
-    kept = graph.kept(repeated)
     bindings = joint.mod["joint"].body.blocks[0].bindings
+    chosen = decided(Rule.MIDDLE, lambda: _numbers(bindings, POLICIES[policy](graph)))
+    repeated = frozenset(bindings[i].var for i in chosen)
+    kept = graph.kept(repeated)
     forward = graph.with_forward(v for v in kept if v in graph.bound)
     return Coloring(
         forward=tuple(b for b in bindings if b.var in forward),
@@ -77,6 +79,10 @@ def color(
         reads=tuple(p for p in graph.primals if p in kept),
         drawn=tuple(p for p in graph.primals if p in kept and p in graph.drawn),
     )
+
+
+def _numbers(bindings: Sequence[relax.Binding], chosen: Collection[relax.Var]) -> list[int]:
+    return [i for i, binding in enumerate(bindings) if binding.var in chosen]
 
 
 def _backward(

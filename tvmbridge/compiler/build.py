@@ -120,13 +120,19 @@ def fuse(
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A module of scheduled functions, as it is compiled; the rest as in :class:`Built`."""
+class Fused:
+    """A module of fused functions without schedules; the rest as in :class:`Built`."""
 
     mod: tvm.IRModule
     target: tvm.target.Target
     unaligned: Mapping[str, tuple[bool, ...]]
     shared: Mapping[str, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class Scheduled(Fused):
+    """A module of scheduled functions, which TVM has yet to lower and to compile."""
+
     coverage: Coverage
     missing: Mapping[Task, int]
 
@@ -149,8 +155,8 @@ def build(
     Raises:
         BuildError: TVM cannot compile it for ``target``.
     """
-    prepared = prepare(mod, target, records, measure=measure, library=library, bundle=bundle)
-    return load(prepared, records, device)
+    fused = prepare(mod, target, records, measure=measure)
+    return load(schedule(fused, records, library=library, bundle=bundle), records, device)
 
 
 def prepare(
@@ -159,12 +165,9 @@ def prepare(
     records: list[PassRecord],
     *,
     measure: bool = False,
-    library: Library = NO_RECORDS,
-    bundle: BundleResiduals | None = None,
-) -> Prepared:
-    """The part of :func:`build` before TVM's own lowering."""
-    backend = backend_for(target)
-    backend.prepare()
+) -> Fused:
+    """:func:`fuse`, and what the caller of the functions has to know of them."""
+    backend_for(target).prepare()
     names = [name.name_hint for name, _ in mod.functions_items()]
     given = {name: shared_results(mod, name) for name in names}
     mod = fuse(mod, target, records, measure=measure)
@@ -175,31 +178,45 @@ def prepare(
             for name, function in mod.functions_items()
             if isinstance(function, relax.Function)
         }
-        applied = apply_records(mod, library if backend.tuned else NO_RECORDS)
+    return Fused(mod, target, unaligned, shared)
+
+
+def schedule(
+    fused: Fused,
+    records: list[PassRecord],
+    *,
+    library: Library = NO_RECORDS,
+    bundle: BundleResiduals | None = None,
+) -> Scheduled:
+    """Give every function its loops; arguments as of :func:`build`."""
+    target, backend = fused.target, backend_for(fused.target)
+    with target:
+        applied = apply_records(fused.mod, library if backend.tuned else NO_RECORDS)
         mod = backend.schedule(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
         last = [] if bundle is None else [bundle]
         mod = run_passes(mod, [DeclareResults(), *last], records)
+    unaligned = dict(fused.unaligned)
     if bundle is not None and "backward" in unaligned:
         first, count = bundle.first, bundle.count
         flags = unaligned["backward"]
         unaligned["backward"] = (*flags[:first], False, *flags[first + count :])
     missing = applied.missing if backend.tuned else {}
-    return Prepared(mod, target, unaligned, shared, coverage, missing)
+    return Scheduled(mod, target, unaligned, fused.shared, coverage, missing)
 
 
 def load(
-    prepared: Prepared, records: list[PassRecord], device: torch.device = _CPU
+    scheduled: Scheduled, records: list[PassRecord], device: torch.device = _CPU
 ) -> Built:
-    """Compile what :func:`prepare` has made for ``device`` and load it.
+    """Compile what :func:`schedule` has made for ``device`` and load it.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
     """
-    target = prepared.target
+    target = scheduled.target
     backend = backend_for(target)
     with target:
-        mod = run_passes(prepared.mod, [NameSpecs()], records)
+        mod = run_passes(scheduled.mod, [NameSpecs()], records)
         try:
             mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
@@ -210,5 +227,5 @@ def load(
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     machine = relax.VirtualMachine(executable, backend.device(device))
     return Built(
-        machine, prepared.unaligned, prepared.shared, prepared.coverage, prepared.missing
+        machine, scheduled.unaligned, scheduled.shared, scheduled.coverage, scheduled.missing
     )

@@ -11,6 +11,7 @@ import torch
 import tvm
 
 from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import CapturedGraph, InputKind, PassRecord
 from tvmbridge.differentiation.differentiate import JointModule
@@ -129,13 +130,15 @@ class Combining:
         layers = _layers(group)
         if layers is None:
             return f"not measured for {group.dtype}"
-        return None if worthwhile(layers) else "not measured to be faster"
+        wanted = decided(Rule.MIDDLE, lambda: worthwhile(layers))
+        return None if wanted else "not measured to be faster"
 
     def _slower(self, group: ParallelProducts, kind: str) -> str | None:
         if self.options.combine_matmuls == "always":
             return None
         layers = _layers(group)
-        return None if layers and faster(layers, kind) else "not measured to be faster"
+        wanted = layers and decided(Rule.MIDDLE, lambda: faster(layers, kind))
+        return None if wanted else "not measured to be faster"
 
 
 def _layers(group: ParallelProducts) -> Layers | None:

@@ -18,7 +18,7 @@ from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
-from tvmbridge.compiler.partial_backwards import PartialBackwards
+from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.options import CompileOptions
@@ -67,7 +67,7 @@ class CompiledModule:
     coverage: Coverage
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
-    partial_backwards: PartialBackwards | None = None
+    partial_backwards: PartialBackwards | NoPartialBackwards | None = None
     cuda_graphs: bool = False
 
     def forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -111,6 +112,13 @@ class LoadedModule:
         }
         self._lock = threading.RLock()
 
+    def at(self, sizes: Sequence[int]) -> LoadedModule:
+        """These functions with ``sizes``, which symbolic code takes last, in each call."""
+        instance = copy.copy(self)
+        shape = tvm_ffi.Shape(tuple(sizes))
+        instance._functions = {n: _with_last(f, shape) for n, f in self._functions.items()}
+        return instance
+
     def bind(
         self,
         name: str,
@@ -177,6 +185,10 @@ class LoadedModule:
         if results and isinstance(results[0], tvm_ffi.Tensor):
             return [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
         return results
+
+
+def _with_last(function: Callable[..., Any], argument: Any) -> Callable[..., Any]:
+    return lambda *arguments: function(*arguments, argument)
 
 
 def on_current_stream(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

@@ -39,6 +39,11 @@ _NO_BATCHES = (
     "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
     "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
 )
+_FOR_ANY_SIZE = (
+    "backward without a gradient for some outputs meets infinite derivatives, for which code is "
+    "compiled that symbolic code has none of: use all outputs (add 0 * output.sum()), or dispatch "
+    "with a sample of this size"
+)
 _NO_LAYOUT = (
     "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
     "call remove_tvm_dispatch(module)"
@@ -73,6 +78,24 @@ class PartialBackward:
             if number in self.layouts:
                 self.layouts[number].put_on(result)
         return placed
+
+
+class NoPartialBackwards:
+    """Of code for any size there are none: zeros stand for what is absent where that is exact."""
+
+    compiled = 0
+
+    def known(self, absent: frozenset[int]) -> PartialBackward | None:
+        """None: there is none."""
+        return None
+
+    def without(self, absent: frozenset[int]) -> PartialBackward:
+        """Refuse.
+
+        Raises:
+            BridgeError: always.
+        """
+        raise BridgeError(_FOR_ANY_SIZE)
 
 
 class PartialBackwards:

@@ -13,6 +13,7 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.core.admission import note_use
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import FakeTensor, OpOverload
 from tvmbridge.core.types import CapturedGraph, InputKind, TensorSpec
@@ -95,7 +96,7 @@ class Importer:
         name = str(node.target)
         if node.target in BORDERS:  # They do not stay.
             return emit_aten_call(self.builder, node, self.values)
-        if not node.all_input_nodes and nbytes_of(node) <= _MAX_FOLDED_BYTES:
+        if not node.all_input_nodes and not sizes_vary() and nbytes_of(node) <= _MAX_FOLDED_BYTES:
             return self._fold(node)
         converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
         if converter is not None and may_convert(node, converter):

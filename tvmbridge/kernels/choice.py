@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.kernels.matmul import ONEDNN_MATMUL, View, matmul_spec, onednn_program, program
 
 # oneDNN's kernel allocates its result; only a clear gain pays for that.
@@ -87,5 +88,8 @@ def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) 
     views = [None if v is None else (tuple(v[0]), tuple(v[1])) for v in content["views"]]
     left, right = ((tuple(s), v) for s, v in zip(shapes[:2], views, strict=True))
     result = tuple(content["result"])
-    fast = faster_with_onednn(left, right, result, len(shapes) > 2, torch.get_num_threads())
+    threads, biased = torch.get_num_threads(), len(shapes) > 2
+    fast = decided(
+        Rule.MIDDLE, lambda: faster_with_onednn(left, right, result, biased, threads)
+    )
     return ONEDNN_MATMUL if fast else ""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.kernel import Reduction, Stage
 from tvmbridge.schedules.loops import Body, allocate, combine_lanes, load, loop, store, vector_loop
@@ -40,7 +41,7 @@ class Accumulator:
         """One of ``lanes`` lanes for a pass of ``steps`` steps."""
         assert stage.reduction is not None
         buffer, room = allocate([lanes], stage.dtype, f"{stage.name}_lanes")
-        if steps < 2 * _STRETCH:
+        if not decided(Rule.MOST, lambda: steps >= 2 * _STRETCH):
             return cls(stage, stage.reduction, buffer, buffer, lanes, (room,))
         totals, more = allocate([lanes], stage.dtype, f"{stage.name}_totals")
         return cls(stage, stage.reduction, buffer, totals, lanes, (room, more))

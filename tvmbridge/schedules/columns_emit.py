@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -34,7 +35,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     """Return the code of a reduction down columns."""
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
-    block = min(columns, _BLOCK)
+    block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
     blocks = -(-columns // block)
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -26,7 +27,8 @@ def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> lis
     """Return the code of a reduction of few, long rows."""
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, depth = nest.stage, nest.rows, nest.stage.depth
-    lanes = power_of_two_below(min(machine.lanes * 4, depth)) if e.vectorizable else 1
+    widest = power_of_two_below(min(machine.lanes * 4, depth)) if e.vectorizable else 1
+    lanes = decided(Rule.LEAST, lambda: widest)
     steps = depth // lanes
     parts = e.parts(rows, steps)
     partial, room = allocate([parts * rows], stage.dtype, f"{stage.name}_parts")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tvm.target import Target
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.target import core_count, vector_bits
 
 # Expression nodes evaluated in about the time that a parallel launch costs.
@@ -26,6 +27,7 @@ class Machine:
 
     def chunks(self, work: int, steps: int) -> int:
         """Return into how many parallel parts to cut ``steps`` steps of ``work`` nodes in all."""
-        if self.cores == 1 or work < _PARALLEL_WORK:
+        if self.cores == 1:
             return 1
-        return max(1, min(steps, 4 * self.cores))
+        wanted = max(1, min(steps, 4 * self.cores)) if work >= _PARALLEL_WORK else 1
+        return decided(Rule.MIDDLE, lambda: wanted)

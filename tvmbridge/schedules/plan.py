@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reductions import ReductionNest, columns_of
@@ -75,7 +76,8 @@ def _reduction_nest(
     columns = columns_of(kernel, stored, stage)
     if columns is not None:
         return ReductionNest(kernel, stored, stage, stage.size // columns, columns)
-    if stage.size < 4 * machine.cores and stage.depth >= _LONG_ROW:
+    is_long = stage.size < 4 * machine.cores and stage.depth >= _LONG_ROW
+    if decided(Rule.MIDDLE, lambda: is_long):
         return ReductionNest(kernel, stored, stage, stage.size, 1)
     return None
 

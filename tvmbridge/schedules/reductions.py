@@ -13,6 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import Indexer, index_var, unravel
 from tvmbridge.schedules.kernel import Kernel, Reduction, Stage
 from tvmbridge.schedules.loops import loop
@@ -107,7 +108,8 @@ class ReductionEmitter:
         nest = self.nest
         work = nest.rows * nest.columns * self.stage.depth * (self.cost + 8)
         wanted = -(-self.machine.chunks(work, 1 << 30) // tasks)
-        return max(1, min(wanted, steps // 16), -(-steps // _LONGEST))
+        parts = max(1, min(wanted, steps // 16), -(-steps // _LONGEST))
+        return decided(Rule.MIDDLE, lambda: parts)
 
     def index(self, limit: int, name: str) -> tirx.Var:
         """Return a fresh variable known to lie in [0, limit)."""

@@ -8,6 +8,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import (
@@ -154,14 +155,17 @@ class RowEmitter:
         if cheap and any(m.stage.reduction for m in members):
             while lanes < 4 * self.machine.lanes and 4 * lanes <= columns:
                 lanes *= 2
-        return lanes
+        return decided(Rule.LEAST, lambda: lanes)
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
         """Return one loop over the columns, and what finishes its reductions."""
         columns = members[0].columns
         lanes = self._lanes(members, columns)
         # One after another too, elements go to several sums: a single long one would round worse.
-        places = lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns))
+        places = decided(
+            Rule.LEAST,
+            lambda: lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns)),
+        )
         accumulators = [
             Accumulator.of(m.stage, places, -(-columns // lanes))
             for m in members

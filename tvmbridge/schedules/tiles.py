@@ -13,6 +13,7 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.loops import element_loop, loop, over_vectors, power_of_two_below
@@ -68,7 +69,10 @@ class TileEmitter:
         self.indexer = Indexer()
         last = nest.stage.spatial[-1]
         self.rows, self.columns = nest.across.extent, last.extent
-        self.tile = min(self.rows, _TILE_ROWS), min(self.columns, _TILE_COLUMNS)
+        self.tile = (
+            decided(Rule.LEAST, lambda: min(self.rows, _TILE_ROWS)),
+            decided(Rule.LEAST, lambda: min(self.columns, _TILE_COLUMNS)),
+        )
         self.outer = [a for a in nest.stage.spatial if a is not nest.across and a is not last]
         stages = virtual_stages(nest.kernel, nest.stored, nest.stage)
         self.work = nest.stage.size * (sum(stage.cost for stage in stages) + 8)

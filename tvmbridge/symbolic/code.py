@@ -1,0 +1,264 @@
+"""Symbolic code: a module compiled at a few sizes, generalised to one compilation for all between.
+
+It is lowered and scheduled at each of several points, with the same decisions; what comes out is
+generalised (:mod:`.generalize`, :mod:`.descriptions`) and compiled once. Where it differs between the
+points in more than numbers, there is no symbolic code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from tvmbridge.compiler.build import Fused, Scheduled, load, prepare, schedule
+from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.durations import Stages
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, shared_residuals
+from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.partial_backwards import NoPartialBackwards
+from tvmbridge.compiler.split import SplitModule
+from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.decisions import agreed, recorded_decisions, repeated_decisions
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
+from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.pipeline import run_passes, tidy_passes
+from tvmbridge.symbolic.descriptions import at, merged
+from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
+from tvmbridge.symbolic.sizes import Point, Sizes
+
+
+_NO_ASSUMPTIONS = Assumptions(training=False)
+
+
+@dataclass(frozen=True)
+class Points:
+    """Where a module is compiled: ``least`` and ``most`` bound the sizes that the code is for.
+
+    ``middle`` is common, and ``between`` are further corners of the box that they span.
+    """
+
+    least: Point
+    most: Point
+    middle: Point
+    between: tuple[Point, ...] = ()
+
+    @property
+    def all(self) -> tuple[Point, ...]:
+        """The first of them is the middle, whose decisions the others repeat."""
+        return (self.middle, self.least, *self.between, self.most)
+
+    def hold(self, point: Sequence[int]) -> bool:
+        """Whether code for these points is for ``point``."""
+        bounds = zip(self.least, point, self.most, strict=True)
+        return all(low <= size <= high for low, size, high in bounds)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What differs between the sizes in a :class:`CompiledModule`, but for the code."""
+
+    captured: CapturedGraph
+    split: SplitModule | None
+    layouts: Layouts
+    copied_outputs: frozenset[int]
+    copied_gradients: frozenset[int]
+    unaligned: Mapping[str, tuple[bool, ...]]
+    num_outputs: int
+    packs: tuple[tuple[str, ...], ...]
+    joint: str | None
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    lowered: LoweredModule
+    parts: SplitModule | None
+    fused: Fused
+    described: _Described
+
+
+@dataclass(frozen=True, eq=False)
+class SymbolicCode:
+    """Code for all sizes that ``points`` hold.
+
+    ``compiled`` is it with sizes instead of numbers in its descriptions.
+    """
+
+    points: Points
+    compiled: CompiledModule
+    _described: _Described = field(repr=False)
+
+    def at(self, point: Point) -> CompiledModule:
+        """The code for the sizes ``point``; it shares the executable."""
+        described = at(self._described, point)
+        whole = self.compiled.captured
+        captured = replace(
+            described.captured, program=whole.program, assumptions=whole.assumptions
+        )
+        return replace(
+            self.compiled,
+            captured=captured,
+            split=described.split,
+            layouts=described.layouts,
+            loaded=self.compiled.loaded.at(point),
+        )
+
+
+def compile_symbolic(
+    module: nn.Module,
+    sample_at: Callable[[Point], tuple[tuple[Any, ...], dict[str, Any]]],
+    points: Points,
+    *,
+    needs_grad: bool,
+    target: Any,
+    options: CompileOptions,
+    packing: Packing | None,
+    autocast: Autocast = (),
+    apart: bool = True,
+) -> SymbolicCode:
+    """Compile ``module`` for all sizes that ``points`` hold.
+
+    Args:
+        sample_at: arguments whose symbolic dimensions have the sizes of a point.
+        needs_grad, target, options, packing, autocast, apart: as of
+            :func:`~tvmbridge.compiler.compiled.compile_module`.
+
+    Raises:
+        DifferentCodeError: at one of the points the code is another one.
+        BridgeError: as compile_module.
+    """
+    stages, records = Stages(), list[PassRecord]()
+
+    def lower(point: Point) -> _Lowered:
+        args, kwargs = sample_at(point)
+        lowered = lower_module(
+            module,
+            args,
+            kwargs,
+            needs_grad=needs_grad,
+            target=target,
+            options=options,
+            records=records,
+            measure=stages.measure,
+            packing=packing,
+            apart=apart,
+            autocast=autocast,
+        )
+        return _laid_out(lowered, options, records)
+
+    first, *others = points.all
+    with recorded_decisions() as decisions:
+        lowered = [lower(first)]
+    for point in others:
+        with repeated_decisions([decision for _, decision in decisions]):
+            lowered.append(lower(point))
+    sizes = Sizes(points.all)
+    with stages.measure("build"):
+        described = _merged(lowered, sizes)
+        scheduled = _scheduled([(each.fused, each.parts) for each in lowered])
+        mod = generalize([each.mod for each in scheduled], sizes)
+        device = lowered[0].lowered.captured.device
+        built = load(replace(scheduled[0], mod=mod, unaligned={}), records, device)
+        loaded = LoadedModule(built.machine, scheduled[0].unaligned, device)
+    whole = lowered[0].lowered
+    compiled = CompiledModule(
+        captured=whole.captured,
+        recorded=whole.recorded,
+        packs=whole.packs,
+        split=lowered[0].parts,
+        loaded=loaded,
+        target=whole.target,
+        num_outputs=whole.num_outputs,
+        copied_outputs=described.copied_outputs,
+        copied_gradients=described.copied_gradients,
+        layouts=described.layouts,
+        joint=None if whole.derivation is None else whole.derivation.source,
+        joint_reason="" if whole.derivation is None else whole.derivation.reason,
+        native_calls=whole.imported.native_calls,
+        aten_calls=whole.imported.aten_calls,
+        coverage=scheduled[0].coverage,
+        records=tuple(records),
+        seconds=stages.seconds,
+        partial_backwards=None if described.split is None else NoPartialBackwards(),
+    )
+    return SymbolicCode(points, compiled, described)
+
+
+def _laid_out(
+    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+) -> _Lowered:
+    captured = lowered.captured
+    if captured.prologue is not None or captured.epilogue is not None:
+        raise DifferentCodeError("a part of it runs eagerly, which is compiled for one size")
+    mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
+    if parts is not None and parts.functions:
+        raise DifferentCodeError("it has a backward of its own, which is compiled for one size")
+    fused = prepare(mod, lowered.target, records, measure=options.measure_kernels)
+    layouts, num_outputs = lowered.layouts, lowered.num_outputs
+    described = _Described(
+        captured=captured,
+        split=parts,
+        layouts=layouts,
+        copied_outputs=fused.shared["forward"].intersection(range(num_outputs))
+        | shared_residuals(mod, layouts.outputs, num_outputs),
+        copied_gradients=frozenset() if parts is None else fused.shared["backward"],
+        unaligned=fused.unaligned,
+        num_outputs=num_outputs,
+        packs=tuple(map(tuple, lowered.packs)),
+        joint=None if lowered.derivation is None else lowered.derivation.source,
+    )
+    return _Lowered(lowered, parts, fused, described)
+
+
+def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
+    """What describes the module for any size."""
+    first = lowered[0].described
+    same: list[_Described] = []
+    for described in (each.described for each in lowered):
+        _refuse_other_assumptions(first.captured.assumptions, described.captured.assumptions)
+        # Graphs are generalised when they are built; these are for people.
+        captured = replace(described.captured, program=None, assumptions=_NO_ASSUMPTIONS)
+        parts = described.split
+        if parts is not None and first.split is not None:
+            parts = replace(parts, mod=None)
+        same.append(replace(described, captured=captured, split=parts))
+    return merged(same, sizes, "module")
+
+
+def _refuse_other_assumptions(a: Assumptions, b: Assumptions) -> None:
+    """Refuse what forward reads at one size alone: no guard of the other would look at it."""
+    alike = (
+        a.values.keys() == b.values.keys()
+        and [o.name for o in a.outside] == [o.name for o in b.outside]
+        and len(a.foreign) == len(b.foreign)
+        and a.asks == b.asks
+        and [(x.names, x.value) for x in a.answers] == [(x.names, x.value) for x in b.answers]
+        and a.normed == b.normed
+        and a.is_compiling == b.is_compiling
+    )
+    if not alike:
+        print([(x.names,x.value) for x in a.answers],[(x.names,x.value) for x in b.answers], a.asks,b.asks, a.values.keys()^b.values.keys(), [o.name for o in a.outside],[o.name for o in b.outside]); raise DifferentCodeError("forward reads other attributes or globals")
+
+
+def _scheduled(fused: Sequence[tuple[Fused, SplitModule | None]]) -> list[Scheduled]:
+    """The modules with loops by the decisions that hold at all points."""
+
+    def run(each: Fused, parts: SplitModule | None) -> Scheduled:
+        return schedule(each, [], bundle=None if parts is None else parts.bundle)
+
+    decided = []
+    for each, parts in fused:
+        with recorded_decisions() as decisions:
+            run(each, parts)
+        decided.append(decisions)
+    middle, least, *_, most = decided
+    found = []
+    for each, parts in fused:
+        with repeated_decisions(agreed(least, middle, most)):
+            found.append(run(each, parts))
+    return found
