@@ -15,7 +15,7 @@ from tvm.ir import Expr
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.kernel import Reduction, Stage
-from tvmbridge.schedules.loops import Body, allocate, combine_lanes, load, loop, store, vector_loop
+from tvmbridge.schedules.loops import Body, allocate, combine_lanes, load, loop, rounded_up, store, vector_loop
 from tvmbridge.schedules.reader import Buffer
 
 # Steps of a stretch: what a lane adds up before its total is touched.
@@ -81,22 +81,27 @@ class Accumulator:
         return load(self.totals, integer(0))
 
 
-def in_stretches(accumulators: Sequence[Accumulator]) -> Callable[[int, Body], tirx.Stmt]:
+def in_stretches(
+    accumulators: Sequence[Accumulator],
+) -> Callable[[int | Expr, Body], tirx.Stmt]:
     """Return what makes the loop of a pass with these accumulators, of the number of its steps."""
     stretched = [a for a in accumulators if a.stretched]
     if not stretched:
         return loop
 
-    def nested(steps: int, body: Body) -> tirx.Stmt:
+    def nested(steps: int | Expr, body: Body) -> tirx.Stmt:
+        whole = isinstance(steps, int) and steps % _STRETCH == 0
+
         def stretch(number: Expr) -> list[tirx.Stmt]:
             start = number * integer(_STRETCH)
-            count = tirx.Min(integer(_STRETCH), integer(steps) - start)
+            left = (integer(steps) if isinstance(steps, int) else steps) - start
+            count = tirx.Min(integer(_STRETCH), left)
             return [
                 *(a.begin_stretch() for a in stretched),
-                loop(count if steps % _STRETCH else _STRETCH, body, start=start),
+                loop(_STRETCH if whole else count, body, start=start),
                 *(a.end_stretch() for a in stretched),
             ]
 
-        return loop(-(-steps // _STRETCH), stretch)
+        return loop(rounded_up(steps, _STRETCH), stretch)
 
     return nested

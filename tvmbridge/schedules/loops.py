@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import Reduction
 from tvmbridge.schedules.reader import Buffer
@@ -28,11 +29,23 @@ def loop(
     """Return a loop over [start, start + extent); one of extent 1 is its body."""
     first = integer(start) if isinstance(start, int) else start
     if isinstance(extent, int):
-        if extent == 1:
+        if extent == 1 and not sizes_vary():
             return sequence(body(first))
         extent = integer(extent)
     var = index_var("i")
     return tirx.For(var, first, extent, kind, sequence(body(var)))
+
+
+def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
+    """Return ``extent / divisor``, rounded up.
+
+    It stays a quotient where code for several sizes is compared: a number could be that of several
+    extents.
+    """
+    if isinstance(extent, int) and not sizes_vary():
+        return -(-extent // divisor)
+    whole = integer(extent) if isinstance(extent, int) else extent
+    return tirx.FloorDiv(tirx.Add(whole, integer(divisor - 1)), integer(divisor))
 
 
 def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
@@ -60,7 +73,7 @@ def over_vectors(
     extent: int,
     lanes: int,
     body: Callable[[Expr, Expr | None], list[tirx.Stmt]],
-    steps: Callable[[int, Body], tirx.Stmt] = loop,
+    steps: Callable[[int | Expr, Body], tirx.Stmt] = loop,
 ) -> tirx.Stmt:
     """Return a loop over [0, extent) in steps of ``lanes``, at most ``extent``.
 
@@ -68,7 +81,7 @@ def over_vectors(
     divide ``extent`` the last step overlaps the one before it, and positions from ``fresh`` on are
     new; else ``fresh`` is None. ``steps`` makes the loop over the steps, of their number.
     """
-    count = -(-extent // lanes)
+    count = rounded_up(extent, lanes)
     if extent % lanes == 0:
         return steps(count, lambda i: body(i * integer(lanes), None))
 

@@ -18,6 +18,7 @@ from tvmbridge.schedules.loops import (
     loop,
     over_vectors,
     power_of_two_below,
+    rounded_up,
     store,
 )
 from tvmbridge.schedules.machine import Machine
@@ -73,8 +74,8 @@ class RowEmitter:
         members = self.nest.members
         columns, row = members[0].columns, integer(0)
         lanes = self._lanes(members, columns)
-        steps = -(-columns // lanes)
-        chunks = self.machine.chunks(self.work(), steps)
+        steps = rounded_up(columns, lanes)
+        chunks = self.machine.chunks(self.work(), -(-columns // lanes))
 
         def step(i: Expr) -> list[tirx.Stmt]:
             base = index_var("base")
@@ -85,7 +86,8 @@ class RowEmitter:
             return [bind, *self._vectors(members, [], row, base, None, lanes)]
 
         def chunk(p: Expr) -> list[tirx.Stmt]:
-            first, last = (integer(steps) * q // integer(chunks) for q in (p, p + integer(1)))
+            count = integer(steps) if isinstance(steps, int) else steps
+            first, last = (count * q // integer(chunks) for q in (p, p + integer(1)))
             return [loop(last - first, step, start=first)]
 
         if chunks == 1:

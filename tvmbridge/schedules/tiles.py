@@ -13,10 +13,16 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import Kernel, Stage
-from tvmbridge.schedules.loops import element_loop, loop, over_vectors, power_of_two_below
+from tvmbridge.schedules.loops import (
+    element_loop,
+    loop,
+    over_vectors,
+    power_of_two_below,
+    rounded_up,
+)
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Axis
 from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
@@ -84,6 +90,8 @@ class TileEmitter:
         across, along = -(-self.rows // self.tile[0]), -(-self.columns // self.tile[1])
         tiles = extent_of(self.outer) * across * along
         parallel = self.machine.chunks(self.work, tiles) > 1
+        if sizes_vary():
+            return [self._nested(parallel)]
 
         def body(t: Expr) -> list[tirx.Stmt]:
             if isinstance(t, tirx.Var):
@@ -94,6 +102,28 @@ class TileEmitter:
             return self._tile(at, starts)
 
         return [loop(tiles, body, tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL)]
+
+    def _nested(self, parallel: bool) -> tirx.Stmt:
+        """The tiles in loops of their own, whose extents are no products of rounded numbers."""
+        outer = extent_of(self.outer)
+        kinds = [tirx.ForKind.SERIAL, tirx.ForKind.SERIAL]
+        if parallel:
+            kinds[0 if outer > 1 else 1] = tirx.ForKind.PARALLEL
+
+        def group(o: Expr) -> list[tirx.Stmt]:
+            if isinstance(o, tirx.Var):
+                self.indexer.bind(o, outer)
+            at = unravel(o, self.outer, self.indexer)
+
+            def across(a: Expr) -> list[tirx.Stmt]:
+                def along(b: Expr) -> list[tirx.Stmt]:
+                    return self._tile(at, [a, b])
+
+                return [loop(rounded_up(self.columns, self.tile[1]), along)]
+
+            return [loop(rounded_up(self.rows, self.tile[0]), across, kinds[1])]
+
+        return loop(outer, group, kinds[0])
 
     def _tile(self, outer: dict[Any, Expr], starts: Sequence[Expr]) -> list[tirx.Stmt]:
         firsts, binds = [], []

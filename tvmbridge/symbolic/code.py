@@ -22,6 +22,7 @@ from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.split import SplitModule
+from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.decisions import agreed, recorded_decisions, repeated_decisions
 from tvmbridge.core.options import CompileOptions
@@ -159,6 +160,7 @@ def compile_symbolic(
             lowered.append(lower(point))
     sizes = Sizes(points.all)
     with stages.measure("build"):
+        assumptions = _together([each.lowered.captured.assumptions for each in lowered])
         described = _merged(lowered, sizes)
         scheduled = _scheduled([(each.fused, each.parts) for each in lowered])
         mod = generalize([each.mod for each in scheduled], sizes)
@@ -167,7 +169,7 @@ def compile_symbolic(
         loaded = LoadedModule(built.machine, scheduled[0].unaligned, device)
     whole = lowered[0].lowered
     compiled = CompiledModule(
-        captured=whole.captured,
+        captured=replace(whole.captured, assumptions=assumptions),
         recorded=whole.recorded,
         packs=whole.packs,
         split=lowered[0].parts,
@@ -217,32 +219,37 @@ def _laid_out(
 
 def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
     """What describes the module for any size."""
-    first = lowered[0].described
     same: list[_Described] = []
     for described in (each.described for each in lowered):
-        _refuse_other_assumptions(first.captured.assumptions, described.captured.assumptions)
         # Graphs are generalised when they are built; these are for people.
         captured = replace(described.captured, program=None, assumptions=_NO_ASSUMPTIONS)
         parts = described.split
-        if parts is not None and first.split is not None:
+        if parts is not None:
             parts = replace(parts, mod=None)
         same.append(replace(described, captured=captured, split=parts))
     return merged(same, sizes, "module")
 
 
-def _refuse_other_assumptions(a: Assumptions, b: Assumptions) -> None:
-    """Refuse what forward reads at one size alone: no guard of the other would look at it."""
-    alike = (
-        a.values.keys() == b.values.keys()
-        and [o.name for o in a.outside] == [o.name for o in b.outside]
-        and len(a.foreign) == len(b.foreign)
-        and a.asks == b.asks
-        and [(x.names, x.value) for x in a.answers] == [(x.names, x.value) for x in b.answers]
-        and a.normed == b.normed
-        and a.is_compiling == b.is_compiling
+def _together(all_: Sequence[Assumptions]) -> Assumptions:
+    """The assumptions of all of the compilations: what forward reads at one size is watched.
+
+    Raises:
+        DifferentCodeError: it was answered something else at another size.
+    """
+    first = all_[0]
+    for other in all_[1:]:
+        answers = [[(x.names, x.value) for x in each.answers] for each in (first, other)]
+        if answers[0] != answers[1] or first.normed != other.normed:
+            raise DifferentCodeError("forward asks something else at other sizes")
+        if first.is_compiling != other.is_compiling:
+            raise DifferentCodeError("forward goes another way at other sizes")
+    return replace(
+        first,
+        values={k: v for each in reversed(all_) for k, v in each.values.items()},
+        outside=tuple({o.key: o for each in reversed(all_) for o in each.outside}.values()),
+        foreign=tuple({id(t): t for each in all_ for t in each.foreign}.values()),
+        asks=frozenset[Question]().union(*(each.asks for each in all_)),
     )
-    if not alike:
-        print([(x.names,x.value) for x in a.answers],[(x.names,x.value) for x in b.answers], a.asks,b.asks, a.values.keys()^b.values.keys(), [o.name for o in a.outside],[o.name for o in b.outside]); raise DifferentCodeError("forward reads other attributes or globals")
 
 
 def _scheduled(fused: Sequence[tuple[Fused, SplitModule | None]]) -> list[Scheduled]:

@@ -23,7 +23,7 @@ Point: TypeAlias = tuple[int, ...]
 # Of one symbol in a product of symbols.
 _MOST_POWER = 2
 # Vector lengths, numbers of threads and of tiles are powers of two.
-_DIVISORS = tuple(1 << i for i in range(1, 13))
+_DIVISORS = tuple(1 << i for i in range(1, 17))
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Sizes:
         if known is not None:
             return known
         whole = {s for s in self._found.values() if s is not None and s.divisor == 1}
-        whole |= {Size(s.terms[:1]) for s in whole}  # the last vector begins at ``s - 16``
+        whole -= {s for s in whole if _begins_last_vector(s, whole)}
         size = self._only(_divided(whole, values, self.points))
         self._found[values] = size
         return size
@@ -127,6 +127,14 @@ class Sizes:
         """The only one, as functions of the symbols."""
         functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
+
+
+def _begins_last_vector(size: Size, whole: Iterable[Size]) -> bool:
+    """Whether it is another size less the lanes of a vector: nothing is divided by such."""
+    if len(size.terms) < 2 or any(size.terms[-1][1]):
+        return False
+    lanes = -size.terms[-1][0]
+    return lanes >= 4 and not lanes & (lanes - 1) and Size(size.terms[:-1]) in whole
 
 
 def _divided(
