@@ -19,6 +19,7 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, SpecializationReport
+from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
@@ -36,6 +37,7 @@ def add_tvm_dispatch(
     target: Any = None,
     options: CompileOptions | dict[str, Any] | None = None,
     on_fallback: Literal["warn", "silent", "raise"] | None = None,
+    dynamic_shapes: Literal["auto"] | None = None,
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
@@ -93,6 +95,8 @@ def add_tvm_dispatch(
         dispatcher.renew_after_fork()
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
+        if dynamic_shapes == "auto":
+            dispatcher.any_size = AnySize(dispatcher.compiler)
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_caches(module)
@@ -208,7 +212,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             graph_replays=entry.graph_replays.total(),
             graph_skips=dict(entry.graph_skips),
         )
-        for specialization in dispatcher.specializations
+        for specialization in dispatcher.all_specializations()
         for mode, entry in specialization.compiled()
     ]
     return DispatchReport(

@@ -188,6 +188,33 @@ def _exported(
     bases: Sequence[IntermediateBase],
 ) -> tuple[ExportedProgram, TracedForward]:
     """The decomposed program, and the forward that was traced; errors are torch.export's."""
+    program, forward = _traced(stage, args, kwargs, needs_grad, bases, None)
+    return program, forward
+
+
+def export_with_symbols(
+    stage: Stage,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    symbolic: Mapping[int, Mapping[int, Any]],
+) -> ExportedProgram:
+    """The program with symbols for sizes: of leaves of the arguments, by number and dimension.
+
+    Errors are torch.export's.
+    """
+    bases = () if stage.observation is None else stage.observation.sharing.bases
+    return _traced(stage, args, kwargs, needs_grad, bases, symbolic)[0]
+
+
+def _traced(
+    stage: Stage,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    bases: Sequence[IntermediateBase],
+    symbolic: Mapping[int, Mapping[int, Any]] | None,
+) -> tuple[ExportedProgram, TracedForward]:
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (
@@ -214,8 +241,26 @@ def _exported(
             )
             with forward.in_place():
                 given, named = without_repetitions((args, dict(kwargs)))
-                program = torch.export.export(module, given, named, strict=False)
+                dynamic = _dynamic_shapes(module, given, named, symbolic)
+                program = torch.export.export(
+                    module, given, named, dynamic_shapes=dynamic, strict=False
+                )
         return _taken_apart(program, table), forward
+
+
+def _dynamic_shapes(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    symbolic: Mapping[int, Mapping[int, Any]] | None,
+) -> Any:
+    if symbolic is None:
+        return None
+    shapes = torch.export.ShapesCollection()
+    leaves = pytree.tree_leaves((args, kwargs))
+    for number, dimensions in symbolic.items():
+        shapes[leaves[number]] = dict(dimensions)
+    return shapes.dynamic_shapes(module, args, kwargs)
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:

@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN, anything_requires_grad
+from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.entry import Checks, CompiledEntry, FastPath
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import Tally, forget_summaries
@@ -81,6 +82,7 @@ class Dispatcher(StandsForForward):
         self.specializations: tuple[Specialization, ...] = ()
         self.tally = Tally(self._name(), on_fallback)
         self.compiles_signatures = False
+        self.any_size: AnySize | None = None
         self.packing = Packing(module)
         self.compiler = Compiler(module, own, target, options, self.packing)
         self.checker: Checks | None = None
@@ -148,7 +150,7 @@ class Dispatcher(StandsForForward):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Any:
         reason: str | None = None
         settling, misfits, known = False, [], self.specializations
-        for specialization in known:
+        for specialization in self._candidates(known, misfits, args, kwargs):
             matched = specialization.signature.match(args, kwargs)
             if isinstance(matched, Mismatch):
                 misfits.append(matched)
@@ -189,6 +191,20 @@ class Dispatcher(StandsForForward):
                 return self._call(args, kwargs, again=True)
             why = refused
         return self._fall_back(why, args, kwargs, settling=settling)
+
+    def _candidates(
+        self,
+        known: tuple[Specialization, ...],
+        misfits: list[Mismatch],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Iterator[Specialization]:
+        """Those that may be for the arguments of a call; where none fits, one of other sizes."""
+        yield from known
+        if self.any_size is not None and len(misfits) == len(known):
+            found = self.any_size.specialization(known, args, kwargs)
+            if found is not None:
+                yield found
 
     def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
         """Whether a call that fits no signature, for these reasons, may add one."""
@@ -278,6 +294,10 @@ class Dispatcher(StandsForForward):
             if known is not None:
                 return known
             try:
+                if specialization.family is not None:
+                    entry = specialization.family(mode, matched)
+                    specialization.add(mode, entry, most)
+                    return entry
                 return self.compile(specialization, mode, *matched.arguments, why=why)
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
@@ -363,7 +383,12 @@ class Dispatcher(StandsForForward):
 
     def served(self) -> int:
         """The calls that compiled code has served."""
-        return sum(entry.calls for s in self.specializations for _, entry in s.compiled())
+        return sum(entry.calls for s in self.all_specializations() for _, entry in s.compiled())
+
+    def all_specializations(self) -> list[Specialization]:
+        """Those for samples, and those for calls of other sizes."""
+        others = [] if self.any_size is None else self.any_size.instances()
+        return [*self.specializations, *others]
 
     def __del__(self) -> None:
         self.sum_up()
@@ -384,6 +409,8 @@ class Dispatcher(StandsForForward):
             self._process = os.getpid()
             self.specializations = ()
             self._fast = ()
+            if self.any_size is not None:
+                self.any_size = AnySize(self.compiler)
 
     def _name(self) -> str:
         return type(self.module).__name__
@@ -397,6 +424,8 @@ class Dispatcher(StandsForForward):
             return own or forward_of_class(module)
         duplicate = Dispatcher(module, own, self.target, self.options, self.tally.on_fallback)
         duplicate.compiles_signatures = self.compiles_signatures
+        if self.any_size is not None:
+            duplicate.any_size = AnySize(duplicate.compiler)
         duplicate.specializations = tuple(
             s.rebound(memo, duplicate.packing) for s in self.specializations
         )

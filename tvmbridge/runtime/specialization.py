@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
-from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.signature import Matched, Signature
 
 _DROPPED = (
     "code for this requires_grad of inputs and parameters was dropped, of more than "
@@ -30,6 +30,8 @@ class Specialization:
 
     def __init__(self, signature: Signature) -> None:
         self.signature = signature
+        # Makes code for a mode and a call where the sizes are those of symbolic code.
+        self.family: Callable[[Mode, Matched], CompiledEntry] | None = None
         self.entries: dict[Mode, tuple[CompiledEntry, ...]] = {}
         self.failures: dict[tuple[Mode, Flags], str] = {}
         self.last_use = 0

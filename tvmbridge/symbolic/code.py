@@ -27,8 +27,7 @@ from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.decisions import agreed, recorded_decisions, repeated_decisions
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
-from tvmbridge.passes.relax.remove_borders import RemoveBorders
-from tvmbridge.pipeline import run_passes, tidy_passes
+from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
 from tvmbridge.symbolic.sizes import Point, Sizes
@@ -52,7 +51,7 @@ class Points:
     @property
     def all(self) -> tuple[Point, ...]:
         """The first of them is the middle, whose decisions the others repeat."""
-        return (self.middle, self.least, *self.between, self.most)
+        return (self.middle, self.most, *self.between, self.least)
 
     def hold(self, point: Sequence[int]) -> bool:
         """Whether code for these points is for ``point``."""
@@ -87,10 +86,11 @@ class _Lowered:
 class SymbolicCode:
     """Code for all sizes that ``points`` hold.
 
-    ``compiled`` is it with sizes instead of numbers in its descriptions.
+    Of them it is for those that fulfil the ``relations``. ``compiled`` is it at one of the points.
     """
 
     points: Points
+    relations: Relations
     compiled: CompiledModule
     _described: _Described = field(repr=False)
 
@@ -114,6 +114,7 @@ def compile_symbolic(
     module: nn.Module,
     sample_at: Callable[[Point], tuple[tuple[Any, ...], dict[str, Any]]],
     points: Points,
+    relations: Relations,
     *,
     needs_grad: bool,
     target: Any,
@@ -126,6 +127,7 @@ def compile_symbolic(
 
     Args:
         sample_at: arguments whose symbolic dimensions have the sizes of a point.
+        points: where it is compiled; all of them must fulfil the ``relations``.
         needs_grad, target, options, packing, autocast, apart: as of
             :func:`~tvmbridge.compiler.compiled.compile_module`.
 
@@ -188,7 +190,7 @@ def compile_symbolic(
         seconds=stages.seconds,
         partial_backwards=None if described.split is None else NoPartialBackwards(),
     )
-    return SymbolicCode(points, compiled, described)
+    return SymbolicCode(points, relations, compiled, described)
 
 
 def _laid_out(
@@ -263,7 +265,7 @@ def _scheduled(fused: Sequence[tuple[Fused, SplitModule | None]]) -> list[Schedu
         with recorded_decisions() as decisions:
             run(each, parts)
         decided.append(decisions)
-    middle, least, *_, most = decided
+    middle, most, *_, least = decided
     found = []
     for each, parts in fused:
         with repeated_decisions(agreed(least, middle, most)):

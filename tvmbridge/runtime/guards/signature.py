@@ -59,6 +59,7 @@ class Signature:
         # Arguments that are leaves themselves need no flattening at a call.
         arguments = [*args, *kwargs.values()]
         self.flat = len(leaves) == len(arguments) and all(map(operator.is_, leaves, arguments))
+        self.forward = forward
         self.parameters = Parameters.of(forward)
         self._spellings: dict[tuple[int, tuple[str, ...]], Spelling | Mismatch] = {}
         self.names = _names(args, kwargs, forward)
@@ -98,8 +99,13 @@ class Signature:
         leaves, spec = pytree.tree_flatten((args, {k: kwargs[k] for k in self.keywords}))
         return leaves if spec == self.spec else None
 
-    def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Matched | Mismatch:
-        """The leaves and arguments of a call that fits the signature, or why it does not."""
+    def match(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, any_size: bool = False
+    ) -> Matched | Mismatch:
+        """The leaves and arguments of a call that fits the signature, or why it does not.
+
+        With ``any_size`` shapes may be others.
+        """
         if self.parameters is not None and self.parameters.changed():
             return Mismatch("the code or a default of forward changed")
         call: Arguments = args, kwargs
@@ -118,7 +124,7 @@ class Signature:
             leaves = [self._unread.get(i, leaf) for i, leaf in enumerate(leaves)]
             args = tuple(leaves[: self.num_args])
             kwargs = dict(zip(self.keywords, leaves[self.num_args :], strict=True))
-        wrong = self.mismatch(leaves) or (spelling and spelling.mismatch(call))
+        wrong = self.mismatch(leaves, any_size) or (spelling and spelling.mismatch(call))
         return wrong or Matched(leaves, (args, kwargs))
 
     def _spelling(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Spelling | Mismatch:
@@ -145,7 +151,7 @@ class Signature:
         known = list(self._spellings.items())
         return [(*key, each) for key, each in known if isinstance(each, Spelling)]
 
-    def mismatch(self, leaves: Sequence[Any]) -> Mismatch | None:
+    def mismatch(self, leaves: Sequence[Any], any_size: bool = False) -> Mismatch | None:
         """Why ``leaves`` do not fit the signature; None when they do."""
         for i, shape, dtype, device in self.tensors:
             leaf = leaves[i]
@@ -158,7 +164,7 @@ class Signature:
                 return self._of(i, "the layout of an input differs", f"layout {leaf.layout}")
             if not has_storage(leaf):
                 return Mismatch("an argument has left a function transform")
-            if leaf.shape != shape:
+            if leaf.shape != shape and not any_size:
                 text = f"shape {tuple(leaf.shape)}, compiled for {tuple(shape)}"
                 return self._of(i, "the shape of an input differs", text)
             if leaf.dtype is not dtype:

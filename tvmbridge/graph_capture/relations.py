@@ -1,0 +1,138 @@
+"""Relations between sizes: what forward, and PyTorch's own code, take for granted of symbolic sizes.
+
+torch.export traces the module with symbols in place of the sizes and notes each decision that
+depends on them: a branch, a bound, a divisor. Code that was compiled for some sizes is right for
+others where all of these decisions are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.capture import export_with_symbols
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.observe.staging import staged
+
+# Without a bound of its own a size may be anything.
+_UNBOUNDED = 1 << 40
+
+
+@dataclass(frozen=True)
+class Relations:
+    """The decisions of a trace, and the symbols of the dimensions that they are about.
+
+    ``shapes`` are the sizes of the tensors among the arguments, by the number of the leaf: integers
+    and sympy's expressions. ``bounds`` are the least and greatest size of each symbol.
+    """
+
+    shapes: Mapping[int, tuple[Any, ...]]
+    bounds: Mapping[Any, tuple[int, int]]
+    guards: tuple[Any, ...] = field(repr=False)
+
+    def broken(self, sizes: Mapping[int, Sequence[int]]) -> str | None:
+        """Which relation does not hold for arguments of these sizes; None: all do."""
+        known: dict[Any, int] = {}
+        for leaf, shape in self.shapes.items():
+            for expression, size in zip(shape, sizes[leaf], strict=True):
+                if isinstance(expression, sympy.Symbol):
+                    known.setdefault(expression, size)
+        self._follow_equations(known)
+        for leaf, shape in self.shapes.items():
+            for expression, size in zip(shape, sizes[leaf], strict=True):
+                if int(_at(expression, known)) != size:
+                    return f"a size is {expression}, and not {size}"
+        for symbol, (least, most) in self.bounds.items():
+            if symbol in known and not least <= known[symbol] <= most:
+                return f"a size is {known[symbol]}, and not between {least} and {most}"
+        for guard in self.guards:
+            if _at(guard, known) != sympy.true:
+                return f"not {guard}"
+        return None
+
+    def _follow_equations(self, known: dict[Any, int]) -> None:
+        """Add symbols of which a guard says what they are equal to."""
+        for guard in (g for g in self.guards if isinstance(g, sympy.Eq)):
+            for symbol, other in (guard.args, reversed(guard.args)):
+                if isinstance(symbol, sympy.Symbol) and symbol not in known:
+                    value = _at(other, known)
+                    if value.is_Integer:
+                        known[symbol] = int(value)
+
+    def most(self, leaf: int, dimension: int) -> int:
+        """The greatest size that a dimension of an argument may have."""
+        expression = self.shapes[leaf][dimension]
+        return self.bounds.get(expression, (0, _UNBOUNDED))[1]
+
+    def is_symbolic(self, leaf: int, dimension: int) -> bool:
+        """Whether a dimension is a symbol: otherwise forward demands its size."""
+        return isinstance(self.shapes[leaf][dimension], sympy.Symbol)
+
+
+def relations_of(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dimensions: Sequence[tuple[int, int]],
+    *,
+    needs_grad: bool,
+    autocast: Autocast = (),
+) -> Relations:
+    """Those of ``module``, where ``dimensions`` (numbers of leaf and dimension) are symbolic.
+
+    Raises:
+        CaptureError: it cannot be traced so.
+    """
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    symbolic: dict[int, dict[int, Any]] = {}
+    for leaf, number in dimensions:
+        symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
+    stage = staged(module, args, kwargs, needs_grad, autocast=autocast)
+    try:
+        program = export_with_symbols(stage, args, kwargs, needs_grad, symbolic)
+    except Exception as error:
+        raise CaptureError(
+            f"torch.export cannot trace {type(module).__name__} with symbolic sizes: "
+            f"{first_paragraph(error)}"
+        ) from error
+    return _relations(program, leaves)
+
+
+def _relations(program: Any, leaves: Sequence[Any]) -> Relations:
+    names = program.graph_signature.user_inputs
+    nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
+    shapes, environment = {}, None
+    for leaf, name in enumerate(names):
+        value = nodes[name].meta.get("val") if name in nodes else None
+        if isinstance(value, torch.Tensor):
+            shapes[leaf] = tuple(_expression(size) for size in value.shape)
+            environment = environment or value.fake_mode.shape_env
+    if environment is None:
+        raise CaptureError("no argument is a tensor")
+    bounds = {
+        symbol: (_integer(found.lower, 0), _integer(found.upper, _UNBOUNDED))
+        for symbol, found in environment.var_to_range.items()
+    }
+    asserts = [a.expr for each in environment.deferred_runtime_asserts.values() for a in each]
+    guards = [guard.expr for guard in environment.guards]
+    return Relations(shapes, bounds, tuple(dict.fromkeys([*guards, *asserts])))
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else int(size)
+
+
+def _integer(bound: Any, otherwise: int) -> int:
+    return int(bound) if bound.is_Integer and abs(int(bound)) < _UNBOUNDED else otherwise
+
+
+def _at(expression: Any, known: Mapping[Any, int]) -> Any:
+    return expression.subs(known) if isinstance(expression, sympy.Basic) else expression

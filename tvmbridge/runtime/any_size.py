@@ -1,0 +1,281 @@
+"""Any size: calls whose arguments have other sizes than a sample's are served by symbolic code.
+
+A :class:`Family` is a signature of which some dimensions are symbols. It has one symbolic code for
+each mode, and for each choice of sizes that comes a specialisation of its own, an instance: guards,
+counters and converted parameters are those of any other specialisation, the executable is shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tvmbridge.core.errors import BridgeError, BuildError, CaptureError
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.relations import Relations, relations_of
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.runtime.entry import CompiledEntry
+from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
+from tvmbridge.runtime.guards.signature import Matched, Signature
+from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.progress import progress
+from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.symbolic.code import Points, SymbolicCode, compile_symbolic
+from tvmbridge.symbolic.probes import Shapes, Symbols, points_for
+from tvmbridge.symbolic.sizes import Point
+
+logger = logging.getLogger(__name__)
+
+# So many choices of sizes are kept; of further ones those go that were not used for longest.
+_MOST_INSTANCES = 256
+# So often is code compiled for a wider range of sizes.
+_MOST_RANGES = 3
+# So often calls add dimensions to those of a sample that are symbols.
+_MOST_FAMILIES = 4
+# What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
+_LIMITS = tuple(1 << i for i in range(40, 4, -1))
+
+
+class Family:
+    """Calls that differ from a sample in the sizes of symbolic dimensions alone.
+
+    Args:
+        compiler: of the dispatched module.
+        signature: the sample's.
+        symbols: its symbolic dimensions.
+        seen: the sizes that calls had so far, the sample's among them.
+        shapes: those of the tensors of the call that it was made for.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        signature: Signature,
+        symbols: Symbols,
+        seen: Sequence[Point],
+        shapes: Shapes,
+    ) -> None:
+        self.compiler = compiler
+        self.signature = signature
+        self.symbols = symbols
+        self.shapes = shapes
+        self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
+        self.compilations = 0
+        self.instances: OrderedDict[Point, Specialization] = OrderedDict()
+        self._tried: set[int] = set()
+        self._least = tuple(map(min, zip(*seen, strict=True)))
+        self._most = tuple(map(max, zip(*seen, strict=True)))
+
+    def instance(self, matched: Matched) -> Specialization | None:
+        """The specialisation for a call; None: other dimensions than the symbols differ."""
+        point = self.symbols.point(matched.leaves)
+        if point is None:
+            return None
+        found = self.instances.get(point)
+        if found is None:
+            if not self._differs_in_symbols(matched.leaves):
+                return None
+            found = Specialization(Signature(*matched.arguments, self.signature.forward))
+            found.family = partial(self.entry, point)
+            self.instances[point] = found
+            if len(self.instances) > _MOST_INSTANCES:
+                self.instances.popitem(last=False)
+        self.instances.move_to_end(point)
+        return found
+
+    def _differs_in_symbols(self, leaves: Sequence[Any]) -> bool:
+        symbolic = {d for dimensions in self.symbols.dimensions for d in dimensions}
+        return all(
+            len(shape) == leaves[i].dim()
+            and all(
+                (i, d) in symbolic or size == leaves[i].shape[d] for d, size in enumerate(shape)
+            )
+            for i, shape, *_ in self.signature.tensors
+        )
+
+    def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
+        """Code for a call with the sizes ``point``.
+
+        Raises:
+            BridgeError: there is none; the message says why.
+        """
+        flags = flags_of(self.compiler.module, matched.leaves)
+        code = self.codes.get((mode, flags))
+        self._least = tuple(map(min, self._least, point))
+        self._most = tuple(map(max, self._most, point))
+        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
+        if code is None or (outside and self.compilations < _MOST_RANGES * len(self.codes)):
+            code = self._compile(point, mode, flags, matched)
+        if isinstance(code, str):
+            raise BuildError(code)
+        if not code.points.hold(point):
+            raise BuildError(f"code for other sizes is for {code.points.least} to {code.points.most}")
+        broken = code.relations.broken(_shapes(matched.leaves))
+        if broken is not None:
+            raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
+        return self._instantiated(code, point, flags, matched)
+
+    def _compile(self, point: Point, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
+        module = self.compiler.module
+        name, start = type(module).__name__, time.perf_counter()
+        why = "; a call with other sizes asks for it"
+        self.compilations += 1
+        code: SymbolicCode | str
+        with progress(f"compiling {name} for {mode}, any size", why), tracing_here(), undisturbed():
+            args, kwargs = without_inference_tensors(matched.arguments)
+            try:
+                code = self._compiled(mode, args, kwargs)
+                logger.info(
+                    "compiled %s for %s, any size from %s to %s: %.1f s",
+                    name,
+                    mode,
+                    code.points.least,
+                    code.points.most,
+                    time.perf_counter() - start,
+                )
+            except BridgeError as error:
+                code = f"no code for any size: {error}"
+                logger.info("%s of %s for %s", code, name, mode)
+        self.codes[mode, flags] = code
+        for instance in self.instances.values():
+            instance.failures.clear()
+        return code
+
+    def _compiled(self, mode: Mode, args: Any, kwargs: Any) -> SymbolicCode:
+        compiler, symbols = self.compiler, self.symbols
+        dimensions = [d for group in symbols.dimensions for d in group]
+        # Of equal sizes torch.export would make one symbol.
+        apart = tuple(n + i for i, n in enumerate(self._most))
+        relations = relations_of(
+            compiler.module,
+            *symbols.probe(args, kwargs, apart),
+            dimensions,
+            needs_grad=mode.needs_grad,
+            autocast=mode.autocast,
+        )
+        return compile_symbolic(
+            compiler.module,
+            partial(symbols.probe, args, kwargs),
+            self._points(relations, (args, kwargs)),
+            relations,
+            needs_grad=mode.needs_grad,
+            target=compiler.target,
+            options=compiler.options,
+            packing=compiler.packing,
+            autocast=mode.autocast,
+        )
+
+    def _points(self, relations: Relations, sample: Arguments) -> Points:
+        """Where the code is compiled: where all that forward takes for granted holds."""
+        for leaf, number in (d for group in self.symbols.dimensions for d in group):
+            if not relations.is_symbolic(leaf, number):
+                raise CaptureError(
+                    f"forward demands size {relations.shapes[leaf][number]} of dimension {number} "
+                    f"of argument `{self.signature.names[leaf]}`"
+                )
+        bounds = [min(relations.most(*d) for d in group) for group in self.symbols.dimensions]
+        broken: str | None = None
+        for limit in _LIMITS:
+            within = [min(bound, limit) for bound in bounds]
+            points = points_for(self._least, self._most, within)
+            if points is None:
+                break
+            probes = (self.symbols.probe(*sample, point) for point in points.all)
+            shapes = (_shapes(pytree.tree_leaves(probe)) for probe in probes)
+            broken = next(filter(None, map(relations.broken, shapes)), None)
+            if broken is None:
+                return points
+        reason = broken or f"there are no sizes to compile for around {self._most}"
+        raise CaptureError(f"forward goes another way at other sizes: {reason}")
+
+    def _instantiated(
+        self, code: SymbolicCode, point: Point, flags: Flags, matched: Matched
+    ) -> CompiledEntry:
+        compiler = self.compiler
+        compiled = code.at(point)
+        entry = CompiledEntry(
+            ModuleState(compiler.module, compiled.captured), compiled, compiler.packing, flags
+        )
+        if id(code) not in self._tried:
+            with tracing_here(), undisturbed():
+                entry.try_out(matched.leaves)
+            for names in compiled.packs:
+                compiler.packing.claim(names)
+            self._tried.add(id(code))
+        return entry
+
+
+def _shapes(leaves: Sequence[Any]) -> dict[int, Sequence[int]]:
+    return {i: t.shape for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+
+
+class AnySize:
+    """The families of a dispatched module.
+
+    Args:
+        compiler: of the module.
+    """
+
+    def __init__(self, compiler: Compiler) -> None:
+        self.compiler = compiler
+        self.families: list[Family] = []
+        self._lock = threading.Lock()
+
+    def specialization(
+        self,
+        known: Sequence[Specialization],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Specialization | None:
+        """That for a call of other sizes than those of ``known``; None: it differs otherwise."""
+        with self._lock:
+            return self._of_family(args, kwargs) or self._of_new_family(known, args, kwargs)
+
+    def instances(self) -> list[Specialization]:
+        """All specialisations for calls of other sizes."""
+        with self._lock:
+            return [i for family in self.families for i in family.instances.values()]
+
+    def _of_family(self, args: Any, kwargs: Any) -> Specialization | None:
+        for family in self.families:
+            matched = family.signature.match(args, kwargs, any_size=True)
+            found = None if isinstance(matched, Mismatch) else family.instance(matched)
+            if found is not None:
+                return found
+        return None
+
+    def _of_new_family(
+        self, known: Sequence[Specialization], args: Any, kwargs: Any
+    ) -> Specialization | None:
+        for specialization in known:
+            signature = specialization.signature
+            matched = signature.match(args, kwargs, any_size=True)
+            if isinstance(matched, Mismatch):
+                continue
+            earlier = [f for f in self.families if f.signature is signature]
+            if len(earlier) >= _MOST_FAMILIES:
+                continue
+            shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in signature.tensors]
+            sample = [(i, tuple(shape)) for i, shape, *_ in signature.tensors]
+            calls = [sample, *(f.shapes for f in earlier), shapes]
+            symbols = Symbols.of(*calls)
+            if symbols is None or not symbols.dimensions:
+                continue
+            seen = [symbols.point_of(dict(call)) for call in calls]
+            family = Family(self.compiler, signature, symbols, seen, shapes)
+            found = family.instance(matched)
+            if found is not None:
+                self.families = [*(f for f in self.families if f not in earlier), family]
+                return found
+        return None

@@ -1,0 +1,148 @@
+"""Probes: which dimensions are symbols, at which sizes a module is compiled, and arguments of these.
+
+Sizes of probes are primes, so that nothing divides them and no two dimensions agree by accident, and
+some of them are one more than a multiple of any vector's length: rounded up and rounded down they
+differ from their neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.symbolic.code import Points
+from tvmbridge.symbolic.sizes import Point
+
+# A dimension of an argument: the number of its leaf, and of the dimension.
+Dimension: TypeAlias = tuple[int, int]
+Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
+
+_LANES = 64
+# The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is also
+# the number of many other things.
+_LEAST = (3, 5, 7, 11, 17)
+_ALLOWED = 2
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The symbolic dimensions: those of each symbol have one size at every call.
+
+    Args:
+        dimensions: of each symbol.
+    """
+
+    dimensions: tuple[tuple[Dimension, ...], ...]
+
+    @classmethod
+    def of(cls, *calls: Shapes) -> Symbols | None:
+        """Those of dimensions that are not of one size in all calls; None: the ranks differ.
+
+        Dimensions that are of the same size in each call are one symbol.
+        """
+        sizes: dict[tuple[int, ...], list[Dimension]] = {}
+        for arguments in zip(*calls, strict=True):
+            if len({len(shape) for _, shape in arguments}) > 1:
+                return None
+            leaf = arguments[0][0]
+            for number, seen in enumerate(zip(*(shape for _, shape in arguments), strict=True)):
+                if len(set(seen)) > 1:
+                    sizes.setdefault(seen, []).append((leaf, number))
+        return cls(tuple(map(tuple, sizes.values())))
+
+    def point(self, leaves: Sequence[Any]) -> Point | None:
+        """The sizes of the symbols in a call; None: those of one differ, or are 0 or 1."""
+        shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        found = []
+        for dimensions in self.dimensions:
+            sizes = {shapes[leaf][number] for leaf, number in dimensions}
+            if len(sizes) > 1 or min(sizes) < _ALLOWED:
+                return None
+            found += sizes
+        return tuple(found)
+
+    def point_of(self, shapes: Mapping[int, Sequence[int]]) -> Point:
+        """The sizes of the symbols in a call with these shapes, which they were found in."""
+        return tuple(shapes[leaf][number] for (leaf, number), *_ in self.dimensions)
+
+    def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as those given whose symbolic dimensions have the sizes of ``point``."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+        for dimensions, size in zip(self.dimensions, point, strict=True):
+            for leaf, number in dimensions:
+                shapes[leaf][number] = size
+        made = [_resized(leaf, shapes.get(i)) for i, leaf in enumerate(leaves)]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
+        return found
+
+
+def _resized(leaf: Any, shape: list[int] | None) -> Any:
+    """A tensor like ``leaf`` with this shape; nothing is read of its elements."""
+    if shape is None or list(leaf.shape) == shape:
+        return leaf
+    made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def points_for(smallest: Point, largest: Point, bounds: Sequence[int]) -> Points | None:
+    """Where to compile code for sizes between these and many others.
+
+    Args:
+        smallest: the least size of each symbol that calls had.
+        largest: the greatest.
+        bounds: what no size may exceed.
+
+    Returns:
+        None: there are no such sizes.
+    """
+    taken: set[int] = set()
+    most, middle, least = [], [], []
+    for low, high, bound in zip(smallest, largest, bounds, strict=True):
+        limit = min(8 * max(high, _LANES), bound)
+        top = _prime_below(limit, taken, high, _LANES) or _prime_below(limit, taken, high)
+        bottom = _small(low, taken)
+        if bottom is None:
+            return None
+        least.append(bottom)
+        between = _prime_below(min(max(high, 2 * _LEAST[-1]), bound), taken, least[-1])
+        if top is None or between is None:
+            return None
+        most.append(top)
+        middle.append(between)
+    points = Points(tuple(least), tuple(most), tuple(middle), _corners(least, most))
+    return points if len(set(points.all)) == len(points.all) else None
+
+
+def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
+    """With several symbols, those corners where one of them is large."""
+    if len(least) == 1:
+        return ()
+    return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
+
+
+def _small(size: int, taken: set[int]) -> int | None:
+    """A size well below one that calls had, if there is one: the next may be smaller."""
+    free = [n for n in (_ALLOWED, *_LEAST) if n <= size and n not in taken]
+    if not free:
+        return None
+    found = [n for n in free if n <= size // 2 and n > _ALLOWED][-1:] or free[-1:]
+    taken.update(found)
+    return found[0]
+
+
+def _prime_below(limit: int, taken: set[int], least: int, modulus: int = 1) -> int | None:
+    """The greatest prime from ``least`` to ``limit``, one more than a multiple of ``modulus``."""
+    for candidate in range(limit, least - 1, -1):
+        if candidate not in taken and candidate % modulus == 1 % modulus and _is_prime(candidate):
+            taken.add(candidate)
+            return candidate
+    return None
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % divisor for divisor in range(2, int(number**0.5) + 1))
