@@ -205,9 +205,7 @@ def schedule(
     return Scheduled(mod, target, unaligned, fused.shared, coverage, missing)
 
 
-def load(
-    scheduled: Scheduled, records: list[PassRecord], device: torch.device = _CPU
-) -> Built:
+def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device = _CPU) -> Built:
     """Compile what :func:`schedule` has made for ``device`` and load it.
 
     Raises:

@@ -89,7 +89,5 @@ def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) 
     left, right = ((tuple(s), v) for s, v in zip(shapes[:2], views, strict=True))
     result = tuple(content["result"])
     threads, biased = torch.get_num_threads(), len(shapes) > 2
-    fast = decided(
-        Rule.MIDDLE, lambda: faster_with_onednn(left, right, result, biased, threads)
-    )
+    fast = decided(Rule.MIDDLE, lambda: faster_with_onednn(left, right, result, biased, threads))
     return ONEDNN_MATMUL if fast else ""

@@ -27,8 +27,8 @@ from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
-from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.symbolic.code import Points, SymbolicCode, compile_symbolic
@@ -80,12 +80,10 @@ class Family:
     def instance(self, matched: Matched) -> Specialization | None:
         """The specialisation for a call; None: other dimensions than the symbols differ."""
         point = self.symbols.point(matched.leaves)
-        if point is None:
+        if point is None or not self._differs_in_symbols(matched.leaves):
             return None
         found = self.instances.get(point)
         if found is None:
-            if not self._differs_in_symbols(matched.leaves):
-                return None
             found = Specialization(Signature(*matched.arguments, self.signature.forward))
             found.family = partial(self.entry, point)
             self.instances[point] = found
@@ -120,13 +118,17 @@ class Family:
         if isinstance(code, str):
             raise BuildError(code)
         if not code.points.hold(point):
-            raise BuildError(f"code for other sizes is for {code.points.least} to {code.points.most}")
+            raise BuildError(
+                f"code for other sizes is for {code.points.least} to {code.points.most}"
+            )
         broken = code.relations.broken(_shapes(matched.leaves))
         if broken is not None:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
-    def _compile(self, point: Point, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
+    def _compile(
+        self, point: Point, mode: Mode, flags: Flags, matched: Matched
+    ) -> SymbolicCode | str:
         module = self.compiler.module
         name, start = type(module).__name__, time.perf_counter()
         why = "; a call with other sizes asks for it"

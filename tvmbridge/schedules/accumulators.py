@@ -15,7 +15,16 @@ from tvm.ir import Expr
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.kernel import Reduction, Stage
-from tvmbridge.schedules.loops import Body, allocate, combine_lanes, load, loop, rounded_up, store, vector_loop
+from tvmbridge.schedules.loops import (
+    Body,
+    allocate,
+    combine_lanes,
+    load,
+    loop,
+    rounded_up,
+    store,
+    vector_loop,
+)
 from tvmbridge.schedules.reader import Buffer
 
 # Steps of a stretch: what a lane adds up before its total is touched.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -39,6 +39,8 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     blocks = -(-columns // block)
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
+    # Decided here, since at other sizes there may be one part.
+    across = decided(Rule.LEAST, lambda: power_of_two_below(min(lanes, rows * columns)))
     partial, room = allocate([parts * rows * columns], stage.dtype, f"{stage.name}_parts")
 
     def put(offset: Expr, value: Expr) -> tirx.Stmt:
@@ -77,7 +79,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     bound = loop_of_tasks(e, tasks, task)
     if parts == 1:
         return [bound]
-    return [room, bound, *_combine_parts(e, partial, parts, lanes)]
+    return [room, bound, *_combine_parts(e, partial, parts, across)]
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,15 @@ class _Block:
                 e.indexer.bind(depth, e.stage.depth)
             return [self.add(depth, 1)]
 
-        if e.cost >= _UNROLL_COST or e.stage.depth < _UNROLL:
+        is_short = decided(Rule.MOST, lambda: e.stage.depth < _UNROLL)
+        if e.cost >= _UNROLL_COST or is_short:
             return [loop(end - start, step, start=start)]
         whole = (end - start) // integer(_UNROLL)
+        if sizes_vary():
+            whole = tirx.FloorDiv(end - start, integer(_UNROLL))
 
         def several(i: Expr) -> list[tirx.Stmt]:
-            depth = e.index(e.stage.depth - _UNROLL + 1, "depth")
+            depth = e.index(max(e.stage.depth - _UNROLL + 1, 2), "depth")
             return [tirx.Bind(depth, start + i * integer(_UNROLL)), self.add(depth, _UNROLL)]
 
         rest = start + whole * integer(_UNROLL)
@@ -146,7 +151,6 @@ def _combine_parts(e: ReductionEmitter, partial: Buffer, parts: int, lanes: int)
     So no part is rounded as often as there are parts.
     """
     size = e.stage.size
-    lanes = power_of_two_below(min(lanes, size))
     out = e.stage.buffer
 
     def vectors(base: Expr, _: Expr | None) -> list[tirx.Stmt]:

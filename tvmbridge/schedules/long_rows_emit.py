@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
@@ -14,6 +14,7 @@ from tvmbridge.schedules.loops import (
     load,
     loop,
     power_of_two_below,
+    rounded_down,
     store,
     vector_loop,
 )
@@ -29,19 +30,19 @@ def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> lis
     stage, rows, depth = nest.stage, nest.rows, nest.stage.depth
     widest = power_of_two_below(min(machine.lanes * 4, depth)) if e.vectorizable else 1
     lanes = decided(Rule.LEAST, lambda: widest)
-    steps = depth // lanes
-    parts = e.parts(rows, steps)
+    parts = e.parts(rows, depth // lanes)
+    steps = rounded_down(depth, lanes)
     partial, room = allocate([parts * rows], stage.dtype, f"{stage.name}_parts")
 
     def task(t: Expr) -> list[tirx.Stmt]:
         row, part = (e.indexer.simplify(i) for i in (t // integer(parts), t % integer(parts)))
-        start, end = (integer(steps) * p // integer(parts) for p in (part, part + integer(1)))
+        start, end = (steps * p // integer(parts) for p in (part, part + integer(1)))
         accumulator, allocation = allocate([lanes], stage.dtype, f"{stage.name}_lanes")
         init = e.reduction.init
 
         def step(i: Expr) -> list[tirx.Stmt]:
             if isinstance(i, tirx.Var):
-                e.indexer.bind(i, steps)
+                e.indexer.bind(i, depth // lanes)
 
             def body(evaluator: Evaluator, lane: Expr) -> None:
                 if isinstance(lane, tirx.Var):
@@ -62,14 +63,14 @@ def emit_long_rows(nest: ReductionNest, machine: Machine, memory: Memory) -> lis
             store(partial, load(accumulator, integer(0)), part * integer(rows) + row),
         ]
 
-    last = loop(rows, lambda row: _finish_row(e, partial, parts, row, steps * lanes))
+    last = loop(rows, lambda row: _finish_row(e, partial, parts, row, lanes))
     return [room, loop_of_tasks(e, rows * parts, task), last]
 
 
 def _finish_row(
-    e: ReductionEmitter, partial: Buffer, parts: int, row: Expr, done: int
+    e: ReductionEmitter, partial: Buffer, parts: int, row: Expr, lanes: int
 ) -> list[tirx.Stmt]:
-    """Combine the parts of a row, and the elements from ``done`` on that fill no vector."""
+    """Combine the parts of a row, and the last elements, which fill no vector of ``lanes``."""
     if isinstance(row, tirx.Var):
         e.indexer.bind(row, e.nest.rows)
     memory, out, rows = e.memory, e.stage.buffer, integer(e.nest.rows)
@@ -78,15 +79,18 @@ def _finish_row(
         other = load(partial, (part + integer(1)) * rows + row)
         return [memory.store(out, row, e.reduction.combine(memory.load(out, row), other))]
 
+    depth = e.stage.depth
+    done = rounded_down(depth, lanes) * integer(lanes)
+
     def rest(i: Expr) -> list[tirx.Stmt]:
         evaluator = e.evaluator(Lane(integer(0), 1))
-        element = e.element(evaluator, row, i + integer(done), integer(0))
+        element = e.element(evaluator, row, i + done, integer(0))
         value = e.reduction.combine(memory.load(out, row), element)
         return [*evaluator.take(), memory.store(out, row, value)]
 
     statements = [memory.store(out, row, load(partial, row))]
     if parts > 1:
         statements.append(loop(parts - 1, merge))
-    if done < e.stage.depth:
-        statements.append(loop(e.stage.depth - done, rest))
+    if depth % lanes:
+        statements.append(loop(integer(depth) - done if sizes_vary() else depth % lanes, rest))
     return statements

@@ -48,6 +48,13 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
     return tirx.FloorDiv(tirx.Add(whole, integer(divisor - 1)), integer(divisor))
 
 
+def rounded_down(extent: int, divisor: int) -> Expr:
+    """Return ``extent / divisor``, rounded down; as :func:`rounded_up` otherwise."""
+    if not sizes_vary():
+        return integer(extent // divisor)
+    return tirx.FloorDiv(integer(extent), integer(divisor))
+
+
 def vector_loop(lanes: int, body: Body) -> tirx.Stmt:
     """Return a loop of ``lanes`` iterations that become one vector operation each."""
     return loop(lanes, body, tirx.ForKind.VECTORIZED)

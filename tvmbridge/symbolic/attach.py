@@ -67,9 +67,7 @@ def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
     return counts
 
 
-def _taking_numbers(
-    function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int
-) -> tirx.PrimFunc:
+def _taking_numbers(function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int) -> tirx.PrimFunc:
     """``function`` with the symbols behind the ``inputs`` and in front of the results."""
     given = list(function.params)
     params = [*given[:inputs], *symbols, *given[inputs:]]
@@ -82,12 +80,12 @@ def _taking_shape(function: relax.Function, names: list[str]) -> relax.Function:
     symbols = [found[n] if n in found else tirx.Var(n, "int64") for n in names]
     sizes = relax.Var("sizes", relax.ShapeType(symbols))
     params = [*function.params, sizes]
-    return relax.Function(
-        params, function.body, function.ret_ty, function.is_pure, function.attrs
-    )
+    return relax.Function(params, function.body, function.ret_ty, function.is_pure, function.attrs)
 
 
-def _passing_symbols(mod: tvm.IRModule, taken: Mapping[str, tuple[tvm.ir.GlobalVar, list[str]]]) -> tvm.IRModule:
+def _passing_symbols(
+    mod: tvm.IRModule, taken: Mapping[str, tuple[tvm.ir.GlobalVar, list[str]]]
+) -> tvm.IRModule:
     functions = dict(mod.functions_items())
     for name, function in mod.functions_items():
         if isinstance(function, relax.Function):
@@ -99,7 +97,9 @@ def _passing_symbols(mod: tvm.IRModule, taken: Mapping[str, tuple[tvm.ir.GlobalV
 
 
 def _passing(
-    call: relax.Call, taken: Mapping[str, tuple[tvm.ir.GlobalVar, list[str]]], symbols: Mapping[str, tirx.Var]
+    call: relax.Call,
+    taken: Mapping[str, tuple[tvm.ir.GlobalVar, list[str]]],
+    symbols: Mapping[str, tirx.Var],
 ) -> relax.Expr:
     kind = getattr(call.op, "name", "")
     if kind == "relax.call_tir":

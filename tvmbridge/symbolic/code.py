@@ -32,7 +32,6 @@ from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
 from tvmbridge.symbolic.sizes import Point, Sizes
 
-
 _NO_ASSUMPTIONS = Assumptions(training=False)
 
 
@@ -98,9 +97,7 @@ class SymbolicCode:
         """The code for the sizes ``point``; it shares the executable."""
         described = at(self._described, point)
         whole = self.compiled.captured
-        captured = replace(
-            described.captured, program=whole.program, assumptions=whole.assumptions
-        )
+        captured = replace(described.captured, program=whole.program, assumptions=whole.assumptions)
         return replace(
             self.compiled,
             captured=captured,

@@ -20,9 +20,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from typing import Any
 
 import tvm
