@@ -1,8 +1,8 @@
 """Decisions that a compilation makes by sizes, taken alike where it is made for several sizes.
 
 How many lanes a vector loop has, into how many parts a loop is cut and which library multiplies
-depend on sizes. Code that is generalised from that for a few sizes must differ in numbers alone: its
-decisions are recorded at each of them, brought together, and repeated.
+depend on sizes. Code for a few sizes that is to become code for any must differ in numbers alone:
+its decisions are recorded at each of them, brought together, and repeated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Relations between sizes: what forward, and PyTorch's own code, take for granted of symbolic sizes.
+"""Relations between sizes: what forward and PyTorch's own code take for granted of symbolic ones.
 
 torch.export traces the module with symbols in place of the sizes and notes each decision that
 depends on them: a branch, a bound, a divisor. Code that was compiled for some sizes is right for
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
@@ -91,7 +91,7 @@ def relations_of(
     Raises:
         CaptureError: it cannot be traced so.
     """
-    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
     symbolic: dict[int, dict[int, Any]] = {}
     for leaf, number in dimensions:
         symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
@@ -109,12 +109,13 @@ def relations_of(
 def _relations(program: Any, leaves: Sequence[Any]) -> Relations:
     names = program.graph_signature.user_inputs
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
-    shapes, environment = {}, None
+    shapes: dict[int, tuple[Any, ...]] = {}
+    environment: Any = None
     for leaf, name in enumerate(names):
-        value = nodes[name].meta.get("val") if name in nodes else None
+        value: Any = nodes[name].meta.get("val") if name in nodes else None
         if isinstance(value, torch.Tensor):
             shapes[leaf] = tuple(_expression(size) for size in value.shape)
-            environment = environment or value.fake_mode.shape_env
+            environment = environment or value.fake_mode.shape_env  # type: ignore[attr-defined]
     if environment is None:
         raise CaptureError("no argument is a tensor")
     bounds = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import tvm_ffi
@@ -14,7 +16,7 @@ from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_oned
 from tvmbridge.kernels.sized import SIZED, with_sizes
 
 # Each is called with a spec, or its key, and tensors.
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     ATEN_CALL: run_aten_call,
     EMPTY: run_empty,
     MATMUL: run_matmul,

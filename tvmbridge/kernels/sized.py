@@ -54,5 +54,6 @@ def _at(value: Any, point: tuple[int, ...]) -> Any:
     if not isinstance(value, dict):
         return value
     if list(value) == [SIZE]:
-        return value_of(*value[SIZE], point)
+        terms, divisor, remainder = value[SIZE]
+        return value_of(terms, divisor, remainder, point)
     return {key: _at(v, point) for key, v in value.items()}

@@ -84,7 +84,8 @@ class Family:
             return None
         found = self.instances.get(point)
         if found is None:
-            found = Specialization(Signature(*matched.arguments, self.signature.forward))
+            args, kwargs = matched.arguments
+            found = Specialization(Signature(tuple(args), kwargs, self.signature.forward))
             found.family = partial(self.entry, point)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:

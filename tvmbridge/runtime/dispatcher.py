@@ -149,7 +149,8 @@ class Dispatcher(StandsForForward):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Any:
         reason: str | None = None
-        settling, misfits, known = False, [], self.specializations
+        settling, known = False, self.specializations
+        misfits: list[Mismatch] = []
         for specialization in self._candidates(known, misfits, args, kwargs):
             matched = specialization.signature.match(args, kwargs)
             if isinstance(matched, Mismatch):

@@ -1,8 +1,8 @@
 """Symbolic code: a module compiled at a few sizes, generalised to one compilation for all between.
 
 It is lowered and scheduled at each of several points, with the same decisions; what comes out is
-generalised (:mod:`.generalize`, :mod:`.descriptions`) and compiled once. Where it differs between the
-points in more than numbers, there is no symbolic code.
+generalised (:mod:`.generalize`, :mod:`.descriptions`) and compiled once. Where it differs between
+the points in more than numbers, there is no symbolic code.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
 from tvmbridge.symbolic.sizes import Point, Sizes
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
+_NO_GRAPH: Any = None
 
 
 @dataclass(frozen=True)
@@ -221,10 +222,10 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
     same: list[_Described] = []
     for described in (each.described for each in lowered):
         # Graphs are generalised when they are built; these are for people.
-        captured = replace(described.captured, program=None, assumptions=_NO_ASSUMPTIONS)
+        captured = replace(described.captured, program=_NO_GRAPH, assumptions=_NO_ASSUMPTIONS)
         parts = described.split
         if parts is not None:
-            parts = replace(parts, mod=None)
+            parts = replace(parts, mod=_NO_GRAPH)
         same.append(replace(described, captured=captured, split=parts))
     return merged(same, sizes, "module")
 

@@ -2,7 +2,8 @@
 
 The descriptions of a module compiled for several sizes (inputs, outputs, layouts, what crosses from
 forward to backward) are frozen dataclasses that differ in integers alone. :func:`merged` makes one
-of them, with a :class:`~.sizes.Size` for each such integer, and :func:`at` gives it back for a point.
+of them, with a :class:`~.sizes.Size` for each such integer, and :func:`at` gives it back for a
+point.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from tvmbridge.symbolic.sizes import Size, Sizes
 _T = TypeVar("_T")
 
 
-def merged(values: Sequence[_T], sizes: Sizes, where: str = "it") -> _T:
+def merged(values: Sequence[_T], sizes: Sizes, where: str) -> _T:
     """The description of which ``values`` are the instances at the points of ``sizes``.
 
     Raises:
         DifferentCodeError: they differ otherwise; the message says ``where``.
     """
+    found: _T = _merged(values, sizes, where)
+    return found
+
+
+def _merged(values: Sequence[Any], sizes: Sizes, where: str) -> Any:
     first: Any = values[0]
     if all(v is first for v in values):
         return first
@@ -89,9 +95,13 @@ def _equal(a: Any, b: Any) -> bool:
 
 def at(value: _T, point: Sequence[int]) -> _T:
     """``value`` where the symbols are ``point``."""
-    given: Any = value
+    found: _T = _at(value, point)
+    return found
+
+
+def _at(given: Any, point: Sequence[int]) -> Any:
     if isinstance(given, Size):
-        return given.at(point)  # type: ignore[return-value]
+        return given.at(point)
     if _is_description(given):
         changes = {}
         for field in fields(given):
@@ -102,10 +112,10 @@ def at(value: _T, point: Sequence[int]) -> _T:
         return replace(given, **changes) if changes else given
     if isinstance(given, Mapping):
         found = {k: at(v, point) for k, v in given.items()}
-        return found if any(found[k] is not given[k] for k in given) else given  # type: ignore[return-value]
+        return found if any(found[k] is not given[k] for k in given) else given
     if isinstance(given, tuple | list):
         items = [at(v, point) for v in given]
         if all(a is b for a, b in zip(items, given, strict=True)):
             return given
-        return items if isinstance(given, list) else tuple(items)  # type: ignore[return-value]
-    return value
+        return items if isinstance(given, list) else tuple(items)
+    return given

@@ -1,8 +1,8 @@
-"""Probes: which dimensions are symbols, at which sizes a module is compiled, and arguments of these.
+"""Probes: which dimensions are symbols, where a module is compiled, and arguments of these sizes.
 
-Sizes of probes are primes, so that nothing divides them and no two dimensions agree by accident, and
-some of them are one more than a multiple of any vector's length: rounded up and rounded down they
-differ from their neighbours.
+Sizes of probes are primes, so that nothing divides them and no two dimensions agree by accident,
+and some of them are one more than a multiple of any vector's length: rounded up and rounded down
+they differ from their neighbours.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Dimension: TypeAlias = tuple[int, int]
 Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 _LANES = 64
-# The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is also
-# the number of many other things.
+# The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is
+# also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
 _ALLOWED = 2
 
@@ -57,7 +57,7 @@ class Symbols:
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """The sizes of the symbols in a call; None: those of one differ, or are 0 or 1."""
         shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-        found = []
+        found: list[int] = []
         for dimensions in self.dimensions:
             sizes = {shapes[leaf][number] for leaf, number in dimensions}
             if len(sizes) > 1 or min(sizes) < _ALLOWED:
