@@ -23,20 +23,37 @@ class Rule(enum.Enum):
 
     ``LEAST``: that for the smallest sizes, since code for larger ones would not be right for them;
     ``MOST``: that for the largest ones; ``MIDDLE``: any is right, and that for common sizes fast.
+    ``ALWAYS``: yes where it is so for all.
     """
 
     LEAST = "least"
     MIDDLE = "middle"
     MOST = "most"
+    ALWAYS = "always"
+
+
+_OPEN: Any = object()
 
 
 class _Recorded:
-    def __init__(self) -> None:
+    def __init__(self, like: Sequence[tuple[Rule, Any]] = ()) -> None:
         self.decisions: list[tuple[Rule, Any]] = []
+        self.like = like
+
+    def follow(self, rule: Rule, decide: Callable[[], Any]) -> Any:
+        """What is decided already for all sizes; else what is for these."""
+        number = len(self.decisions)
+        decision: Any = _OPEN
+        if number < len(self.like) and self.like[number][0] is rule:
+            decision = self.like[number][1]
+        if decision is _OPEN:
+            decision = decide()
+        self.decisions.append((rule, decision))
+        return decision
 
 
 class _Repeated:
-    def __init__(self, decisions: Sequence[Any]) -> None:
+    def __init__(self, decisions: Sequence[tuple[Rule, Any]]) -> None:
         self.left = list(reversed(decisions))
 
 
@@ -47,13 +64,13 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
     """What ``decide()`` says, or what was decided before where decisions are repeated."""
     now = _now.get()
     if isinstance(now, _Repeated):
-        if not now.left:
-            raise BuildError("compiled for other sizes, more is decided by them")
-        repeated: _T = now.left.pop()
-        return repeated
-    decision = decide()
-    if now is not None:
-        now.decisions.append((rule, decision))
+        known, repeated = now.left.pop() if now.left else (None, None)
+        if known is not rule:
+            raise BuildError("compiled for other sizes, other things are decided by them")
+        return repeated  # type: ignore[return-value]
+    if now is None:
+        return decide()
+    decision: _T = now.follow(rule, decide)
     return decision
 
 
@@ -63,9 +80,14 @@ def sizes_vary() -> bool:
 
 
 @contextmanager
-def recorded_decisions() -> Iterator[list[tuple[Rule, Any]]]:
-    """The list that the decisions within it are appended to."""
-    recorded = _Recorded()
+def recorded_decisions(
+    like: Sequence[tuple[Rule, Any]] = (),
+) -> Iterator[list[tuple[Rule, Any]]]:
+    """The list that the decisions within it are appended to.
+
+    Those that :func:`followed` says are taken from ``like``.
+    """
+    recorded = _Recorded(like)
     token = _now.set(recorded)
     try:
         yield recorded.decisions
@@ -74,7 +96,7 @@ def recorded_decisions() -> Iterator[list[tuple[Rule, Any]]]:
 
 
 @contextmanager
-def repeated_decisions(decisions: Sequence[Any]) -> Iterator[None]:
+def repeated_decisions(decisions: Sequence[tuple[Rule, Any]]) -> Iterator[None]:
     """Within it decisions are those given, in their order.
 
     Raises:
@@ -90,23 +112,38 @@ def repeated_decisions(decisions: Sequence[Any]) -> Iterator[None]:
         raise BuildError("compiled for other sizes, less is decided by them")
 
 
-def agreed(
-    least: Sequence[tuple[Rule, Any]],
-    middle: Sequence[tuple[Rule, Any]],
-    most: Sequence[tuple[Rule, Any]],
-) -> list[Any]:
-    """The decisions that hold for all sizes, from those for small, common and large ones.
+def followed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, Any]]:
+    """What is decided already: for common sizes, recorded first, and for the largest, second."""
+    found = []
+    for number, (rule, decision) in enumerate(recorded[0] if recorded else ()):
+        largest = recorded[1] if len(recorded) > 1 else ()
+        if rule is Rule.MOST and number < len(largest):
+            found.append((rule, largest[number][1]))
+        else:
+            found.append((rule, decision if rule is Rule.MIDDLE else _OPEN))
+    return found
+
+
+def agreed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, Any]]:
+    """The decisions that hold for all sizes.
+
+    Args:
+        recorded: those for common sizes first, then for the largest, last for the smallest.
 
     Raises:
         BuildError: they are not decisions of the same things.
     """
-    if len({tuple(rule for rule, _ in each) for each in (least, middle, most)}) > 1:
+    if len({tuple(rule for rule, _ in each) for each in recorded}) > 1:
         raise BuildError("for other sizes other things are decided by them")
-    found = []
-    for (rule, small), (_, common), (_, large) in zip(least, middle, most, strict=True):
-        if rule is Rule.LEAST and small != common:
-            # Not a power of two only where it is a size itself.
-            found.append(1 << small.bit_length() - 1)
-        else:
-            found.append({Rule.LEAST: small, Rule.MIDDLE: common, Rule.MOST: large}[rule])
-    return found
+    together = zip(*recorded, strict=True)
+    return [(each[0][0], _for_all(each[0][0], [v for _, v in each])) for each in together]
+
+
+def _for_all(rule: Rule, decisions: Sequence[Any]) -> Any:
+    common, large, small = decisions[0], decisions[1], decisions[-1]
+    if rule is Rule.ALWAYS:
+        return all(decisions)
+    if rule is Rule.LEAST and small != common:
+        # Not a power of two only where it is a size itself.
+        return 1 << small.bit_length() - 1
+    return {Rule.LEAST: small, Rule.MIDDLE: common, Rule.MOST: large}[rule]

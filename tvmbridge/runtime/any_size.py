@@ -7,6 +7,7 @@ counters and converted parameters are those of any other specialisation, the exe
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tvmbridge.core.errors import BridgeError, BuildError, CaptureError
+from tvmbridge.core.errors import BridgeError, BuildError, CaptureError, first_line
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.relations import Relations, relations_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
@@ -147,8 +148,10 @@ class Family:
                     code.points.most,
                     time.perf_counter() - start,
                 )
-            except BridgeError as error:
-                code = f"no code for any size: {error}"
+            except Exception as error:
+                # Whatever it is, the module's own forward may do better.
+                kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
+                code = f"no code for any size: {kind}{first_line(error)}"
                 logger.info("%s of %s for %s", code, name, mode)
         self.codes[mode, flags] = code
         for instance in self.instances.values():
@@ -189,9 +192,9 @@ class Family:
                 )
         bounds = [min(relations.most(*d) for d in group) for group in self.symbols.dimensions]
         broken: str | None = None
-        for limit in _LIMITS:
+        for limit, tight in itertools.product(_LIMITS, (False, True)):
             within = [min(bound, limit) for bound in bounds]
-            points = points_for(self._least, self._most, within)
+            points = points_for(self._least, self._most, within, tight=tight)
             if points is None:
                 break
             probes = (self.symbols.probe(*sample, point) for point in points.all)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.kernel import Reduction, Stage
 from tvmbridge.schedules.loops import (
@@ -99,7 +99,7 @@ def in_stretches(
         return loop
 
     def nested(steps: int | Expr, body: Body) -> tirx.Stmt:
-        whole = isinstance(steps, int) and steps % _STRETCH == 0
+        whole = isinstance(steps, int) and not sizes_vary() and steps % _STRETCH == 0
 
         def stretch(number: Expr) -> list[tirx.Stmt]:
             start = number * integer(_STRETCH)

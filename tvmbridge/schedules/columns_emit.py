@@ -12,6 +12,7 @@ from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
     element_loop,
+    less,
     load,
     loop,
     over_vectors,
@@ -69,7 +70,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
 
         return [
             allocation,
-            tirx.Bind(first, tirx.Min(number * integer(block), integer(columns - block))),
+            tirx.Bind(first, tirx.Min(number * integer(block), less(columns, block))),
             over_vectors(block, lanes, clear),
             *_Block(e, accumulator, lanes, row, first, block).add_steps(start, end),
             over_vectors(block, lanes, write),

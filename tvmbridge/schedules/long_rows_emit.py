@@ -10,6 +10,7 @@ from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
     combine_lanes,
+    divides,
     element_loop,
     load,
     loop,
@@ -91,6 +92,6 @@ def _finish_row(
     statements = [memory.store(out, row, load(partial, row))]
     if parts > 1:
         statements.append(loop(parts - 1, merge))
-    if depth % lanes:
+    if not divides(lanes, depth):
         statements.append(loop(integer(depth) - done if sizes_vary() else depth % lanes, rest))
     return statements

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import Reduction
 from tvmbridge.schedules.reader import Buffer
@@ -46,6 +46,18 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
         return -(-extent // divisor)
     whole = integer(extent) if isinstance(extent, int) else extent
     return tirx.FloorDiv(tirx.Add(whole, integer(divisor - 1)), integer(divisor))
+
+
+def less(extent: int, amount: int) -> Expr:
+    """Return ``extent - amount``; as :func:`rounded_up` otherwise."""
+    if not sizes_vary():
+        return integer(extent - amount)
+    return tirx.Sub(integer(extent), integer(amount))
+
+
+def divides(divisor: int, extent: int) -> bool:
+    """Return whether ``extent`` is a multiple of ``divisor``, at all sizes that code is for."""
+    return decided(Rule.ALWAYS, lambda: extent % divisor == 0)
 
 
 def rounded_down(extent: int, divisor: int) -> Expr:
@@ -89,12 +101,12 @@ def over_vectors(
     new; else ``fresh`` is None. ``steps`` makes the loop over the steps, of their number.
     """
     count = rounded_up(extent, lanes)
-    if extent % lanes == 0:
+    if divides(lanes, extent):
         return steps(count, lambda i: body(i * integer(lanes), None))
 
     def step(i: Expr) -> list[tirx.Stmt]:
         fresh, base = index_var("fresh"), index_var("base")
-        last = tirx.Min(fresh, integer(extent - lanes))
+        last = tirx.Min(fresh, less(extent, lanes))
         bind = tirx.Bind(fresh, i * integer(lanes))
         return [bind, tirx.Bind(base, last), *body(base, fresh)]
 

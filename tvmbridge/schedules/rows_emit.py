@@ -13,7 +13,9 @@ from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import (
     allocate,
+    divides,
     element_loop,
+    less,
     load,
     loop,
     over_vectors,
@@ -74,15 +76,15 @@ class RowEmitter:
         members = self.nest.members
         columns, row = members[0].columns, integer(0)
         lanes = self._lanes(members, columns)
-        steps = rounded_up(columns, lanes)
+        steps, whole = rounded_up(columns, lanes), divides(lanes, columns)
         chunks = self.machine.chunks(self.work(), -(-columns // lanes))
 
         def step(i: Expr) -> list[tirx.Stmt]:
             base = index_var("base")
             self.indexer.bind(base, columns - lanes + 1)
-            last = integer(columns - lanes)
+            last = less(columns, lanes)
             at = i * integer(lanes)
-            bind = tirx.Bind(base, tirx.Min(at, last) if columns % lanes else at)
+            bind = tirx.Bind(base, at if whole else tirx.Min(at, last))
             return [bind, *self._vectors(members, [], row, base, None, lanes)]
 
         def chunk(p: Expr) -> list[tirx.Stmt]:

@@ -18,6 +18,7 @@ from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.loops import (
     element_loop,
+    less,
     loop,
     over_vectors,
     power_of_two_below,
@@ -131,7 +132,7 @@ class TileEmitter:
             first = index_var("first")
             self.indexer.bind(first, extent - size + 1)
             # The last tile overlaps the one before it where tiles do not divide the extent.
-            value = tirx.Min(start * integer(size), integer(extent - size))
+            value = tirx.Min(start * integer(size), less(extent, size))
             binds.append(tirx.Bind(first, value))
             firsts.append(first)
 

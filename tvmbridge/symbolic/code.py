@@ -24,7 +24,7 @@ from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
-from tvmbridge.core.decisions import agreed, recorded_decisions, repeated_decisions
+from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
 from tvmbridge.graph_capture.relations import Relations
@@ -156,7 +156,7 @@ def compile_symbolic(
     with recorded_decisions() as decisions:
         lowered = [lower(first)]
     for point in others:
-        with repeated_decisions([decision for _, decision in decisions]):
+        with repeated_decisions(decisions):
             lowered.append(lower(point))
     sizes = Sizes(points.all)
     with stages.measure("build"):
@@ -258,14 +258,13 @@ def _scheduled(fused: Sequence[tuple[Fused, SplitModule | None]]) -> list[Schedu
     def run(each: Fused, parts: SplitModule | None) -> Scheduled:
         return schedule(each, [], bundle=None if parts is None else parts.bundle)
 
-    decided = []
+    decided: list[list[tuple[Rule, Any]]] = []
     for each, parts in fused:
-        with recorded_decisions() as decisions:
+        with recorded_decisions(followed(decided)) as decisions:
             run(each, parts)
         decided.append(decisions)
-    middle, most, *_, least = decided
     found = []
     for each, parts in fused:
-        with repeated_decisions(agreed(least, middle, most)):
+        with repeated_decisions(agreed(decided)):
             found.append(run(each, parts))
     return found

@@ -30,7 +30,8 @@ from tvm import tirx
 
 from tvmbridge.core.errors import BuildError
 from tvmbridge.symbolic.attach import attach_sizes
-from tvmbridge.symbolic.sizes import Size, Sizes
+from tvmbridge.symbolic.floats import float_of_sizes
+from tvmbridge.symbolic.sizes import Sizes
 from tvmbridge.symbolic.specs import generalize_spec
 
 SYMBOL = "tvmbridge_size_"
@@ -200,13 +201,10 @@ class _Merger:
         if len({repr(v) for v in values}) == 1:  # NaN is not itself
             return None
         dtype = self._dtype(nodes)
-        size = reciprocal(values, dtype, self._sizes)
-        if size is None:
+        number = float_of_sizes(values, dtype, self._sizes, self._variables())
+        if number is None:
             raise DifferentCodeError(f"a number is {values} at {self._sizes.points}")
-        count = tirx.Cast("float64", size.expression(self._variables()))
-        one = tirx.FloatImm("float64", 1.0)
-        quotient = tirx.Div(one, count)
-        return self._graft(quotient if dtype == "float64" else tirx.Cast(dtype, quotient))
+        return self._graft(number if dtype == "float64" else tirx.Cast(dtype, number))
 
     def _variables(self) -> list[tirx.Var]:
         """The symbols; those of a function are known by their names."""
@@ -253,16 +251,3 @@ def plain_fields(kind: str) -> frozenset[str]:
 
 def _is_index(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def reciprocal(values: tuple[float, ...], dtype: str, sizes: Sizes) -> Size | None:
-    """The size of which ``values``, rounded to ``dtype``, are the reciprocals."""
-    if dtype not in ("float32", "float64") or not all(values):
-        return None
-    counts = tuple(round(1 / v) for v in values)
-    import numpy as np
-
-    rounded = np.dtype(dtype).type
-    if any(float(rounded(1.0 / c)) != v for c, v in zip(counts, values, strict=True) if c):
-        return None
-    return sizes.find(counts) if all(counts) else None

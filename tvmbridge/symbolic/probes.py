@@ -89,13 +89,16 @@ def _resized(leaf: Any, shape: list[int] | None) -> Any:
     return made.requires_grad_(leaf.requires_grad)
 
 
-def points_for(smallest: Point, largest: Point, bounds: Sequence[int]) -> Points | None:
+def points_for(
+    smallest: Point, largest: Point, bounds: Sequence[int], *, tight: bool = False
+) -> Points | None:
     """Where to compile code for sizes between these and many others.
 
     Args:
         smallest: the least size of each symbol that calls had.
         largest: the greatest.
         bounds: what no size may exceed.
+        tight: do not go far below the smallest sizes.
 
     Returns:
         None: there are no such sizes.
@@ -105,7 +108,7 @@ def points_for(smallest: Point, largest: Point, bounds: Sequence[int]) -> Points
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
         limit = min(8 * max(high, _LANES), bound)
         top = _prime_below(limit, taken, high, _LANES) or _prime_below(limit, taken, high)
-        bottom = _small(low, taken)
+        bottom = _small(low, taken, tight)
         if bottom is None:
             return None
         least.append(bottom)
@@ -125,12 +128,13 @@ def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
     return tuple((*least[:i], most[i], *least[i + 1 :]) for i in range(len(least) - 1))
 
 
-def _small(size: int, taken: set[int]) -> int | None:
+def _small(size: int, taken: set[int], tight: bool) -> int | None:
     """A size well below one that calls had, if there is one: the next may be smaller."""
     free = [n for n in (_ALLOWED, *_LEAST) if n <= size and n not in taken]
     if not free:
         return None
-    found = [n for n in free if n <= size // 2 and n > _ALLOWED][-1:] or free[-1:]
+    below = [n for n in free if n <= size // 2 and n > _ALLOWED][-1:]
+    found = free[-1:] if tight else below or free[-1:]
     taken.update(found)
     return found[0]
 
