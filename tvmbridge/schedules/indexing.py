@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.ir import Expr, Range
 from tvm.sym import Analyzer
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.schedules.reader import Axis, Buffer, mentions, substitute
 
 
@@ -33,7 +34,8 @@ class Indexer:
 
     def bind(self, var: tirx.Var, extent: int) -> None:
         """State that ``var`` lies in [0, extent)."""
-        self._analyzer.bind(var, Range(0, max(extent, 1)))
+        # At other sizes what can only be 0 here may be more.
+        self._analyzer.bind(var, Range(0, max(extent, 2 if sizes_vary() else 1)))
 
     def simplify(self, index: Expr) -> Expr:
         """Return a simpler equal expression."""

@@ -8,7 +8,7 @@ import numpy
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.symbolic.sizes import Sizes
+from tvmbridge.symbolic.sizes import Size, Sizes
 
 # A count as it is, the factor of a mean, that of an unbiased variance, and that of a sum of squares;
 # each with the count that a number of the form is of.
@@ -33,9 +33,25 @@ def float_of_sizes(
     for number, (form, count_of) in enumerate(_FORMS):
         counts = _counts(values, dtype, form, count_of)
         size = None if counts is None else sizes.find(counts)
+        if size is None and number:
+            size = sizes.only(s for s in sizes.known if _fits(s, values, dtype, form, sizes))
         if size is not None:
             return _expression(number, tirx.Cast("float64", size.expression(symbols)))
     return None
+
+
+def _fits(
+    size: Size,
+    values: Sequence[float],
+    dtype: str,
+    form: Callable[[float], float],
+    sizes: Sizes,
+) -> bool:
+    """Whether rounding, after which several counts may give one number, leaves ``values``."""
+    rounded, counts = numpy.dtype(dtype).type, [size.at(p) for p in sizes.points]
+    if any(n < 2 for n in counts):
+        return False
+    return [float(rounded(form(float(n)))) for n in counts] == list(values)
 
 
 def _counts(

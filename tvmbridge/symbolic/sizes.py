@@ -90,11 +90,16 @@ class Sizes:
         known = self.find(values)
         if known is not None:
             return known
-        whole = {s for s in self._found.values() if s is not None and s.divisor == 1}
+        whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
-        size = self._only(_divided(whole, values, self.points))
+        size = self.only(_divided(whole, values, self.points))
         self._found[values] = size
         return size
+
+    @property
+    def known(self) -> set[Size]:
+        """The polynomials that were found so far."""
+        return {s for s in self._found.values() if s is not None and s.divisor == 1}
 
     def _polynomial(self, values: tuple[int, ...]) -> Size | None:
         if len(set(values)) == 1:
@@ -105,7 +110,7 @@ class Sizes:
                 coefficient * m == v for m, v in zip(self._values[monomial], values, strict=True)
             ):
                 return Size(((coefficient, monomial),))
-        return self._only(self._of_two_terms(values))
+        return self.only(self._of_two_terms(values))
 
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
         """Sums such as ``s + 1`` or ``b * s - b``: the one product divides the other."""
@@ -123,7 +128,7 @@ class Sizes:
             if all(first * a + second * b == v for a, b, v in zip(x, y, values, strict=True)):
                 yield Size(((first, larger), (second, smaller)))
 
-    def _only(self, candidates: Iterable[Size]) -> Size | None:
+    def only(self, candidates: Iterable[Size]) -> Size | None:
         """The only one, as functions of the symbols."""
         functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
