@@ -17,8 +17,9 @@ from tvmbridge.schedules.target import host_target
 def lowered(function: tirx.PrimFunc, pipeline: str) -> tvm.IRModule:
     mod = tvm.IRModule({"kernel": function.with_attr("global_symbol", "kernel")})
     target = host_target()
+    bind = tirx.transform.BindTarget(target.with_host(target))
     with target:
-        return tirx.get_tir_pipeline(pipeline)[0](tirx.transform.BindTarget(target.with_host(target))(mod))
+        return tirx.get_tir_pipeline(pipeline)[0](bind(mod))
 
 
 def assertions(mod: tvm.IRModule) -> list[str]:
