@@ -17,7 +17,7 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu check tune notebooks bench clean
+.PHONY: help demo test test-slow test-gpu check tune notebooks bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -28,7 +28,12 @@ demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTo
 
 test: $(READY_DEV) ## Run the tests, without those marked slow or bench
 	@# Not reordered: files of few tests, among them the slowest, would come last, and one worker wait for the other.
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not bench" $(PYTEST_ARGS)
+	@# Passive: the threads of one worker would spin on the cores of the others.
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder \
+		-m "not slow and not bench" $(PYTEST_ARGS)
+
+test-slow: $(READY_DEV) ## Run the long sweeps, which `make test` leaves out
+	$(BIN)/python -m pytest -m "slow and not bench" $(PYTEST_ARGS)
 
 test-gpu: $(READY_DEV) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import tvm
@@ -91,6 +92,7 @@ def operators(mod: tvm.IRModule) -> list[str]:
     return found
 
 
-def fingerprint(mod: tvm.IRModule) -> tuple[int, str]:
-    """What differs if anything in ``mod`` was changed, the names of its variables included."""
-    return tvm_ffi.structural_hash(mod, map_free_vars=True), mod.script()
+def fingerprint(mod: tvm.IRModule) -> tuple[int, Any, Any]:
+    """What differs if anything in ``mod`` was changed: another function, or the inside of one."""
+    content = tvm_ffi.structural_hash(mod, map_free_vars=True)
+    return content, tuple(mod.functions_items()), mod.attrs

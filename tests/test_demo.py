@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.demo import command, main
@@ -35,7 +36,16 @@ KEYS = {
 GOOD = Figures(0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 8, 0)
 
 
-def test_the_quick_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "layers", [1, pytest.param(6, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
+def test_the_quick_demo(
+    layers: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "load_bert", lambda attention: with_layers(layers, attention))
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report.keys() == KEYS
@@ -52,6 +62,13 @@ def test_the_quick_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     colored = (tmp_path / f"joint_colored{suffix}").read_text()
     assert all(color in colored for color in ("#f4b6b0", "#f9e08b", "#aecdf2"))
     assert "calls served by TVM" in capsys.readouterr().out
+
+
+def with_layers(count: int, attention: str) -> nn.Module:
+    bert = load_bert(attention)
+    encoder = bert.get_submodule("encoder")
+    encoder.layer = encoder.get_submodule("layer")[:count]  # type: ignore[index]
+    return bert
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,14 @@ def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbform
         yield {n: pool.submit(execute, n, quick=True) for n in NOTEBOOKS if n in names}
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+# It tunes a layer, each task by a process of its own.
+LONGEST = "bert_inference_tuning"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == LONGEST else []) for n in NOTEBOOKS],
+)
 def test_runs_in_the_quick_setting(
     name: str, executed: dict[str, Future[nbformat.NotebookNode]]
 ) -> None:

@@ -83,8 +83,17 @@ def test_the_passes_have_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wheel_holds_all_modules_and_nothing_else(sources: Path) -> None:
     expected = expected_modules(sources)
-    assert modules(build(sources, "wheel", seen=True)) == expected
+    assert modules(build(sources, "wheel")) == expected
     assert "tvmbridge/passes/relax/__init__.py" in expected
+
+
+@pytest.mark.slow
+def test_a_wheel_that_is_built_beside_pytorch_has_the_native_half(sources: Path) -> None:
+    wheel = build(sources, "wheel", seen=True)
+    assert modules(wheel) == expected_modules(sources)
+    with zipfile.ZipFile(wheel) as archive:
+        found = [n for n in archive.namelist() if n.startswith("tvmbridge/runtime/_native")]
+    assert any(name.endswith(".so") for name in found), found
 
 
 def test_a_wheel_without_the_link_is_the_same(sources: Path) -> None:

@@ -55,6 +55,7 @@ def test_inference_with_a_mask(attention: str, batch: Batch) -> None:
         assert relative_error(value.pooler_output, reference.pooler_output) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_training_step_in_float64(batch: Batch) -> None:
     bert = load_bert("eager").double().train()
     reference = learn(bert, batch)

@@ -1,4 +1,4 @@
-"""The table is sound, and one mistake is planted; all of them with ``-m slow``."""
+"""The table is sound, and one mistake is planted; all of them with ``make test-slow``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some drawn programs in the default suite; more with ``-m slow``."""
+"""Some drawn programs in the default suite; more with ``make test-slow``."""
 
 from __future__ import annotations
 

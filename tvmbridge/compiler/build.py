@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, te
 
 from tvmbridge.backends import Backend, backend_for
+from tvmbridge.compiler.argument_checks import UNCHECKED
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
@@ -219,7 +220,10 @@ def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device =
             mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
                 executable = relax.build(
-                    mod, target, relax_pipeline=_virtual_machine_passes(backend)
+                    mod,
+                    target,
+                    relax_pipeline=_virtual_machine_passes(backend),
+                    tir_pipeline=UNCHECKED,
                 )
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error

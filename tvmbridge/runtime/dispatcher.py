@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import itertools
-import logging
 import os
 import sys
-import threading
 import types
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.turns import compiling
-from tvmbridge.graph_capture.observe.hooks import hooked_submodule
-from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.standins import STAND_IN, anything_requires_grad
+from tvmbridge.graph_capture.trace.standins import STAND_IN
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.entry import Checks, CompiledEntry, FastPath
-from tvmbridge.runtime.entry_compiler import Compiler
-from tvmbridge.runtime.fallbacks import Tally, forget_summaries
+from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,
@@ -37,34 +27,25 @@ from tvmbridge.runtime.guards.forwards import (
     rebound,
     references_of_a_call,
 )
-from tvmbridge.runtime.guards.mode import Mode, flags_of
-from tvmbridge.runtime.guards.signature import Matched, Signature, nearest
-from tvmbridge.runtime.guards.spelling import CONSTANT, NOT_TAKEN, Mismatch
+from tvmbridge.runtime.guards.mode import Mode
+from tvmbridge.runtime.guards.signature import nearest
+from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.in_process import register
+from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.specialization import Specialization
-
-logger = logging.getLogger(__name__)
 
 # So many entries with a fast guard are asked before any full guard.
 _MOST_FAST = 4
-# So many signatures calls may have compiled, where no sample was given; of a number that changes
-# fewer, since each of its values is a signature.
-_MOST_AT_CALLS = 4
-_MOST_VALUES = 2
 # References to a dispatcher while its module is called, and it is in no copy.
 _ALONE = references_of_a_call()
-# Of all dispatchers in the process.
-_dispatchers: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
-class Dispatcher(StandsForForward):
+class Dispatcher(ModuleCode, StandsForForward):
     """The forward of a dispatched module.
 
     It lives in the module's ``__dict__`` under ``forward``, which is all that a dispatched module
     differs by. A deep copy of the module has a dispatch of its own, with the same code and
     counters at zero; an unpickled module has none, since compiled code is not pickled.
-
-    ``compiles_signatures``: calls with arguments of another signature compile code for it, up to a
-    number of them; otherwise ``add_tvm_dispatch`` alone does.
     """
 
     def __init__(
@@ -75,30 +56,12 @@ class Dispatcher(StandsForForward):
         options: CompileOptions,
         on_fallback: str = "warn",
     ) -> None:
-        self.module = module
-        self.own = own
-        self.target = target
-        self.options = options
-        self.specializations: tuple[Specialization, ...] = ()
+        super().__init__(module, own, target, options)
         self.tally = Tally(self._name(), on_fallback)
-        self.compiles_signatures = False
-        self.any_size: AnySize | None = None
-        self.packing = Packing(module)
-        self.compiler = Compiler(module, own, target, options, self.packing)
         self.checker: Checks | None = None
-        self.dropped = 0
-        self._fast: tuple[tuple[FastPath, Specialization], ...] = ()
-        _dispatchers.add(self)
-        self._process = os.getpid()
-        self._uses = itertools.count(1)
-        self._counting = threading.Lock()
+        register(self)
         self._outside_of_graphs = _outside_of_graphs()
         functools.update_wrapper(self, self.original)
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The module's own forward: of the instance, or the one that its class has now."""
-        return self.own or forward_of_class(self.module)
 
     def __getattr__(self, name: str) -> Any:
         if name == "__func__" and sys._getframe(1).f_globals["__name__"].startswith("torch.jit"):
@@ -193,59 +156,6 @@ class Dispatcher(StandsForForward):
             why = refused
         return self._fall_back(why, args, kwargs, settling=settling)
 
-    def _candidates(
-        self,
-        known: tuple[Specialization, ...],
-        misfits: list[Mismatch],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Iterator[Specialization]:
-        """Those that may be for the arguments of a call; where none fits, one of other sizes."""
-        yield from known
-        if self.any_size is not None and len(misfits) == len(known):
-            found = self.any_size.specialization(known, args, kwargs)
-            if found is not None:
-                yield found
-
-    def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
-        """Whether a call that fits no signature, for these reasons, may add one."""
-        most = min(_MOST_AT_CALLS, self.options.max_specializations)
-        return len(misfits) < most and sum(m.reason == CONSTANT for m in misfits) < _MOST_VALUES
-
-    def _specialize(
-        self,
-        known: tuple[Specialization, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        misfits: Sequence[Mismatch],
-    ) -> str | Mismatch | None:
-        """Add a specialisation for the arguments of this call, beside those ``known`` to it.
-
-        It is there when the call is looked at again, with code or the reason why it has none.
-
-        Returns:
-            why nothing can be compiled in this call, while it may in the next; None: it was added.
-        """
-        with compiling():
-            if self.specializations is not known:  # another thread did
-                return None
-            specialization = Specialization(Signature(args, kwargs, self.original))
-            matched = specialization.signature.match(args, kwargs)
-            if not specialization.signature.is_taken:
-                matched = NOT_TAKEN
-            if isinstance(matched, Mismatch):
-                return matched
-            mode = self._mode(specialization, matched.leaves)
-            if isinstance(mode, str):
-                return mode
-            misfit = nearest(misfits)
-            why = "the first" if misfit is None else misfit.detail or misfit.reason
-            found = self._compiled(specialization, mode, matched, why)
-            if isinstance(found, str) and not specialization.failures:
-                return found
-            self.add(specialization)
-            return None
-
     def _remember(
         self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any], mode: Mode
     ) -> None:
@@ -258,118 +168,6 @@ class Dispatcher(StandsForForward):
         others = [known for known in self._fast if known[0].entry is not fast.entry]
         self._fast = ((fast, specialization), *others[: _MOST_FAST - 1])
         specialization.put_first(fast.entry)
-
-    def _mode(self, specialization: Specialization, leaves: list[Any]) -> Mode | str:
-        """The mode of this call; or why nothing that was compiled can serve it."""
-        if os.getpid() != self._process:
-            return "the process was forked after dispatch"
-        recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        needs_grad = recording and self.anything_requires_grad(specialization, leaves)
-        return Mode.of_now(self.module.training, needs_grad)
-
-    def _compiled(
-        self,
-        specialization: Specialization,
-        mode: Mode,
-        matched: Matched,
-        why: str,
-    ) -> CompiledEntry | str:
-        """The code for the mode and flags of this call, compiled now if it is the first, because
-        of what it is; or why there is none."""
-        flags = flags_of(self.module, matched.leaves)
-        known = specialization.known(mode, flags)
-        if known is not None:
-            return known
-        with compiling():
-            # The module may be on its way: this is no failure for good.
-            unusual = unusual_in(self.module)
-            if unusual is not None:
-                return unusual
-            if hooked_submodule(self.module) is not None:
-                return "a submodule has hooks"
-            rehooked = [entry.state.rehooked() for _, entry in specialization.compiled()]
-            if any(rehooked):
-                return str(next(filter(None, rehooked)))
-            most = self.options.max_specializations
-            known = specialization.known(mode, flags) or specialization.full(mode, most)
-            if known is not None:
-                return known
-            try:
-                if specialization.family is not None:
-                    entry = specialization.family(mode, matched)
-                    specialization.add(mode, entry, most)
-                    return entry
-                return self.compile(specialization, mode, *matched.arguments, why=why)
-            except Exception as error:
-                # Whatever it is, the module's own forward may do better.
-                reason = specialization.failures[mode, flags] = f"{mode}: {error}"
-                return reason
-
-    def _instead(
-        self,
-        specialization: Specialization,
-        mode: Mode,
-        unfit: CompiledEntry,
-        matched: Matched,
-    ) -> CompiledEntry | str | None:
-        """Code in place of one that the call does not fit, where it may be compiled at a call.
-
-        That is code which the first call has outdated, for it filled a cache, and code for another
-        ``requires_grad``. None: the call differs otherwise.
-        """
-        if unfit.is_to_be_renewed():
-            with compiling():
-                specialization.remove(unfit)
-                why = "the first has left the module otherwise"
-                renewed = self._compiled(specialization, mode, matched, why)
-                if isinstance(renewed, CompiledEntry):
-                    renewed.fills_first = False
-                    return renewed
-            return None
-        if not unfit.differs_in_flags_alone(matched.leaves, unfit.state.tensors()):
-            return None
-        return self._compiled(specialization, mode, matched, "requires_grad differs")
-
-    def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
-        """Whether an argument or a tensor of the module requires a gradient."""
-        if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
-            return True
-        states = [entry.state for _, entry in specialization.compiled()]
-        if any(state.requires_grad() for state in states):
-            return True
-        # What was compiled for tells nothing of submodules that were inserted since.
-        if any(state.is_whole() for state in states):
-            return False
-        return anything_requires_grad(self.module, ())
-
-    def compile(
-        self,
-        specialization: Specialization,
-        mode: Mode,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        why: str | None = None,
-    ) -> CompiledEntry:
-        """Compile ``specialization`` for ``mode``, in which the module must stand, and try it;
-        ``why`` says what call asks for it."""
-        self.forget_fast()
-        entry = self.compiler.entry(specialization.signature, mode, tuple(args), kwargs, why)
-        dropped = specialization.add(mode, entry, self.options.max_specializations)
-        if dropped:
-            with self._counting:
-                self.dropped += dropped
-        return entry
-
-    def add(self, specialization: Specialization) -> None:
-        """Keep ``specialization``; those that were not used for longest go where too many."""
-        with self._counting:
-            specialization.last_use = next(self._uses)
-            kept = sorted((*self.specializations, specialization), key=lambda s: s.last_use)
-            excess = max(0, len(kept) - self.options.max_specializations)
-            self.specializations = tuple(kept[excess:])
-            self.dropped += excess
-        for dropped in kept[:excess]:
-            logger.info("dropped the specialisation %s, not used for longest", dropped.signature)
 
     def _fall_back(
         self,
@@ -386,11 +184,6 @@ class Dispatcher(StandsForForward):
         """The calls that compiled code has served."""
         return sum(entry.calls for s in self.all_specializations() for _, entry in s.compiled())
 
-    def all_specializations(self) -> list[Specialization]:
-        """Those for samples, and those for calls of other sizes."""
-        others = [] if self.any_size is None else self.any_size.instances()
-        return [*self.specializations, *others]
-
     def __del__(self) -> None:
         self.sum_up()
 
@@ -399,19 +192,6 @@ class Dispatcher(StandsForForward):
         tally = self.__dict__.get("tally")  # what is made by halves has none
         if tally is not None and tally.to_be_summed_up and self._process == os.getpid():
             tally.keep_summary(self.served())
-
-    def forget_fast(self) -> None:
-        """Have the next call decided by the full guards."""
-        self._fast = ()
-
-    def renew_after_fork(self) -> None:
-        """Forget code that was compiled in another process, whose threads are not in this one."""
-        if os.getpid() != self._process:
-            self._process = os.getpid()
-            self.specializations = ()
-            self._fast = ()
-            if self.any_size is not None:
-                self.any_size = AnySize(self.compiler)
 
     def _name(self) -> str:
         return type(self.module).__name__
@@ -451,21 +231,3 @@ def _outside_of_graphs() -> Callable[..., Any]:
     )
     disabled: Callable[..., Any] = torch.compiler.disable(call, reason=reason)
     return disabled
-
-
-def _forget_after_fork() -> None:
-    # The threads that compiled code runs on are not in the new process.
-    for dispatcher in list(_dispatchers):
-        dispatcher.forget_fast()
-    forget_summaries()
-
-
-@atexit.register
-def _keep_summaries() -> None:
-    """Before those that were kept are logged: what is registered last runs first."""
-    for dispatcher in list(_dispatchers):
-        dispatcher.sum_up()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
