@@ -17,7 +17,8 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 from tvmbridge.runtime.any_size import AnySize
-from tvmbridge.runtime.entry import Checks, CompiledEntry, FastPath
+from tvmbridge.runtime.checks import Checks
+from tvmbridge.runtime.entry import CompiledEntry, FastPath
 from tvmbridge.runtime.fallbacks import Tally
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,

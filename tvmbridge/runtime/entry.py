@@ -6,30 +6,23 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
 
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import without_autocast
-from tvmbridge.core.devices import gpus_of
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
-from tvmbridge.graph_capture.epilogue import try_epilogue
 from tvmbridge.graph_capture.memory.layouts import Strides
-from tvmbridge.graph_capture.noise import draw_noise
 from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.graph_capture.trace.generators import no_draws_by
-from tvmbridge.graph_capture.trace.standins import without_inference_tensors
-from tvmbridge.kernels.aten_call import foreign_among
-from tvmbridge.kernels.dtypes import as_pairs
 from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.given_primals import GivenPrimals
 from tvmbridge.runtime.graphed import GraphedCode, Graphs
 from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
@@ -68,32 +61,22 @@ class CompiledEntry:
         # Forward has yet to fill a cache: with tensors, which are then others than were traced.
         self.fills_first = False
         self._declined = 0
+        self.given = GivenPrimals(captured)
         users = [d for d in captured.inputs if d.kind is InputKind.USER]
-        self._positions = [d.position or 0 for d in users]
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
-        noise = captured.noise
-        self._has_complex = any(
-            spec.dtype.is_complex
-            for spec in (*(d.spec for d in captured.inputs), *(n.spec for n in noise))
-        )
-        self._noise_order = [i for i, n in enumerate(noise) if n.drop_probability is None]
-        self._noise_order += [i for i, n in enumerate(noise) if n.drop_probability is not None]
-        given = {d.name: i for i, d in enumerate(captured.inputs)}
-        reads = captured.prologue.reads if captured.prologue is not None else ()
-        self._prologue_reads = [given[name] for name in reads]
-        self._outputs = Outputs(state, captured)
+        self.outputs = Outputs(state, captured)
         self._asks = captured.assumptions.asks
         self._autocast = captured.assumptions.autocast
         # Gradients that forward turns on flow where tensors require them.
         self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.assumptions.asks
         self._layouts = LayoutGuard(state, compiled)
-        self._packing = packing
-        self._packs = [
+        self.packing = packing
+        self.packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
-        self._training = TrainingCall(compiled, packing) if compiled.split is not None else None
+        self.training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self.second_order = SecondOrder(state, captured, self.mismatch)
-        self.records_writes = self._training is not None and self._outputs.writes
+        self.records_writes = self.training is not None and self.outputs.writes
         self._may_be_fast = may_be_fast(state, captured)
         # Calls in a row that the full guards had to let pass.
         self._slow_calls = 0
@@ -138,7 +121,7 @@ class CompiledEntry:
         if reason is None and self._flags_matter and not self._inputs_fit_flags(leaves):
             return "requires_grad of an input differs"
         if reason is None:
-            reason = self._outputs.mismatch(leaves, tensors)
+            reason = self.outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
             reason = other_answer(self._asks, leaves, tensors)
         return reason or self._layouts.mismatch(leaves, tensors)
@@ -162,68 +145,13 @@ class CompiledEntry:
         fits = self.fits_flags(leaves, tensors)
         return not fits and self.state.changed_beside_flags(tensors) is None
 
-    def try_out(self, leaves: Sequence[Any]) -> None:
-        """Run forward and backward once and throw the results away.
-
-        What cannot run must show itself now, when the module still has its own forward, and not
-        in the middle of a training step. State, arguments and random state stay as they are.
-        """
-        with torch.random.fork_rng(devices=gpus_of(self.compiled.captured.device)):
-            tensors: Sequence[Any] = self._sample_state()
-            primals = [p.detach() for p in self._primals(leaves, tensors)]
-            primals = without_inference_tensors(primals)
-            # Nothing is moved before the code is known to run.
-            primals += [self._packing.copied([tensors[i] for i in s]) for _, s in self._packs]
-            with no_draws_by(foreign_among(self.compiled.aten_calls)):
-                self._try(primals, leaves)
-
-    def _try(self, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
-        if self._training is None:
-            self._try_epilogue(self.compiled.forward(primals), leaves)
-            return
-        wanted = [primals[p].requires_grad_() for p in self._training.gradient_of]
-        with torch.enable_grad():
-            results = self._training(primals)
-        self._try_epilogue(results, leaves)
-        outputs = [o for o in results if o.requires_grad]
-        cotangents = [torch.zeros_like(o) for o in outputs]
-        torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
-
-    def _try_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> None:
-        epilogue = self.compiled.captured.epilogue
-        if epilogue is not None:
-            try_epilogue(epilogue, self._outputs.before_epilogue(results, leaves))
-
-    def _sample_state(self) -> list[torch.Tensor]:
-        """The module's tensors; zeros where forward has yet to make one, or another kind."""
-        specs = [d.spec for d in self.compiled.captured.inputs if d.kind.is_of_module]
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
-            if t is None or t.shape != torch.Size(spec.shape) or t.dtype != spec.dtype
-            else t
-            for t, spec in zip(self.state.tensors(), specs, strict=True)
-        ]
-
-    def _primals(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """User inputs, state, draws and masks, in the order of the compiled code."""
-        return self._primals_of([leaves[p] for p in self._positions], tensors)
-
-    def _primals_of(self, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        captured = self.compiled.captured
-        primals = [*inputs, *tensors]
-        noise = draw_noise(
-            captured.noise, captured.prologue, [primals[i] for i in self._prologue_reads]
-        )
-        primals += [noise[i] for i in self._noise_order]
-        return list(map(as_pairs, primals)) if self._has_complex else primals
-
     # Calls that the fast guard lets pass ---------------------------------------------------------
 
     def run_fast(self, fast: FastPath, leaves: Sequence[Any], arguments: Arguments) -> Any:
         """Serve a call that the guard of ``fast`` let pass."""
         self._slow_calls = 0
         results = self._results(leaves, fast.tensors, fast)
-        return self._outputs.assemble(results, leaves, fast.tensors, arguments)
+        return self.outputs.assemble(results, leaves, fast.tensors, arguments)
 
     def renew_fast(self, signature: Signature, leaves: Sequence[Any]) -> FastPath | None:
         """A fast path for calls like this one, which the full guards let pass; None: there is none.
@@ -242,46 +170,44 @@ class CompiledEntry:
     def _pinned(
         self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
     ) -> FastPath | None:
-        written = self._outputs.written_tensors(leaves, tensors)
+        written = self.outputs.written_tensors(leaves, tensors)
         guard = FastGuard(self.state, signature, leaves, tensors, written, self.records_writes)
-        first = len(self._positions)
+        first = len(self.given.inputs)
         held = dict(enumerate(tensors, start=first))
-        packed = first + len(tensors) + len(self._noise_order)
-        for i, (names, slots) in enumerate(self._packs, start=packed):
-            pack = self._packing.held(names, [tensors[s] for s in slots])
+        packed = first + len(tensors) + len(self.given.noise)
+        for i, (names, slots) in enumerate(self.packs, start=packed):
+            pack = self.packing.held(names, [tensors[s] for s in slots])
             if pack is None:
                 return None
             held[i] = pack
         strides = self._layouts.strides(leaves, tensors)
-        given = [leaves[p] for p in self._positions]
+        given = [leaves[p] for p in self.given.inputs]
         as_they_are = self.compiled.loaded.readable("forward", given)
         code = self._code_to_graph(tensors, strides)
-        if self._training is not None:
-            held_for = self._training.hold(held, as_they_are)
+        if self.training is not None:
+            held_for = self.training.hold(held, as_they_are)
             pinned = self.second_order.pin(tensors)
             fast = FastPath(self, guard, list(tensors), strides, held=held_for, pinned=pinned)
-            self._packing.readers.add(held_for)
+            self.packing.readers.add(held_for)
             if code is not None:
-                fast.graphs = code.training(self._training, held_for)
+                fast.graphs = code.training(self.training, held_for)
         else:
-            count = packed + len(self._packs)
+            count = packed + len(self.packs)
             bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
             fast = FastPath(self, guard, list(tensors), strides, bound=bound)
             if code is not None:
                 fast.graphs = code.inference(bound)
-        self._packing.readers.add(fast)
+        self.packing.readers.add(fast)
         return fast
 
     def _code_to_graph(
         self, tensors: Sequence[torch.Tensor], strides: Strides
     ) -> GraphedCode | None:
         """The code for CUDA graphs; None where a call is not launches alone."""
-        # What draws read is computed before them, and complex numbers are converted.
-        converts = self._has_complex or self.compiled.captured.prologue is not None
-        if converts or not self.compiled.cuda_graphs:
+        if self.given.converts or not self.compiled.cuda_graphs:
             return None
         counts = self.graph_replays, self.graph_skips
-        return GraphedCode(self.compiled, tensors, strides, self._primals_of, *counts)
+        return GraphedCode(self.compiled, tensors, strides, self.given.of_inputs, *counts)
 
     # Calls in general ----------------------------------------------------------------------------
 
@@ -304,7 +230,7 @@ class CompiledEntry:
     def _computed(
         self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
     ) -> Sequence[torch.Tensor]:
-        training = self._training
+        training = self.training
         # What hooks on saved tensors keep must be tensors of PyTorch.
         if (
             training is not None
@@ -317,15 +243,15 @@ class CompiledEntry:
         results: Sequence[torch.Tensor] | None = None
         replayed = None
         if fast is not None and fast.graphs is not None:
-            inputs = [leaves[p] for p in self._positions]
+            inputs = [leaves[p] for p in self.given.inputs]
             replayed = fast.graphs(inputs)
         if replayed is not None:
             primals = [*inputs, *replayed.primals[len(inputs) :]]
         else:
-            primals = self._primals(leaves, tensors)
-            for names, slots in self._packs:
+            primals = self.given.of_call(leaves, tensors)
+            for names, slots in self.packs:
                 members = [tensors[i] for i in slots]
-                primals.append(None if fast else self._packing.tensor(names, members))
+                primals.append(None if fast else self.packing.tensor(names, members))
         strides = fast.strides if fast else self._layouts.strides(leaves, tensors)
         if training is not None:
             held = fast.held if fast else None
@@ -346,7 +272,7 @@ class CompiledEntry:
         arguments: Arguments,
     ) -> Any:
         """Write mutations back, and rebuild what forward returns from the computed outputs."""
-        return self._outputs.assemble(results, leaves, tensors, arguments)
+        return self.outputs.assemble(results, leaves, tensors, arguments)
 
 
 @dataclass(eq=False)
@@ -367,22 +293,3 @@ class FastPath:
     pinned: Pinned | None = None
     graphs: Graphs | None = None
     outdated: list[torch.Tensor] = field(default_factory=list)
-
-
-class Checks(Protocol):
-    """Serves calls in place of :meth:`CompiledEntry.run`, and checks some of them."""
-
-    unchecked: Counter[str]
-
-    def run(
-        self,
-        module: nn.Module,
-        entry: CompiledEntry,
-        leaves: Sequence[Any],
-        tensors: Sequence[Any],
-        arguments: Arguments,
-    ) -> Any:
-        """What the call returns."""
-
-    def renewed(self) -> Checks:
-        """The same for a copy of the module."""

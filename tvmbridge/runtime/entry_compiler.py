@@ -25,6 +25,7 @@ from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
+from tvmbridge.runtime.trial import try_out
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Compiler:
             entry = CompiledEntry(state, compiled, self.packing, flags)
             tell("first run")
             try:
-                entry.try_out(signature.flatten(args, kwargs) or [])
+                try_out(entry, signature.flatten(args, kwargs) or [])
             except Exception as error:
                 raise_if_forward_refuses(self.module, args, kwargs, mode.autocast)
                 raise BuildError(f"the compiled code cannot run on the sample: {error}") from error

@@ -1,0 +1,63 @@
+"""The first run of compiled code, before a module is served by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tvmbridge.core.devices import gpus_of
+from tvmbridge.graph_capture.epilogue import try_epilogue
+from tvmbridge.graph_capture.trace.generators import no_draws_by
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.kernels.aten_call import foreign_among
+from tvmbridge.runtime.entry import CompiledEntry
+
+
+def try_out(entry: CompiledEntry, leaves: Sequence[Any]) -> None:
+    """Run forward and backward once and throw the results away.
+
+    What cannot run must show itself now, when the module still has its own forward, and not
+    in the middle of a training step. State, arguments and random state stay as they are.
+    """
+    with torch.random.fork_rng(devices=gpus_of(entry.compiled.captured.device)):
+        tensors: Sequence[Any] = _sample_state(entry)
+        primals = [p.detach() for p in entry.given.of_call(leaves, tensors)]
+        primals = without_inference_tensors(primals)
+        # Nothing is moved before the code is known to run.
+        primals += [entry.packing.copied([tensors[i] for i in s]) for _, s in entry.packs]
+        with no_draws_by(foreign_among(entry.compiled.aten_calls)):
+            _try(entry, primals, leaves)
+
+
+def _try(entry: CompiledEntry, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
+    if entry.training is None:
+        _try_epilogue(entry, entry.compiled.forward(primals), leaves)
+        return
+    wanted = [primals[p].requires_grad_() for p in entry.training.gradient_of]
+    with torch.enable_grad():
+        results = entry.training(primals)
+    _try_epilogue(entry, results, leaves)
+    outputs = [o for o in results if o.requires_grad]
+    cotangents = [torch.zeros_like(o) for o in outputs]
+    torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True)
+
+
+def _try_epilogue(
+    entry: CompiledEntry, results: Sequence[torch.Tensor], leaves: Sequence[Any]
+) -> None:
+    epilogue = entry.compiled.captured.epilogue
+    if epilogue is not None:
+        try_epilogue(epilogue, entry.outputs.before_epilogue(results, leaves))
+
+
+def _sample_state(entry: CompiledEntry) -> list[torch.Tensor]:
+    """The module's tensors; zeros where forward has yet to make one, or another kind."""
+    specs = [d.spec for d in entry.compiled.captured.inputs if d.kind.is_of_module]
+    return [
+        torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
+        if t is None or t.shape != torch.Size(spec.shape) or t.dtype != spec.dtype
+        else t
+        for t, spec in zip(entry.state.tensors(), specs, strict=True)
+    ]
