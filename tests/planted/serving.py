@@ -226,7 +226,7 @@ SERVING = (
     Plant(
         "frozen parameters not noticed",
         "guard",
-        "tvmbridge.runtime.guards.state",
+        "tvmbridge.runtime.guards.kinds",
         "if check_grad and tensor.requires_grad is not requires_grad:",
         "if False:",
         ("tests/runtime/test_flags.py", "-k", "every_choice"),

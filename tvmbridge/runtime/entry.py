@@ -130,7 +130,7 @@ class CompiledEntry:
         """Whether ``requires_grad``, where it matters, is what the code was compiled for."""
         if not self._flags_matter:
             return True
-        return self._inputs_fit_flags(leaves) and self.state.fits_flags(tensors)
+        return self._inputs_fit_flags(leaves) and self.state.kinds.fits_flags(tensors)
 
     def _inputs_fit_flags(self, leaves: Sequence[Any]) -> bool:
         for position, requires_grad in self._input_grads:

@@ -16,15 +16,14 @@ from torch import nn
 
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
-from tvmbridge.core.torch_private import TensorGuards, has_storage
 from tvmbridge.core.types import CapturedGraph, InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
-from tvmbridge.graph_capture.observe.plain import PLAIN
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.runtime.guards.forwards import stands_for
+from tvmbridge.runtime.guards.kinds import KindGuard
 from tvmbridge.runtime.guards.values import ValueGuard
 
 _HELD = ("_parameters", "_buffers", "_modules")
@@ -44,12 +43,7 @@ class ModuleState:
         assumed = captured.assumptions
         inputs = [d for d in captured.inputs if d.kind.is_of_module]
         self.names = tuple(d.target or "" for d in inputs)
-        self._expected = [
-            (torch.Size(d.spec.shape), d.spec.dtype, d.spec.device, d.requires_grad) for d in inputs
-        ]
-        self._flags = [d.requires_grad for d in inputs]
-        # Says at once that all tensors are as at the last full comparison.
-        self._all_alike: TensorGuards | None = None
+        self.kinds = KindGuard(inputs)
         based = [o.alias for o in captured.outputs if o.alias is not None]
         beside = [str(a.key) for a in based if a.kind is InputKind.BUFFER]
         self._ties = list(assumed.aliases.items())
@@ -122,6 +116,7 @@ class ModuleState:
         """
         other = copy.copy(self)
         other._bind(memo)
+        other.kinds = self.kinds.renewed()
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
         other._values = self._values.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
@@ -246,18 +241,14 @@ class ModuleState:
 
     def changed(self, tensors: Sequence[torch.Tensor | None], *, check_grad: bool) -> str | None:
         """Why compiled code does not fit ``tensors`` or the module of now; None when it does."""
-        reason = self._restructured() or self._exchanged(tensors, check_grad)
+        reason = self._restructured() or self.kinds.changed(tensors, check_grad)
         return reason or self._changed_beside(check_grad)
 
     def changed_beside_flags(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
         """The same, whatever ``requires_grad`` of the ``tensors`` is."""
         # Not by the comparison that is remembered, which stands for one that asks for it.
-        reason = self._restructured() or self._of_other_kind(tensors, check_grad=False)
+        reason = self._restructured() or self.kinds.differs(tensors, check_grad=False)
         return reason or self._changed_beside(check_grad=True)
-
-    def fits_flags(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether ``requires_grad`` of the ``tensors`` is what the code was compiled for."""
-        return [t is not None and t.requires_grad for t in tensors] == self._flags
 
     def _changed_beside(self, check_grad: bool) -> str | None:
         """What has changed beside the structure and the tensors that are looked up."""
@@ -272,63 +263,16 @@ class ModuleState:
         value = self.value_changed()
         return f"{value} changed" if value else None
 
-    def _exchanged(self, tensors: Sequence[torch.Tensor | None], check_grad: bool) -> str | None:
-        """In what ``tensors`` are others than the code was compiled for."""
-        if self._all_alike is not None and self._all_alike.check(*tensors):
-            return None
-        reason = self._of_other_kind(tensors, check_grad)
-        if reason is None:
-            self._all_alike = _guards_of(tensors)
-        return reason
-
-    def _of_other_kind(
-        self, tensors: Sequence[torch.Tensor | None], check_grad: bool
-    ) -> str | None:
-        for tensor, (shape, dtype, device, requires_grad) in zip(
-            tensors, self._expected, strict=True
-        ):
-            if type(tensor) not in PLAIN:
-                return _not_plain(tensor)
-            assert tensor is not None
-            if tensor.dtype is not dtype:
-                return "the dtype of a parameter or buffer changed"
-            if tensor.layout is not torch.strided:
-                return "the layout of a parameter or buffer changed"
-            if not has_storage(tensor):
-                return "a parameter or buffer has left a function transform"
-            if tensor.device != device:
-                return "the device of a parameter or buffer changed"
-            if tensor.shape != shape:
-                return "the shape of a parameter or buffer changed"
-            if check_grad and tensor.requires_grad is not requires_grad:
-                return "requires_grad of a parameter changed"
-        return None
-
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
         return self._values.changed() or self._answers.changed(self.tensor)
 
     def is_otherwise(self) -> bool:
         """Whether what forward reads, tensors too, is not of the kind that it was captured with."""
-        exchanged = self._of_other_kind(self.tensors(), check_grad=False)
+        exchanged = self.kinds.differs(self.tensors(), check_grad=False)
         return exchanged is not None or self.value_changed() is not None
 
 
 def _written(tensor: torch.Tensor) -> tuple[int, int]:
     """Signs that ``tensor`` is as it was: its version and where its memory is."""
     return version_of(tensor), tensor.data_ptr()
-
-
-def _guards_of(tensors: Sequence[torch.Tensor | None]) -> TensorGuards:
-    """Compares type, dtype, layout, device, shape and requires_grad of all in one call."""
-    plain = [t for t in tensors if t is not None]
-    # As PyTorch's own guards call it; the annotations there lack the list of tensors.
-    shapes: Any = [list(t.shape) for t in plain]
-    strides: Any = [[None] * t.dim() for t in plain]
-    return TensorGuards(*plain, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
-
-
-def _not_plain(tensor: Any) -> str:
-    if tensor is None:
-        return "a parameter or buffer is missing"
-    return "a parameter or buffer is not a plain tensor"
