@@ -32,6 +32,7 @@ from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import Points, SymbolicCode, compile_symbolic
 from tvmbridge.symbolic.probes import Shapes, Symbols, points_for
 from tvmbridge.symbolic.sizes import Point
@@ -215,7 +216,7 @@ class Family:
         )
         if id(code) not in self._tried:
             with tracing_here(), undisturbed():
-                entry.try_out(matched.leaves)
+                try_out(entry, matched.leaves)
             for names in compiled.packs:
                 compiler.packing.claim(names)
             self._tried.add(id(code))
