@@ -114,7 +114,7 @@ def repeated_decisions(decisions: Sequence[tuple[Rule, Any]]) -> Iterator[None]:
 
 def followed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, Any]]:
     """What is decided already: for common sizes, recorded first, and for the largest, second."""
-    found = []
+    found: list[tuple[Rule, Any]] = []
     for number, (rule, decision) in enumerate(recorded[0] if recorded else ()):
         largest = recorded[1] if len(recorded) > 1 else ()
         if rule is Rule.MOST and number < len(largest):

@@ -29,7 +29,7 @@ def loop(
     """Return a loop over [start, start + extent); one of extent 1 is its body."""
     first = integer(start) if isinstance(start, int) else start
     if isinstance(extent, int):
-        if extent == 1 and not sizes_vary():
+        if extent == 1:
             return sequence(body(first))
         extent = integer(extent)
     var = index_var("i")
@@ -42,8 +42,11 @@ def rounded_up(extent: int | Expr, divisor: int) -> int | Expr:
     It stays a quotient where code for several sizes is compared: a number could be that of several
     extents.
     """
-    if isinstance(extent, int) and not sizes_vary():
-        return -(-extent // divisor)
+    if isinstance(extent, int):
+        if not sizes_vary():
+            return -(-extent // divisor)
+        if decided(Rule.ALWAYS, lambda: extent <= divisor):
+            return 1
     whole = integer(extent) if isinstance(extent, int) else extent
     return tirx.FloorDiv(tirx.Add(whole, integer(divisor - 1)), integer(divisor))
 

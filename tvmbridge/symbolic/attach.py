@@ -11,6 +11,7 @@ from tvm import relax, tirx
 
 from tvmbridge.kernels.sized import SIZED
 from tvmbridge.passes.base import map_calls
+from tvmbridge.schedules.reader import mentions
 from tvmbridge.symbolic.specs import MARK
 
 _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
@@ -30,6 +31,7 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
         found = _named(function, names)
         if found:
             # Its old name says of which type it was.
+            function = _without_vector_divisions(function)
             function = _taking_numbers(function, list(found.values()), inputs[name.name_hint])
             name = _name_of(function, name.name_hint)
             taken[name.name_hint] = name, list(found)
@@ -65,6 +67,33 @@ def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
 
     map_calls(mod, look)
     return counts
+
+
+def _without_vector_divisions(function: tirx.PrimFunc) -> tirx.PrimFunc:
+    """``function`` with plain loops where lanes would be divided by sizes.
+
+    No processor divides vectors of integers; what LLVM makes of it takes it long.
+    """
+
+    def plain(loop: tirx.For) -> tirx.For:
+        vectors = loop.kind == tirx.ForKind.VECTORIZED
+        if not vectors or not _divides_by_size(loop.body, loop.loop_var):
+            return loop
+        return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+
+    body = tvm_ffi.structural_map(function.body, (tirx.For, plain))
+    return tirx.PrimFunc(function.params, body, function.ret_type, function.attrs)
+
+
+def _divides_by_size(body: tirx.Stmt, lane: tirx.Var) -> bool:
+    found: list[bool] = []
+
+    def look(division: Any) -> None:
+        if not isinstance(division.b, tirx.IntImm) and mentions(division.a, lane):
+            found.append(True)
+
+    tvm_ffi.structural_walk(body, ((tirx.FloorDiv, tirx.FloorMod), look))
+    return bool(found)
 
 
 def _taking_numbers(function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int) -> tirx.PrimFunc:

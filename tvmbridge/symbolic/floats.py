@@ -10,7 +10,7 @@ from tvm.ir import Expr
 
 from tvmbridge.symbolic.sizes import Size, Sizes
 
-# A count as it is, the factor of a mean, that of an unbiased variance, and that of a sum of squares;
+# A count as it is, the factor of a mean, that of an unbiased variance, that of a sum of squares;
 # each with the count that a number of the form is of.
 _FORMS: tuple[tuple[Callable[[float], float], Callable[[float], float]], ...] = (
     (lambda n: n, lambda v: v),
