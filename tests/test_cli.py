@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -20,6 +22,7 @@ from tvmbridge.doctor import command as doctor
 from tvmbridge.frontend.registry import CONVERTERS
 
 MODULE = "a_module_of_the_cli_test"
+IDENTITY = torch.nn.Identity()
 
 
 class Graph:
@@ -34,7 +37,9 @@ class Graph:
 @pytest.fixture
 def factories(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType(MODULE)
-    module.pair = lambda: ("a module", "a sample")  # type: ignore[attr-defined]
+    module.pair = lambda: (IDENTITY, "a sample")  # type: ignore[attr-defined]
+    module.swapped = lambda: ("a sample", IDENTITY)  # type: ignore[attr-defined]
+    module.wrong_shape = lambda: (torch.nn.Linear(4, 4), torch.randn(2, 5))  # type: ignore[attr-defined]
     module.single = lambda: "a module"  # type: ignore[attr-defined]
     module.constant = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
@@ -69,6 +74,46 @@ def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixtur
         cli.main(words)
     assert caught.value.code == 2
     assert "usage: tvmbridge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["demo", "--help"], ["visualize", "--help"]]
+)
+def test_help_and_version_load_nothing(words: list[str]) -> None:
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['tvmbridge', *{words!r}]\n"
+        "try:\n"
+        "    runpy.run_module('tvmbridge', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "assert not {'tvm', 'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert "usage: tvmbridge" in done.stdout or tvmbridge.__version__ in done.stdout
+
+
+def test_the_version_names_what_it_is_bound_to(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"tvmbridge {tvmbridge.__version__} (")
+    assert f"torch {torch.__version__}" in printed
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize("command", ["visualize", "explain", "compare"])
+def test_a_wrong_shape_is_told_without_a_traceback(
+    command: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main([command, f"{MODULE}:wrong_shape"]) == 1
+    captured = capfd.readouterr()
+    told = " ".join((captured.out + captured.err).split())
+    assert "mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in told
+    assert "Traceback" not in told
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -107,6 +152,7 @@ def test_an_error_of_ours_is_one_line(
         (f"{MODULE}:absent", "no function 'absent'"),
         (f"{MODULE}:constant", "no function 'constant'"),
         (f"{MODULE}:single", "must return a pair"),
+        (f"{MODULE}:swapped", "must return a module first, which str is not"),
     ],
 )
 @pytest.mark.usefixtures("factories")
@@ -130,7 +176,7 @@ def test_visualize_draws_the_captured_graph(tmp_path: Path, drawn: list[Any], ki
     out = tmp_path / "new folder" / f"graph.{kind}"
     assert cli.main(["visualize", f"{MODULE}:pair", "--out", str(out)]) == 0
     assert out.read_bytes() == f"drawn as {kind}".encode()
-    assert drawn == [(("relax", "captured", "a module", "a sample"), True)]
+    assert drawn == [(("relax", "captured", IDENTITY, "a sample"), True)]
 
 
 @pytest.mark.usefixtures("factories")

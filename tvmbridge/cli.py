@@ -14,9 +14,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from tvmbridge import __version__
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.versions import versions_text
 
 FORMATS: Final = ("svg", "pdf", "png", "dot")
+
+
+class _Version(argparse.Action):
+    """Prints the versions; they are read only when they are asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Prints one line and ends the program."""
+        print(f"tvmbridge {__version__} ({versions_text()})")
+        parser.exit()
 
 
 class UsageError(ValueError):
@@ -56,6 +70,11 @@ def resolve_factory(name: str) -> tuple[Any, Any]:
     made = factory()
     if not isinstance(made, tuple) or len(made) != 2:
         raise UsageError(f"{name} must return a pair (module, sample_input)")
+    from torch import nn
+
+    if not isinstance(made[0], nn.Module):
+        given = type(made[0]).__name__
+        raise UsageError(f"{name} must return a module first, which {given} is not")
     return made
 
 
@@ -63,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tvmbridge", description="Runs and trains PyTorch modules on code compiled by TVM."
     )
+    parser.add_argument("--version", action=_Version, help="say which versions these are")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="say whether tvmbridge works on this machine")
     doctor.set_defaults(run=_doctor)
