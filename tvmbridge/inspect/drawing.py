@@ -5,53 +5,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import graphviz
 from tvm import relax
 from tvm.ir import Call
 
 from tvmbridge.inspect import labels
+from tvmbridge.inspect.asked import NodeAttributes, Surroundings, handle
+from tvmbridge.inspect.facts import facts_of
 from tvmbridge.inspect.labels import DOT
-
-Attributes = dict[str, str]
+from tvmbridge.inspect.picture import Edge, Group, Node, Picture
+from tvmbridge.inspect.styles import BRANCH_FRAME, KINDS, Attributes, submodule_frame
 
 _SHOWN_FIELDS = 4
-_INPUT = {"shape": "ellipse", "style": "filled", "fillcolor": "#e8f0fe", "margin": "0.02,0.02"}
-_WEIGHT = {**_INPUT, "fillcolor": "#f1f3f4"}
-_FREE = {**_INPUT, "style": "filled,dashed", "fillcolor": "#ffffff"}
-_OUTPUT = {**_INPUT, "fillcolor": "#d2e3fc", "peripheries": "2"}
-_SMALL = {"style": "filled", "fillcolor": "#f8f9fa", "color": "#dadce0"}
-_BRANCH = {"shape": "hexagon", "style": "filled", "fillcolor": "#fef7e0"}
-_TUPLE = {"fillcolor": "#f3e8fd"}
-_KINDS: dict[str, Attributes] = {
-    "op": {},
-    "function": {"fillcolor": "#e4f7fb"},
-    "tir": {"fillcolor": "#e6f4ea"},
-    "packed": {"fillcolor": "#fef7e0"},
-    "aten": {"fillcolor": "#fce8e6"},
-}
-
-
-def handle(expr: relax.Expr) -> int:
-    """A number that two Python objects share if they are the same Relax expression."""
-    return hash(expr)  # of the TVM object: Python makes a new wrapper at each look
-
-
-@dataclass(frozen=True)
-class NodeAttributes:
-    """The attributes that a user asked for, by variable name and by expression."""
-
-    names: Mapping[str, Attributes]
-    handles: Mapping[int, Attributes]
-
-    def of(self, function: str, *expressions: relax.Expr) -> Attributes:
-        """What was asked for these expressions: by the expression goes before by its name."""
-        variables = [expr.name for expr in expressions if isinstance(expr, relax.Var)]
-        found: Attributes = {}
-        for name in [*variables, *(f"{function}/{name}" for name in variables)]:
-            found |= self.names.get(name, {})
-        for expr in expressions:
-            found |= self.handles.get(handle(expr), {})
-        return found
 
 
 @dataclass(frozen=True)
@@ -69,22 +33,31 @@ class _Result:
     name: str
     type: Any
     asked: Attributes
+    var: relax.Var | None = None
+    value: relax.Expr | None = None
 
 
 class FunctionDrawing:
-    """One function's nodes and edges, in a graph of its own. Call `draw` once."""
+    """One function's nodes and edges, as a picture of its own. Call `draw` once."""
 
     def __init__(
-        self, name: str, *, prefix: str, collapse_small: bool, attributes: NodeAttributes
+        self,
+        name: str,
+        *,
+        prefix: str,
+        collapse_small: bool,
+        attributes: NodeAttributes,
+        known: Surroundings,
     ) -> None:
         self.name = name
-        self.graph = graphviz.Digraph()
+        self.picture = Picture()
         self.names: set[str] = set()
-        self.node_count = 0
+        self._count = 0
         self._prefix = prefix
+        self._known = known
         self._collapse = collapse_small
         self._attributes = attributes
-        self._frame = self.graph
+        self._frames: tuple[str, ...] = ()
         self._values: dict[int, _Operand] = {}
         self._asked_of_node: dict[str, Attributes] = {}
         # Tuples that nothing has used yet: one that is only returned never becomes a node.
@@ -97,15 +70,29 @@ class FunctionDrawing:
         inputs = int(attrs["num_input"]) if "num_input" in attrs else len(function.params)
         for position, param in enumerate(function.params):
             self._note_name(param)
-            style = _INPUT if position < inputs else _WEIGHT
-            self._values[handle(param)] = self._variable(param, style)
+            kind = "weight" if position >= inputs or self._is_state(param) else "input"
+            self._values[handle(param)] = self._variable(param, kind)
         result = self._sequence(function.body)
         for expr, path, asked in self._leaves(result, (), {}):
             title = f"output {'.'.join(map(str, path))}".rstrip()
             shown = _Result("", expr.ty, asked)
-            self._operation(title, [self._operand(expr)], shown, style=_OUTPUT)
+            self._operation(title, [self._operand(expr)], shown, kind="output")
         for key in [key for key in self._waiting if key not in self._returned]:
             self._values[key] = self._draw(*self._waiting.pop(key))
+        self._leave_out_unread(function.params)
+
+    def _is_state(self, param: relax.Var) -> bool:
+        """Whether it is a parameter or a buffer of a captured module, by the name that it has."""
+        return bool(self._known.places) and param.name.startswith(("p_", "b_"))
+
+    def _leave_out_unread(self, params: Sequence[relax.Var]) -> None:
+        """Drops the nodes of parameters that nothing reads, unless they were asked for."""
+        read = {edge.source for edge in self.picture.edges}
+        own = {node for param in params for node in self._values[handle(param)].nodes}
+        dropped = {n for n in own - read if not self._asked_of_node[n]}
+        self.picture.nodes = [n for n in self.picture.nodes if n.name not in dropped]
+        inputs = f"{len(dropped)} input{'s' * (len(dropped) > 1)}"
+        self.picture.title = f"{inputs} that nothing reads left out" if dropped else ""
 
     def _note_name(self, var: relax.Var) -> None:
         self.names |= {var.name, f"{self.name}/{var.name}"}
@@ -135,7 +122,7 @@ class FunctionDrawing:
         var, value = binding.var, binding.value
         self._note_name(var)
         asked = self._attributes.of(self.name, value, var)
-        result = _Result(var.name, var.ty, asked)
+        result = _Result(var.name, var.ty, asked, var, value)
         if isinstance(binding, relax.MatchCast):
             operand = self._operation("match_cast", [self._operand(value)], result)
         elif self._collapse and isinstance(value, relax.Tuple):
@@ -197,9 +184,8 @@ class FunctionDrawing:
         if isinstance(expr, Call):
             parts = labels.call_parts(expr)
             operands = [self._operand(item) for item in parts.operands]
-            style = _KINDS[parts.kind]
             detail = labels.attributes_text(expr)
-            return self._operation(parts.title, operands, result, detail=detail, style=style)
+            return self._operation(parts.title, operands, result, detail=detail, kind=parts.kind)
         if isinstance(expr, relax.If):
             return self._draw_if(expr, result)
         if isinstance(expr, relax.SeqExpr):
@@ -208,12 +194,12 @@ class FunctionDrawing:
             return self._draw_tuple(expr, result)
         if isinstance(expr, relax.TupleGetItem):
             sources = [self._operand(expr.tuple_value)]
-            return self._operation(f"item {expr.index}", sources, result, style=_TUPLE)
+            return self._operation(f"item {expr.index}", sources, result, kind="tuple")
         if isinstance(expr, relax.Function):
             free = [self._operand(var) for var in relax.analysis.free_vars(expr)]
-            return self._operation("local function", free, result, style=_KINDS["function"])
+            return self._operation("local function", free, result, kind="function")
         if isinstance(expr, relax.Var) and handle(expr) in self._values:
-            return self._operation("alias", [self._operand(expr)], result, style=_SMALL)
+            return self._operation("alias", [self._operand(expr)], result, kind="small")
         return self._draw_leaf(expr, result)
 
     def _draw_tuple(self, expr: relax.Tuple, result: _Result) -> _Operand:
@@ -224,14 +210,14 @@ class FunctionDrawing:
                 fields.append(self._draw(item, _Result("", item.ty, asked)))
             else:
                 fields.append(self._operand(item))
-        return self._operation("tuple", fields, result, style=_TUPLE)
+        return self._operation("tuple", fields, result, kind="tuple")
 
     def _draw_leaf(self, expr: relax.Expr, result: _Result) -> _Operand:
         title = labels.literal_text(expr) or labels.function_name(expr)
         if title is None and isinstance(expr, relax.Var):
-            return self._variable(expr, _FREE)
+            return self._variable(expr, "free")
         kind = type(expr).__name__.replace("GenericConst", "constant")
-        return self._operation(title or kind, [], result, style=_SMALL)
+        return self._operation(title or kind, [], result, kind="small")
 
     def _draw_if(self, expr: relax.If, result: _Result) -> _Operand:
         operands = [self._operand(expr.cond)]
@@ -239,24 +225,39 @@ class FunctionDrawing:
             with self._framed(label):
                 operands.append(self._operand(self._sequence(branch)))
         places = ("condition", "then", "else")
-        return self._operation("if", operands, result, style=_BRANCH, places=places)
+        return self._operation("if", operands, result, kind="branch", places=places)
 
     @contextmanager
     def _framed(self, label: str) -> Iterator[None]:
         """What is drawn meanwhile goes into a frame of its own."""
-        outer = self._frame
-        self.node_count += 1
-        self._frame = graphviz.Digraph(
-            f"cluster_{self._prefix}{label}{self.node_count}",
-            graph_attr={"label": label, "style": "rounded,dashed", "color": "#9aa0a6"},
-        )
+        outer = self._frames
+        self._count += 1
+        name = f"cluster_{self._prefix}{label}{self._count}"
+        self.picture.groups[name] = Group(name, label, BRANCH_FRAME)
+        self._frames = (*outer, name)
         yield
-        outer.subgraph(self._frame)
-        self._frame = outer
+        self._frames = outer
 
-    def _variable(self, var: relax.Var, style: Attributes) -> _Operand:
+    def _around(self, var: relax.Var | None) -> tuple[str, ...]:
+        """The frames around the node of a variable: branches, or else the submodules."""
+        modules = self._known.places.get(var, ()) if var is not None else ()
+        if self._frames or not modules:
+            return self._frames
+        names = []
+        for depth, (path, title) in enumerate(modules, 1):
+            # A submodule that is called from two places has a frame in each.
+            name = f"cluster_{self._prefix}{'/'.join(p for p, _ in modules[:depth])}"
+            outer = modules[depth - 2][0] if depth > 1 else ""
+            short = path.removeprefix(f"{outer}.") if outer else path
+            group = Group(name, short, submodule_frame(depth), path, title, depth)
+            names.append(self.picture.groups.setdefault(name, group).name)
+        return tuple(names)
+
+    def _variable(self, var: relax.Var, kind: str) -> _Operand:
         asked = self._attributes.of(self.name, var)
-        return self._node(labels.variable_label(var.name, var.ty), style, asked)
+        facts = facts_of("", "", var, None, {})
+        label = labels.variable_label(var.name, var.ty)
+        return self._node(label, kind, asked, self._around(var), facts)
 
     def _operation(
         self,
@@ -265,21 +266,29 @@ class FunctionDrawing:
         result: _Result,
         *,
         detail: str = "",
-        style: Attributes = _KINDS["op"],
+        kind: str = "op",
         places: Sequence[str] = (),
     ) -> _Operand:
         """A node for an expression with operands, and the edges from these."""
         texts = [operand.text for operand in operands]
         label = labels.operation_label(title, texts, detail, result.name, result.type)
-        node = self._node(label, style, result.asked)
+        facts = facts_of(title, detail, result.var, result.value, self._known.seconds)
+        node = self._node(label, kind, result.asked, self._around(result.var), facts)
         self._edges(operands, node.nodes[0], places)
         return node
 
-    def _node(self, label: labels.Label, style: Attributes, asked: Attributes) -> _Operand:
-        node = f"{self._prefix}n{self.node_count}"
-        self.node_count += 1
-        texts = {"label": label.html, "tooltip": graphviz.escape(label.tooltip)}
-        self._frame.node(node, **{**texts, **style, **asked})
+    def _node(
+        self,
+        label: labels.Label,
+        kind: str,
+        asked: Attributes,
+        groups: tuple[str, ...],
+        facts: Mapping[str, Any],
+    ) -> _Operand:
+        node = f"{self._prefix}n{self._count}"
+        self._count += 1
+        shown = {**KINDS[kind], **asked}
+        self.picture.nodes.append(Node(node, label.html, label.tooltip, kind, shown, groups, facts))
         self._asked_of_node[node] = asked
         return _Operand(DOT, (node,))
 
@@ -295,5 +304,4 @@ class FunctionDrawing:
             read.setdefault(source, []).append(place or str(number))
         for source, found in read.items():
             head = ",".join(found) if places or len(sources) > 1 else None
-            # Into the function's graph: an edge would pull its nodes into the frame it stands in.
-            self.graph.edge(source, node, headlabel=head)
+            self.picture.edges.append(Edge(source, node, head))
