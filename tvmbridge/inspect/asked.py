@@ -38,10 +38,15 @@ class NodeAttributes:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What is known of a function's variables beside the function: submodules, measured times."""
+    """What is known of a function beside itself.
+
+    The submodules of its variables, how long they took, and of which parameters or inputs its
+    results are the gradients, by the results' numbers.
+    """
 
     places: Mapping[relax.Var, Modules] = field(default_factory=dict)
     seconds: Mapping[relax.Var, float] = field(default_factory=dict)
+    gradients: Mapping[int, str] = field(default_factory=dict)
 
 
 def node_attributes(node_attr_dict: object) -> NodeAttributes:

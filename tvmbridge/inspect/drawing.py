@@ -74,12 +74,23 @@ class FunctionDrawing:
             self._values[handle(param)] = self._variable(param, kind)
         result = self._sequence(function.body)
         for expr, path, asked in self._leaves(result, (), {}):
-            title = f"output {'.'.join(map(str, path))}".rstrip()
-            shown = _Result("", expr.ty, asked)
-            self._operation(title, [self._operand(expr)], shown, kind="output")
+            self._output(expr, path, asked)
         for key in [key for key in self._waiting if key not in self._returned]:
             self._values[key] = self._draw(*self._waiting.pop(key))
         self._leave_out_unread(function.params)
+
+    def _output(self, expr: relax.Expr, path: tuple[int, ...], asked: Attributes) -> None:
+        """A node for a result; a gradient stands with what it is computed from."""
+        gradient = self._known.gradients.get(path[0]) if len(path) == 1 else None
+        title = f"output {'.'.join(map(str, path))}".rstrip()
+        shown = _Result("", expr.ty, asked)
+        operands = [self._operand(expr)]
+        if gradient is None:
+            self._operation(title, operands, shown, kind="output")
+        else:
+            around = self._around(expr if isinstance(expr, relax.Var) else None)
+            title = f"gradient of {gradient}"
+            self._operation(title, operands, shown, kind="gradient", around=around)
 
     def _is_state(self, param: relax.Var) -> bool:
         """Whether it is a parameter or a buffer of a captured module, by the name that it has."""
@@ -268,12 +279,14 @@ class FunctionDrawing:
         detail: str = "",
         kind: str = "op",
         places: Sequence[str] = (),
+        around: tuple[str, ...] | None = None,
     ) -> _Operand:
         """A node for an expression with operands, and the edges from these."""
         texts = [operand.text for operand in operands]
         label = labels.operation_label(title, texts, detail, result.name, result.type)
         facts = facts_of(title, detail, result.var, result.value, self._known.seconds)
-        node = self._node(label, kind, result.asked, self._around(result.var), facts)
+        around = self._around(result.var) if around is None else around
+        node = self._node(label, kind, result.asked, around, facts)
         self._edges(operands, node.nodes[0], places)
         return node
 

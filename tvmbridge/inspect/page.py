@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -58,15 +58,15 @@ def visualize_html(
     return page(drawn, title)
 
 
-def page(drawn: Picture, title: str = "") -> str:
-    """A picture as an HTML page.
+def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None) -> str:
+    """A picture as an HTML page, where ``folded`` groups are so at first; None: as is readable.
 
     Raises:
         BridgeError: the package that brings Graphviz for browsers is not installed.
     """
     parts = {
         "TITLE": json.dumps(title or drawn.title or "tvmbridge"),
-        "DATA": json.dumps(_data(drawn), separators=(",", ":")),
+        "DATA": json.dumps(_data(drawn, folded), separators=(",", ":")),
         "GRAPHVIZ": json.dumps(_graphviz().read_text(encoding="utf-8")),
     }
     # A script ends at the first "</script", also within a string.
@@ -82,9 +82,7 @@ def missing_package() -> str | None:
     """What to do before pages can be made; None if they can."""
     if _module_path() is not None:
         return None
-    return (
-        "pages need easydot: pip install 'tvmbridge[draw]', with Python 3.11 or newer"
-    )
+    return "pages need easydot: pip install 'tvmbridge[draw]', with Python 3.11 or newer"
 
 
 def _graphviz() -> Path:
@@ -105,7 +103,7 @@ def _resource(name: str) -> str:
     return resources.files("tvmbridge.inspect").joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(drawn: Picture) -> dict[str, Any]:
+def _data(drawn: Picture, at_first: Collection[str] | None) -> dict[str, Any]:
     """What the page needs: each part as a statement for dot, and the facts beside it."""
     submodules = [g for g in drawn.groups.values() if g.depth]
     folded = {n.name: n for n in drawn.folded_nodes([g.name for g in submodules])}
@@ -118,7 +116,7 @@ def _data(drawn: Picture) -> dict[str, Any]:
             g.name: {**_group(g), "node": _node(folded[g.name]) if g.depth else None}
             for g in drawn.groups.values()
         },
-        "folded": sorted(drawn.readable()),
+        "folded": sorted(drawn.readable() if at_first is None else at_first),
         "legend": list(drawn.legend),
     }
 

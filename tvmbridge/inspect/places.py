@@ -1,8 +1,8 @@
 """Which submodule each value of a Relax function belongs to.
 
 A call that came from PyTorch says so itself (:mod:`tvmbridge.frontend.origins`). What a pass has
-added stands with what reads it, and a parameter with all that read it. What a gradient has added
-stands with what of forward it reads: the gradient of an operator reads its inputs or its result.
+added stands where all that read it stand, and so does a parameter. What a gradient has added stands
+with what of forward it reads: the gradient of an operator reads its inputs or its result.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Modules = tuple[tuple[str, str], ...]
 
 
 def places(
-    function: relax.Function, gradients: Mapping[relax.Var, relax.Var] | None = None
+    function: relax.Function, gradients: Mapping[relax.Expr, str] | None = None
 ) -> dict[relax.Var, Modules]:
     """The submodules of each variable of ``function``, from the outside to the inside.
 
     Args:
-        gradients: of a joint function, the parameter by the variable that is its gradient. Of a
-            backward function alone nothing is guessed.
+        gradients: of a joint function, its results that are gradients of parameters, with the
+            paths of the submodules that hold these. Of backward alone nothing is guessed.
     """
     bindings = _bindings(function)
     reads = {b.var: relax.analysis.free_vars(b.value) for b in bindings}
@@ -44,24 +44,28 @@ def places(
     _from_readers(bindings, reads, found)
     if gradients is not None:
         forward, parameters = dict(found), _of_parameters(function.params, reads, found)
-        for gradient, parameter in gradients.items():
-            if parameters.get(parameter):
-                found.setdefault(gradient, parameters[parameter])
+        known = {m[i][0]: m[: i + 1] for m in forward.values() for i in range(len(m))}
+        for gradient, path in gradients.items():
+            if path in known:
+                found.setdefault(gradient, known[path])
         _behind_forward(bindings, reads, found, forward, parameters)
         _from_readers(bindings, reads, found)
     return {**_of_parameters(function.params, reads, found), **found}
 
 
-def with_places(joint: JointModule) -> JointModule:
-    """A joint function whose calls all say where they belong, so that its parts can be drawn."""
+def with_places(joint: JointModule, holders: Mapping[str, str]) -> JointModule:
+    """A joint function whose calls all say where they belong, so that its parts can be drawn.
+
+    ``holders`` are the paths of the submodules that hold its parameters, by the parameters' names.
+    """
     function = joint.mod["joint"]
-    results, named = flat_results(function), {p.name: p for p in function.params}
-    wanted = [named[name] for name in joint.wanted]
-    gradients = dict(zip(results[joint.num_outputs :], wanted, strict=True))
-    found = places(function, {g: p for g, p in gradients.items() if isinstance(g, relax.Var)})
+    results = flat_results(function)
+    gradients = zip(results[joint.num_outputs :], joint.wanted, strict=True)
+    found = places(function, {g: holders[name] for g, name in gradients if name in holders})
     told = [_told(b, found.get(b.var)) for b in _bindings(function)]
-    made = build_function("joint", function.params, told, results)
-    return replace(joint, mod=tvm.IRModule({"joint": made}))
+    made = tvm.IRModule({"joint": build_function("joint", function.params, told, results)})
+    # The tuple of the old result is read by nothing.
+    return replace(joint, mod=relax.transform.DeadCodeElimination(["joint"])(made))
 
 
 def _told(binding: relax.Binding, modules: Modules | None) -> relax.Binding:
@@ -93,15 +97,16 @@ def _from_operands(
 def _from_readers(
     bindings: list[relax.Binding], reads: Reads, found: dict[relax.Var, Modules]
 ) -> None:
-    """What is not known stands with the first that reads it."""
-    first: dict[relax.Var, Modules] = {}
+    """What is not known stands where all that read it stand."""
+    readers: dict[relax.Var, list[Modules]] = defaultdict(list)
     for binding in reversed(bindings):
-        modules = found.get(binding.var, first.get(binding.var))
-        if modules is None or isinstance(binding.value, relax.Tuple):
+        if isinstance(binding.value, relax.Tuple):
             continue
-        found[binding.var] = modules
-        for operand in reads[binding.var]:
-            first[operand] = modules
+        if binding.var not in found and readers[binding.var]:
+            found[binding.var] = _common(readers[binding.var])
+        if binding.var in found:
+            for operand in reads[binding.var]:
+                readers[operand].append(found[binding.var])
 
 
 def _behind_forward(

@@ -88,8 +88,13 @@ def picture_of(
     coloring: Coloring | None = None,
     groups: bool = True,
     seconds: Mapping[relax.Var, float] = MappingProxyType({}),
+    gradients: Mapping[int, str] = MappingProxyType({}),
 ) -> Picture:
-    """The picture that :func:`visualize` draws, as data; ``seconds`` are times of its values."""
+    """The picture that :func:`visualize` draws, as data.
+
+    ``seconds`` are times of its values, ``gradients`` says of what a function's results are the
+    gradients, by their numbers.
+    """
     functions = _relax_functions(mod_or_function)
     if not isinstance(collapse_small, bool):
         raise TypeError(f"collapse_small is True or False, not {collapse_small!r}")
@@ -104,7 +109,7 @@ def picture_of(
             prefix=f"f{number}_" if in_module else "",
             collapse_small=collapse_small,
             attributes=attributes,
-            known=Surroundings(places(function) if groups else {}, seconds),
+            known=Surroundings(places(function) if groups else {}, seconds, gradients),
         )
         for number, (name, function) in enumerate(functions.items())
     ]
