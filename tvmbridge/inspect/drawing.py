@@ -1,43 +1,21 @@
 """Turns one Relax function into the nodes and edges of a graph."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from tvm import relax
 from tvm.ir import Call
 
 from tvmbridge.inspect import labels
 from tvmbridge.inspect.asked import NodeAttributes, Surroundings, handle
+from tvmbridge.inspect.canvas import Canvas, Operand, Result
 from tvmbridge.inspect.facts import facts_of
 from tvmbridge.inspect.labels import DOT
-from tvmbridge.inspect.picture import Edge, Group, Node, Picture
-from tvmbridge.inspect.styles import BRANCH_FRAME, KINDS, Attributes, submodule_frame
+from tvmbridge.inspect.styles import Attributes
 
 _SHOWN_FIELDS = 4
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """How a value looks where it is used: its text there, and the nodes that edges come from."""
-
-    text: str
-    nodes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What an expression is bound to, as far as a node shows it."""
-
-    name: str
-    type: Any
-    asked: Attributes
-    var: relax.Var | None = None
-    value: relax.Expr | None = None
-
-
-class FunctionDrawing:
+class FunctionDrawing(Canvas):
     """One function's nodes and edges, as a picture of its own. Call `draw` once."""
 
     def __init__(
@@ -49,41 +27,41 @@ class FunctionDrawing:
         attributes: NodeAttributes,
         known: Surroundings,
     ) -> None:
+        super().__init__(prefix, known)
         self.name = name
-        self.picture = Picture()
         self.names: set[str] = set()
-        self._count = 0
-        self._prefix = prefix
-        self._known = known
         self._collapse = collapse_small
         self._attributes = attributes
-        self._frames: tuple[str, ...] = ()
-        self._values: dict[int, _Operand] = {}
-        self._asked_of_node: dict[str, Attributes] = {}
+        self._values: dict[int, Operand] = {}
         # Tuples that nothing has used yet: one that is only returned never becomes a node.
-        self._waiting: dict[int, tuple[relax.Tuple, _Result]] = {}
+        self._waiting: dict[int, tuple[relax.Tuple, Result]] = {}
         self._returned: set[int] = set()
 
     def draw(self, function: relax.Function) -> None:
         """Draws the whole function."""
         attrs = function.attrs or {}
         inputs = int(attrs["num_input"]) if "num_input" in attrs else len(function.params)
+        leading = True
         for position, param in enumerate(function.params):
             self._note_name(param)
             kind = "weight" if position >= inputs or self._is_state(param) else "input"
-            self._values[handle(param)] = self._variable(param, kind)
+            # The arguments of forward come first, draws and cotangents behind the weights.
+            leading = leading and kind == "input"
+            around = () if leading else self._around(param)
+            self._values[handle(param)] = self._variable(param, kind, around)
         result = self._sequence(function.body)
         for expr, path, asked in self._leaves(result, (), {}):
             self._output(expr, path, asked)
         for key in [key for key in self._waiting if key not in self._returned]:
             self._values[key] = self._draw(*self._waiting.pop(key))
-        self._leave_out_unread(function.params)
+        params = [self._values[handle(param)] for param in function.params]
+        self._leave_out_unread([node for param in params for node in param.nodes])
 
     def _output(self, expr: relax.Expr, path: tuple[int, ...], asked: Attributes) -> None:
         """A node for a result; a gradient stands with what it is computed from."""
         gradient = self._known.gradients.get(path[0]) if len(path) == 1 else None
         title = f"output {'.'.join(map(str, path))}".rstrip()
-        shown = _Result("", expr.ty, asked)
+        shown = Result("", expr.ty, asked)
         operands = [self._operand(expr)]
         if gradient is None:
             self._operation(title, operands, shown, kind="output")
@@ -95,15 +73,6 @@ class FunctionDrawing:
     def _is_state(self, param: relax.Var) -> bool:
         """Whether it is a parameter or a buffer of a captured module, by the name that it has."""
         return bool(self._known.places) and param.name.startswith(("p_", "b_"))
-
-    def _leave_out_unread(self, params: Sequence[relax.Var]) -> None:
-        """Drops the nodes of parameters that nothing reads, unless they were asked for."""
-        read = {edge.source for edge in self.picture.edges}
-        own = {node for param in params for node in self._values[handle(param)].nodes}
-        dropped = {n for n in own - read if not self._asked_of_node[n]}
-        self.picture.nodes = [n for n in self.picture.nodes if n.name not in dropped]
-        inputs = f"{len(dropped)} input{'s' * (len(dropped) > 1)}"
-        self.picture.title = f"{inputs} that nothing reads left out" if dropped else ""
 
     def _note_name(self, var: relax.Var) -> None:
         self.names |= {var.name, f"{self.name}/{var.name}"}
@@ -133,7 +102,7 @@ class FunctionDrawing:
         var, value = binding.var, binding.value
         self._note_name(var)
         asked = self._attributes.of(self.name, value, var)
-        result = _Result(var.name, var.ty, asked, var, value)
+        result = Result(var.name, var.ty, asked, var, value)
         if isinstance(binding, relax.MatchCast):
             operand = self._operation("match_cast", [self._operand(value)], result)
         elif self._collapse and isinstance(value, relax.Tuple):
@@ -156,7 +125,7 @@ class FunctionDrawing:
             return not asked and labels.literal_text(expr) is not None
         return not asked or any(asked == self._asked_of_node[node] for node in source.nodes)
 
-    def _operand(self, expr: relax.Expr) -> _Operand:
+    def _operand(self, expr: relax.Expr) -> Operand:
         """How `expr` looks where it is used; draws it first if it needs a node and has none."""
         if handle(expr) in self._values:
             return self._values[handle(expr)]
@@ -169,28 +138,28 @@ class FunctionDrawing:
         elif self._collapse and isinstance(expr, relax.Tuple) and not asked:
             return self._tuple_in_place(expr)
         else:
-            operand = self._draw(expr, _Result("", expr.ty, asked))
+            operand = self._draw(expr, Result("", expr.ty, asked))
         if labels.literal_text(expr) is None:
             self._values[handle(expr)] = operand
         return operand
 
-    def _text_in_place(self, expr: relax.Expr) -> _Operand:
+    def _text_in_place(self, expr: relax.Expr) -> Operand:
         if not isinstance(expr, relax.TupleGetItem):
-            return _Operand(labels.literal_text(expr) or "")
+            return Operand(labels.literal_text(expr) or "")
         source = expr.tuple_value
         if isinstance(source, relax.Tuple):
             return self._operand(source.fields[expr.index])
         operand = self._operand(source)
-        return _Operand(f"{operand.text}[{expr.index}]", operand.nodes)
+        return Operand(f"{operand.text}[{expr.index}]", operand.nodes)
 
-    def _tuple_in_place(self, expr: relax.Tuple) -> _Operand:
+    def _tuple_in_place(self, expr: relax.Tuple) -> Operand:
         fields = [self._operand(item) for item in expr.fields]
         texts = [item.text for item in fields]
         if len(texts) > _SHOWN_FIELDS and all(text == DOT for text in texts):
             texts = [DOT, "…", DOT]
-        return _Operand(f"({', '.join(texts)})", tuple(n for item in fields for n in item.nodes))
+        return Operand(f"({', '.join(texts)})", tuple(n for item in fields for n in item.nodes))
 
-    def _draw(self, expr: relax.Expr, result: _Result) -> _Operand:
+    def _draw(self, expr: relax.Expr, result: Result) -> Operand:
         """Gives the expression a node of its own."""
         if isinstance(expr, Call):
             parts = labels.call_parts(expr)
@@ -213,24 +182,24 @@ class FunctionDrawing:
             return self._operation("alias", [self._operand(expr)], result, kind="small")
         return self._draw_leaf(expr, result)
 
-    def _draw_tuple(self, expr: relax.Tuple, result: _Result) -> _Operand:
+    def _draw_tuple(self, expr: relax.Tuple, result: Result) -> Operand:
         fields = []
         for item in expr.fields:
             if isinstance(item, relax.Tuple):  # in place, it would hide what stands in which
                 asked = self._attributes.of(self.name, item)
-                fields.append(self._draw(item, _Result("", item.ty, asked)))
+                fields.append(self._draw(item, Result("", item.ty, asked)))
             else:
                 fields.append(self._operand(item))
         return self._operation("tuple", fields, result, kind="tuple")
 
-    def _draw_leaf(self, expr: relax.Expr, result: _Result) -> _Operand:
+    def _draw_leaf(self, expr: relax.Expr, result: Result) -> Operand:
         title = labels.literal_text(expr) or labels.function_name(expr)
         if title is None and isinstance(expr, relax.Var):
-            return self._variable(expr, "free")
+            return self._variable(expr, "free", self._around(expr))
         kind = type(expr).__name__.replace("GenericConst", "constant")
         return self._operation(title or kind, [], result, kind="small")
 
-    def _draw_if(self, expr: relax.If, result: _Result) -> _Operand:
+    def _draw_if(self, expr: relax.If, result: Result) -> Operand:
         operands = [self._operand(expr.cond)]
         for label, branch in (("then", expr.true_branch), ("else", expr.false_branch)):
             with self._framed(label):
@@ -238,49 +207,23 @@ class FunctionDrawing:
         places = ("condition", "then", "else")
         return self._operation("if", operands, result, kind="branch", places=places)
 
-    @contextmanager
-    def _framed(self, label: str) -> Iterator[None]:
-        """What is drawn meanwhile goes into a frame of its own."""
-        outer = self._frames
-        self._count += 1
-        name = f"cluster_{self._prefix}{label}{self._count}"
-        self.picture.groups[name] = Group(name, label, BRANCH_FRAME)
-        self._frames = (*outer, name)
-        yield
-        self._frames = outer
-
-    def _around(self, var: relax.Var | None) -> tuple[str, ...]:
-        """The frames around the node of a variable: branches, or else the submodules."""
-        modules = self._known.places.get(var, ()) if var is not None else ()
-        if self._frames or not modules:
-            return self._frames
-        names = []
-        for depth, (path, title) in enumerate(modules, 1):
-            # A submodule that is called from two places has a frame in each.
-            name = f"cluster_{self._prefix}{'/'.join(p for p, _ in modules[:depth])}"
-            outer = modules[depth - 2][0] if depth > 1 else ""
-            short = path.removeprefix(f"{outer}.") if outer else path
-            group = Group(name, short, submodule_frame(depth), path, title, depth)
-            names.append(self.picture.groups.setdefault(name, group).name)
-        return tuple(names)
-
-    def _variable(self, var: relax.Var, kind: str) -> _Operand:
+    def _variable(self, var: relax.Var, kind: str, around: tuple[str, ...]) -> Operand:
         asked = self._attributes.of(self.name, var)
         facts = facts_of("", "", var, None, {})
         label = labels.variable_label(var.name, var.ty)
-        return self._node(label, kind, asked, self._around(var), facts)
+        return self._node(label, kind, asked, around, facts)
 
     def _operation(
         self,
         title: str,
-        operands: Sequence[_Operand],
-        result: _Result,
+        operands: Sequence[Operand],
+        result: Result,
         *,
         detail: str = "",
         kind: str = "op",
         places: Sequence[str] = (),
         around: tuple[str, ...] | None = None,
-    ) -> _Operand:
+    ) -> Operand:
         """A node for an expression with operands, and the edges from these."""
         texts = [operand.text for operand in operands]
         label = labels.operation_label(title, texts, detail, result.name, result.type)
@@ -289,32 +232,3 @@ class FunctionDrawing:
         node = self._node(label, kind, result.asked, around, facts)
         self._edges(operands, node.nodes[0], places)
         return node
-
-    def _node(
-        self,
-        label: labels.Label,
-        kind: str,
-        asked: Attributes,
-        groups: tuple[str, ...],
-        facts: Mapping[str, Any],
-    ) -> _Operand:
-        node = f"{self._prefix}n{self._count}"
-        self._count += 1
-        shown = {**KINDS[kind], **asked}
-        self.picture.nodes.append(Node(node, label.html, label.tooltip, kind, shown, groups, facts))
-        self._asked_of_node[node] = asked
-        return _Operand(DOT, (node,))
-
-    def _edges(self, operands: Sequence[_Operand], node: str, places: Sequence[str]) -> None:
-        """One edge from each node that is read, with its place among the operands at its head."""
-        sources = [
-            (source, place)
-            for place, operand in zip(places or [""] * len(operands), operands, strict=True)
-            for source in operand.nodes
-        ]
-        read: dict[str, list[str]] = {}
-        for number, (source, place) in enumerate(sources):
-            read.setdefault(source, []).append(place or str(number))
-        for source, found in read.items():
-            head = ",".join(found) if places or len(sources) > 1 else None
-            self.picture.edges.append(Edge(source, node, head))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
@@ -25,6 +26,7 @@ from tvmbridge.inspect.visualize import picture_of
 
 _PACKAGE = "easydot"
 _MODULE = "assets/index.js"
+_PLACE = re.compile(r"@([A-Z]+)@")
 
 
 def visualize_html(
@@ -72,10 +74,8 @@ def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None)
     # A script ends at the first "</script", also within a string.
     parts = {name: text.replace("</", "<\\/") for name, text in parts.items()}
     parts |= {"STYLE": _resource("page.css"), "SCRIPT": _resource("page.js")}
-    made = _resource("page.html")
-    for name, text in parts.items():
-        made = made.replace(f"@{name}@", text, 1)
-    return made
+    # In one go: what is put in may look like a place to put something in.
+    return _PLACE.sub(lambda place: parts[place[1]], _resource("page.html"))
 
 
 def missing_package() -> str | None:

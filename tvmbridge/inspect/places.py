@@ -116,7 +116,10 @@ def _behind_forward(
     forward: Mapping[relax.Var, Modules],
     parameters: Mapping[relax.Var, Modules],
 ) -> None:
-    """What is not known stands with the parameter that it reads, or the last value of forward."""
+    """What is not known stands with the parameter that it reads, or the last value of forward.
+
+    What reads neither stands where all that it reads stand.
+    """
     number = {b.var: i for i, b in enumerate(bindings)}
     for binding in bindings:
         if binding.var in found or not isinstance(binding.value, relax.Call):
@@ -127,6 +130,10 @@ def _behind_forward(
             found[binding.var] = weights[0]
         elif values:
             found[binding.var] = forward[max(values, key=number.__getitem__)]
+        else:
+            known = [found[v] for v in reads[binding.var] if v in found]
+            if known:
+                found[binding.var] = _common(known)
 
 
 def _of_parameters(
