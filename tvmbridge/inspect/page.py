@@ -73,7 +73,10 @@ def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None)
     }
     # A script ends at the first "</script", also within a string.
     parts = {name: text.replace("</", "<\\/") for name, text in parts.items()}
-    parts |= {"STYLE": _resource("page.css"), "SCRIPT": _resource("page.js")}
+    parts |= {
+        "STYLE": _resource("page.css"),
+        "SCRIPT": _resource("page.js") + _resource("page_facts.js"),
+    }
     # In one go: what is put in may look like a place to put something in.
     return _PLACE.sub(lambda place: parts[place[1]], _resource("page.html"))
 
