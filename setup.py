@@ -10,7 +10,11 @@ from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).parent
 
+DRAW = "easydot>=0.4; python_version >= '3.11'"
 TEST = [
+    DRAW,
+    # Drives Chromium, where that is installed.
+    "selenium",
     "pytest>=9",
     "pytest-timeout",
     "pytest-xdist>=3.8",
@@ -31,6 +35,8 @@ EXTRAS = {
         "cloudpickle",
         "tornado",
     ],
+    # Graphviz for browsers: what interactive pages are laid out with.
+    "draw": [DRAW],
     "notebooks": ["nbclient", "nbformat", "ipykernel"],
     "test": TEST,
     "dev": [*TEST, "ruff", "mypy", "pre-commit"],
@@ -111,7 +117,7 @@ setup(
     package_dir=FOLDERS,
     ext_modules=extensions(),
     package_data={
-        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt"],
+        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
     },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],

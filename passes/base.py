@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -58,9 +59,31 @@ def map_calls(
 ) -> tvm.IRModule:
     """A new module with every call replaced by ``rewrite`` of it, whose operands are rewritten.
 
-    The builder is for what ``rewrite`` emits before its result.
+    The builder is for what ``rewrite`` emits before its result. All of it has the span of the call.
     """
     return map_functions(mod, lambda f: _CallMutator(rewrite).visit_expr(f))
+
+
+class SpanBuilder:
+    """A block builder whose calls get ``span``, unless they have one."""
+
+    def __init__(self, builder: relax.BlockBuilder, span: tvm.ir.Span | None) -> None:
+        self.builder = builder
+        self.span = span
+
+    def emit(self, expr: relax.Expr, name_hint: str = "") -> relax.Var:
+        """Bind ``expr`` to a new variable."""
+        return self.builder.emit(with_span(expr, self.span), name_hint)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.builder, name)
+
+
+def with_span(expr: relax.Expr, span: tvm.ir.Span | None) -> relax.Expr:
+    """``expr`` with ``span`` if it is a call without one."""
+    if span is None or not isinstance(expr, relax.Call) or expr.span is not None:
+        return expr
+    return relax.Call(expr.op, expr.args, expr.attrs, expr.ty_args, span)
 
 
 @mutator
@@ -70,7 +93,10 @@ class _CallMutator(PyExprMutator):
         self.rewrite = rewrite
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        return self.rewrite(super().visit_call_(call), self.builder_)
+        if call.span is None:
+            return self.rewrite(super().visit_call_(call), self.builder_)
+        builder = SpanBuilder(self.builder_, call.span)
+        return with_span(self.rewrite(super().visit_call_(call), builder), call.span)
 
 
 def free_prefix(prefix: str, names: Iterable[str]) -> str:

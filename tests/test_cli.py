@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
+import graphviz
 import pytest
 import torch
 from tvm import relax
@@ -18,46 +20,24 @@ from tvmbridge import cli
 from tvmbridge.core.errors import BridgeError, CaptureError
 from tvmbridge.doctor import command as doctor
 from tvmbridge.frontend.registry import CONVERTERS
+from tvmbridge.inspect import stages
 
 MODULE = "a_module_of_the_cli_test"
-
-
-class Graph:
-    """Stands in for a graphviz.Digraph."""
-
-    source = "digraph {}"
-
-    def pipe(self, format: str) -> bytes:
-        return f"drawn as {format}".encode()
+IDENTITY = torch.nn.Identity()
 
 
 @pytest.fixture
 def factories(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType(MODULE)
-    module.pair = lambda: ("a module", "a sample")  # type: ignore[attr-defined]
+    module.pair = lambda: (IDENTITY, "a sample")  # type: ignore[attr-defined]
+    module.linear = lambda: (torch.nn.Linear(4, 4).eval(), torch.ones(2, 4))  # type: ignore[attr-defined]
+    module.trained = lambda: (torch.nn.Linear(4, 4).train(), torch.ones(2, 4))  # type: ignore[attr-defined]
+    module.swapped = lambda: ("a sample", IDENTITY)  # type: ignore[attr-defined]
+    module.wrong_shape = lambda: (torch.nn.Linear(4, 4), torch.randn(2, 5))  # type: ignore[attr-defined]
     module.single = lambda: "a module"  # type: ignore[attr-defined]
     module.constant = 3  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, MODULE, module)
     return module
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Replaces capture, to_relax and visualize; collects what visualize is called with."""
-    calls: list[Any] = []
-
-    def visualize(graph: Any, *, collapse_small: bool = True) -> Graph:
-        calls.append((graph, collapse_small))
-        return Graph()
-
-    public = {
-        "capture": lambda module, sample: ("captured", module, sample),
-        "to_relax": lambda captured: ("relax", *captured),
-        "visualize": visualize,
-    }
-    for name, function in public.items():
-        monkeypatch.setattr(tvmbridge, name, function, raising=False)
-    return calls
 
 
 @pytest.mark.parametrize(
@@ -69,6 +49,46 @@ def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixtur
         cli.main(words)
     assert caught.value.code == 2
     assert "usage: tvmbridge" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["demo", "--help"], ["visualize", "--help"]]
+)
+def test_help_and_version_load_nothing(words: list[str]) -> None:
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = ['tvmbridge', *{words!r}]\n"
+        "try:\n"
+        "    runpy.run_module('tvmbridge', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert end.code == 0\n"
+        "assert not {'tvm', 'torch', 'numpy', 'rich'} & set(sys.modules)\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    assert "usage: tvmbridge" in done.stdout or tvmbridge.__version__ in done.stdout
+
+
+def test_the_version_names_what_it_is_bound_to(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"tvmbridge {tvmbridge.__version__} (")
+    assert f"torch {torch.__version__}" in printed
+
+
+@pytest.mark.usefixtures("factories")
+@pytest.mark.parametrize("command", ["visualize", "explain", "compare"])
+def test_a_wrong_shape_is_told_without_a_traceback(
+    command: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli.main([command, f"{MODULE}:wrong_shape"]) == 1
+    captured = capfd.readouterr()
+    told = " ".join((captured.out + captured.err).split())
+    assert "mat1 and mat2 shapes cannot be multiplied (2x5 and 4x4)" in told
+    assert "Traceback" not in told
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -107,6 +127,7 @@ def test_an_error_of_ours_is_one_line(
         (f"{MODULE}:absent", "no function 'absent'"),
         (f"{MODULE}:constant", "no function 'constant'"),
         (f"{MODULE}:single", "must return a pair"),
+        (f"{MODULE}:swapped", "must return a module first, which str is not"),
     ],
 )
 @pytest.mark.usefixtures("factories")
@@ -126,33 +147,66 @@ def test_what_a_users_module_lacks_is_not_hidden(
 
 @pytest.mark.usefixtures("factories")
 @pytest.mark.parametrize("kind", ["svg", "pdf", "png"])
-def test_visualize_draws_the_captured_graph(tmp_path: Path, drawn: list[Any], kind: str) -> None:
+def test_visualize_has_dot_draw_the_captured_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    sources = []
+
+    def pipe(graph: graphviz.Digraph, format: str) -> bytes:
+        sources.append(graph.source)
+        return f"drawn as {format}".encode()
+
+    monkeypatch.setattr(graphviz.Digraph, "pipe", pipe)
     out = tmp_path / "new folder" / f"graph.{kind}"
-    assert cli.main(["visualize", f"{MODULE}:pair", "--out", str(out)]) == 0
+    assert cli.main(["visualize", f"{MODULE}:linear", "--out", str(out)]) == 0
     assert out.read_bytes() == f"drawn as {kind}".encode()
-    assert drawn == [(("relax", "captured", "a module", "a sample"), True)]
+    assert "matmul" in sources[0]
 
 
 @pytest.mark.usefixtures("factories")
-def test_visualize_writes_the_source_without_dot(tmp_path: Path, drawn: list[Any]) -> None:
+def test_visualize_writes_the_source_without_dot(tmp_path: Path) -> None:
     out = tmp_path / "graph.dot"
-    assert cli.main(["visualize", f"{MODULE}:pair", "--all-nodes", "--out", str(out)]) == 0
-    assert out.read_text() == Graph.source
-    assert drawn[0][1] is False
+    assert cli.main(["visualize", f"{MODULE}:linear", "--out", str(out)]) == 0
+    small = out.read_text()
+    assert cli.main(["visualize", f"{MODULE}:linear", "--all-nodes", "--out", str(out)]) == 0
+    assert out.read_text().count("[label=") > small.count("[label=")
 
 
-@pytest.mark.usefixtures("factories", "drawn")
-def test_visualize_without_graphviz(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("factories")
+def test_visualize_draws_every_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "graph.dot"
+    assert cli.main(["visualize", f"{MODULE}:trained", "--stage", "all", "--out", str(out)]) == 0
+    written = {path.stem.removeprefix("graph_") for path in tmp_path.iterdir()}
+    assert written == set(cli.STAGES)
+    assert capsys.readouterr().out.count("wrote ") == len(cli.STAGES)
+    joint = (tmp_path / "graph_joint.dot").read_text()
+    assert "gradient of weight" in joint
+    assert ">forward<" in joint
+    assert ">backward<" in joint
+
+
+@pytest.mark.usefixtures("factories")
+def test_without_gradients_there_is_no_joint_function(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import graphviz
+    words = ["visualize", f"{MODULE}:linear", "--out", str(tmp_path / "graph.dot"), "--stage"]
+    assert cli.main([*words, "joint"]) == 1
+    assert "in train mode" in capsys.readouterr().err
+    assert cli.main([*words, "all"]) == 0
+    stems = sorted(path.stem for path in tmp_path.iterdir())
+    assert stems == ["graph_captured", "graph_forward", "graph_passes"]
 
-    def pipe(self: Graph, format: str) -> bytes:
+
+@pytest.mark.usefixtures("factories")
+def test_visualize_without_dot_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pipe(graph: graphviz.Digraph, format: str) -> bytes:
         raise graphviz.ExecutableNotFound(["dot"])
 
-    monkeypatch.setattr(Graph, "pipe", pipe)
+    monkeypatch.setattr(graphviz.Digraph, "pipe", pipe)
     out = tmp_path / "graph.svg"
-    assert cli.main(["visualize", f"{MODULE}:pair", "--out", str(out)]) == 1
+    assert cli.main(["visualize", f"{MODULE}:linear", "--out", str(out)]) == 1
     assert "dot is not on the PATH" in capsys.readouterr().err
     assert not out.exists()
 
@@ -160,8 +214,12 @@ def test_visualize_without_graphviz(
 @pytest.mark.usefixtures("factories")
 def test_visualize_refuses_an_unknown_format(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["visualize", f"{MODULE}:pair", "--out", "graph.jpeg"])
-    assert "svg, pdf, png, dot" in capsys.readouterr().err
+        cli.main(["visualize", f"{MODULE}:linear", "--out", "graph.jpeg"])
+    assert "svg, pdf, png, html, dot" in capsys.readouterr().err
+
+
+def test_the_stages_of_the_help_are_those_there_are() -> None:
+    assert tuple(stages.STAGES) == cli.STAGES
 
 
 def test_usage_errors_are_not_bridge_errors() -> None:

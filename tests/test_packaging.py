@@ -17,6 +17,7 @@ import pytest
 from tvmbridge.core import versions
 
 ROOT = Path(__file__).parents[1]
+PACKAGED = (".py", "py.typed", ".html", ".css", ".js")
 SOURCES = ("setup.py", "pyproject.toml", "LICENSE", "README.md")
 
 
@@ -54,14 +55,15 @@ def build(sources: Path, kind: str, *, seen: bool = False) -> Path:
 
 def modules(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
-        return {name for name in archive.namelist() if name.endswith((".py", "py.typed"))}
+        return {name for name in archive.namelist() if name.endswith(PACKAGED)}
 
 
 def expected_modules(sources: Path) -> set[str]:
     folders = {"tvmbridge": "tvmbridge", "passes": "tvmbridge/passes"}
     found = {"tvmbridge/py.typed"}
     for folder, name in folders.items():
-        for path in (sources / folder).rglob("*.py"):
+        paths = [path for path in (sources / folder).rglob("*") if path.suffix in PACKAGED]
+        for path in paths:
             found.add(f"{name}/{path.relative_to(sources / folder).as_posix()}")
     return found
 
@@ -121,6 +123,6 @@ def test_the_requirements_carry_the_pins(sources: Path) -> None:
     required = metadata.get_all("Requires-Dist") or []
     assert {f"{name}=={version}" for name, version in versions.PINS.items()} <= set(required)
     assert {f"{name}>={version}" for name, version in versions.MINIMUMS.items()} <= set(required)
-    extras = {"demo", "tune", "notebooks", "test", "dev"}
+    extras = {"demo", "draw", "tune", "notebooks", "test", "dev"}
     assert extras == set(metadata.get_all("Provides-Extra") or [])
     assert not [line for line in required if "sentence-transformers" in line]

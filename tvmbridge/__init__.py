@@ -35,6 +35,7 @@ __all__ = [
     "to_relax",
     "tune",
     "visualize",
+    "visualize_html",
 ]
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from tvmbridge.graph_capture.capture import capture
     from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
     from tvmbridge.inspect.explain import ExplainReport, explain
+    from tvmbridge.inspect.page import visualize_html
     from tvmbridge.inspect.visualize import visualize
     from tvmbridge.report import DispatchReport
     from tvmbridge.tuning import TuningReport, tune
@@ -79,6 +81,7 @@ _HOMES = MappingProxyType(
         "graph_capture.capture": ("capture",),
         "inspect.compare": ("ComparisonReport", "Departure", "compare"),
         "inspect.explain": ("ExplainReport", "explain"),
+        "inspect.page": ("visualize_html",),
         "inspect.visualize": ("visualize",),
         "report": ("DispatchReport",),
         "tuning": ("TuningReport", "tune"),

@@ -14,9 +14,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from tvmbridge import __version__
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.versions import versions_text
 
-FORMATS: Final = ("svg", "pdf", "png", "dot")
+FORMATS: Final = ("svg", "pdf", "png", "html", "dot")
+# As tvmbridge.inspect.stages has them, which is not loaded for --help.
+STAGES: Final = ("captured", "passes", "joint", "forward", "backward")
+
+
+class _Version(argparse.Action):
+    """Prints the versions; they are read only when they are asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Prints one line and ends the program."""
+        print(f"tvmbridge {__version__} ({versions_text()})")
+        parser.exit()
 
 
 class UsageError(ValueError):
@@ -56,6 +72,11 @@ def resolve_factory(name: str) -> tuple[Any, Any]:
     made = factory()
     if not isinstance(made, tuple) or len(made) != 2:
         raise UsageError(f"{name} must return a pair (module, sample_input)")
+    from torch import nn
+
+    if not isinstance(made[0], nn.Module):
+        given = type(made[0]).__name__
+        raise UsageError(f"{name} must return a module first, which {given} is not")
     return made
 
 
@@ -63,22 +84,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tvmbridge", description="Runs and trains PyTorch modules on code compiled by TVM."
     )
+    parser.add_argument("--version", action=_Version, help="say which versions these are")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="say whether tvmbridge works on this machine")
     doctor.set_defaults(run=_doctor)
     # The demo has options of its own, --help among them.
     demo = commands.add_parser("demo", help="a trained BERT serves and learns", add_help=False)
     demo.set_defaults(run=_demo)
-    visualize = commands.add_parser("visualize", help="draw a module's graph")
-    _add_factory(visualize)
-    visualize.add_argument("--out", type=Path, default=Path("graph.svg"), metavar="FILE")
-    visualize.add_argument(
-        "--stage", choices=sorted(STAGES), default="captured", help="which graph to draw"
-    )
-    visualize.add_argument(
-        "--all-nodes", action="store_true", help="draw small values as nodes of their own"
-    )
-    visualize.set_defaults(run=_visualize)
+    _add_visualize(commands)
     explain = commands.add_parser(
         "explain", help="say what would become of a module, without compiling it"
     )
@@ -104,6 +117,38 @@ def _add_factory(command: argparse.ArgumentParser) -> None:
         metavar="package.module:factory",
         help="a function without arguments that returns (module, sample_input)",
     )
+
+
+def _add_visualize(commands: Any) -> None:
+    visualize = commands.add_parser("visualize", help="draw a module's graph")
+    _add_factory(visualize)
+    visualize.add_argument(
+        "--out",
+        type=Path,
+        default=Path("graph.svg"),
+        metavar="FILE",
+        help=f"ends in .{', .'.join(FORMATS)} (default: graph.svg); .html is an interactive page",
+    )
+    visualize.add_argument(
+        "--stage",
+        choices=(*STAGES, "all"),
+        default="captured",
+        help="which graph to draw: as it comes from PyTorch (the default), behind the passes, the "
+        "colored joint function, forward, backward, or all of them, a file each",
+    )
+    visualize.add_argument(
+        "--fold",
+        type=int,
+        metavar="DEPTH",
+        help="draw submodules at this depth as one node each; 0: none (default: as is readable)",
+    )
+    visualize.add_argument(
+        "--times", action="store_true", help="measure each operator alone, for the facts of a page"
+    )
+    visualize.add_argument(
+        "--all-nodes", action="store_true", help="draw small values as nodes of their own"
+    )
+    visualize.set_defaults(run=_visualize)
 
 
 def _add_tune(commands: Any) -> None:
@@ -174,36 +219,17 @@ def _demo(_known: argparse.Namespace, rest: list[str]) -> int:
     return int(demo_main(rest) or 0)
 
 
-def _captured(module: Any, sample_input: Any) -> Any:
-    from tvmbridge import capture, to_relax
-
-    return to_relax(capture(module, sample_input))
-
-
-STAGES: Final[dict[str, Callable[[Any, Any], Any]]] = {
-    "captured": _captured,  # Relax as it comes from PyTorch, before any pass
-}
-
-
 def _visualize(known: argparse.Namespace, _rest: list[str]) -> int:
     kind = known.out.suffix.lstrip(".").lower()
     if kind not in FORMATS:
         raise UsageError(f"--out must end in one of {', '.join(FORMATS)}, not {known.out.name!r}")
     module, sample_input = resolve_factory(known.factory)
-    from graphviz import ExecutableNotFound
+    from tvmbridge.inspect.command import Wishes, draw
 
-    from tvmbridge import visualize
-
-    graph = visualize(STAGES[known.stage](module, sample_input), collapse_small=not known.all_nodes)
-    try:
-        drawn = graph.source.encode() if kind == "dot" else graph.pipe(format=kind)
-    except ExecutableNotFound as error:
-        raise BridgeError(
-            "graphviz's program dot is not on the PATH: install it, or use --out with .dot"
-        ) from error
-    known.out.parent.mkdir(parents=True, exist_ok=True)
-    known.out.write_bytes(drawn)
-    print(f"wrote {known.out}")
+    stages = None if known.stage == "all" else (known.stage,)
+    wishes = Wishes(stages, known.out, known.fold, known.all_nodes, known.times)
+    for line in draw(module, sample_input, wishes):
+        print(line)
     return 0
 
 

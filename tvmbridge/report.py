@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from tvm.target import Target
+
 from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
+from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.fallbacks import advice, share, worst
 
 # Imported where a report is printed: to dispatch a module takes no tables.
@@ -131,6 +134,8 @@ class DispatchReport:
             console.print(line, highlight=False)
             if s.kernels.external and not s.share:
                 console.print("there is nothing to gain: each of its kernels is PyTorch's own")
+        for line in _untuned_lines(self.specializations):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         for line in _graph_lines(self.specializations):
             console.print(line, highlight=False, markup=False)
         partial = sum(s.partial_backwards for s in self.specializations)
@@ -178,6 +183,22 @@ def _graph_lines(specializations: Sequence[SpecializationReport]) -> list[str]:
         skips.update(s.graph_skips)
     lines = [f"calls without a CUDA graph: {n}, because {reason}" for reason, n in skips.items()]
     return [f"CUDA graphs replayed: {replays}", *lines] if replays or skips else []
+
+
+def _untuned_lines(specializations: Sequence[SpecializationReport]) -> list[str]:
+    """For each target without a tuning record in use, how to make records."""
+    tuned = {s.target for s in specializations if s.kernels.tuned}
+    untuned: Counter[str] = Counter()
+    for s in specializations:
+        if s.target not in tuned:
+            untuned[s.target] += s.kernels.untuned
+    return [
+        f"kernels that nobody has tuned for {target_name(Target(target))}: {count}; "
+        "`python -m tvmbridge tune package.module:factory` on this machine makes records, "
+        "TVMBRIDGE_TUNING_LOGS=tuning_logs has compilation use them (docs/tuning.md)"
+        for target, count in untuned.items()
+        if count
+    ]
 
 
 def _specialization_table(specializations: list[SpecializationReport]) -> Table:

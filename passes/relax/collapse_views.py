@@ -29,7 +29,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, shape_of
+from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, shape_of, with_span
 
 _RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
 _PERMUTATION = "relax.permute_dims"
@@ -58,7 +58,8 @@ class _CollapseMutator(PyExprMutator):
         if shape_of(call) is None or shape_of(call.args[0]) is None:
             self.report.decline(name, "the shape is not static")
             return call
-        return self._permuted(call) if name == _PERMUTATION else self._reshaped(call)
+        made = self._permuted(call) if name == _PERMUTATION else self._reshaped(call)
+        return with_span(made, call.span)
 
     def _reshaped(self, call: relax.Call) -> relax.Expr:
         source, shape = self._source(call, _RESHAPES), shape_of(call)

@@ -23,7 +23,14 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    SpanBuilder,
+    dtype_of,
+    map_functions,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ class _DropoutMutator(PyExprMutator):
         self.masks.append(mask)
         self.report.rewrote()
         dtype = dtype_of(x)
-        keep = self.builder_.emit(relax.op.astype(mask, dtype))
+        builder = SpanBuilder(self.builder_, call.span)
+        keep = builder.emit(relax.op.astype(mask, dtype))
         scale = relax.const(1.0 / (1.0 - rate), dtype)
-        scaled = self.builder_.emit(relax.op.multiply(keep, scale))
-        return relax.Tuple([self.builder_.emit(relax.op.multiply(x, scaled)), keep])
+        scaled = builder.emit(relax.op.multiply(keep, scale))
+        return relax.Tuple([builder.emit(relax.op.multiply(x, scaled)), keep])

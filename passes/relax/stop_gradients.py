@@ -92,7 +92,7 @@ class _Stopper(PyExprMutator):
         if call.op == _NO_GRAD or not any(v in self.active for v in relax.analysis.free_vars(call)):
             return super().visit_call_(call)
         arguments = [self._stop(a) for a in call.args]
-        return relax.Call(call.op, arguments, call.attrs, call.ty_args)
+        return relax.Call(call.op, arguments, call.attrs, call.ty_args, call.span)
 
     def visit_tuple_(self, value: relax.Tuple) -> relax.Expr:
         if not any(v in self.active for v in relax.analysis.free_vars(value)):

@@ -153,6 +153,7 @@ def test_the_check_imports_nothing_that_it_checks() -> None:
     [
         (["python", "-m", "tvmbridge", "doctor"], True),
         (["python", "-P", "/venv/bin/tvmbridge", "doctor"], True),
+        (["python", "-m", "tvmbridge", "--version"], True),
         (["python", "-m", "tvmbridge", "demo"], False),
         (["python", "script.py", "doctor"], False),
     ],

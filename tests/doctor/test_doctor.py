@@ -93,6 +93,8 @@ def test_what_a_gpu_lacks_is_told_and_leaves_the_cpu_path(monkeypatch: pytest.Mo
     assert "nvcc" in finding(findings, "CUDA's compiler").advice
     assert finding(findings, "CUDA graphs").status is Status.NOTE
     assert doctor.cpu_path_works(findings)
+    found = doctor.verdict(findings)
+    assert found == "The CPU path works, but GPUs need nvcc and pictures need dot."
 
 
 def test_a_wrong_pin_shows_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +110,8 @@ def test_missing_dot_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_OPTIONAL", {"tune": ("no_such_module",)})
     findings = doctor.examine(Machine())
     assert "graphviz program" in finding(findings, "graphviz").advice
+    assert finding(findings, "graphviz").status is Status.NOTE
+    assert doctor.verdict(findings) == "The CPU path works, but pictures need dot."
     assert "tvmbridge[tune]" in finding(findings, "packages to tune").advice
     assert doctor.cpu_path_works(findings)
 
@@ -137,7 +141,7 @@ def test_the_report_and_its_exit_status(
     assert doctor.main() == (0 if works else 1)
     printed = capsys.readouterr().out
     assert "target llvm" in printed
-    assert ("The CPU path works." in printed) is works
+    assert ("The CPU path works" in printed) is works
 
 
 def test_a_crash_in_a_probe_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -175,4 +179,4 @@ def test_the_probes_on_this_machine() -> None:
 def test_the_whole_command_on_this_machine(capfd: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "tvmbridge", "doctor"]
     assert subprocess.run(command, check=False, timeout=300).returncode == 0
-    assert "The CPU path works." in capfd.readouterr().out
+    assert "The CPU path works" in capfd.readouterr().out

@@ -47,7 +47,8 @@ def parse(graph: graphviz.Digraph) -> Parsed:
     parsed = Parsed()
     for line in graph.source.splitlines():
         match = _STATEMENT.match(line)
-        if match is None or match[1] in ("graph", "node", "edge") or match[1].startswith("label"):
+        others = ("graph", "node", "edge", "legend")
+        if match is None or match[1] in others or match[1].startswith("label"):
             continue
         found = re.findall(rf"(\w+)=({_VALUE})", match[3] or "")
         values = {name: value.strip('"') for name, value in found}

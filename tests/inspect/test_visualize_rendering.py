@@ -79,7 +79,7 @@ def test_a_transformer_of_500_bindings_renders(collapse_small: bool) -> None:
     bindings = imported["main"].body.blocks[0].bindings
     assert len(bindings) > 500
     colored = {binding.var: {"fillcolor": "lightblue"} for binding in bindings[::2]}
-    graph = visualize(imported, collapse_small=collapse_small, node_attr_dict=colored)
+    graph = visualize(imported, collapse_small=collapse_small, node_attr_dict=colored, legend=False)
     rendered = subprocess.run(
         ["dot", "-Tsvg"], input=graph.source.encode(), capture_output=True, timeout=15, check=True
     )

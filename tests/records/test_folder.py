@@ -57,6 +57,17 @@ def test_a_record_is_applied_and_reported(tmp_path: Path, task: Task) -> None:
     assert coverage(tmp_path, tuning_records=False) == Coverage(by_rule=1)
 
 
+def test_without_a_record_the_report_says_how_to_make_them(tmp_path: Path, task: Task) -> None:
+    module = add_tvm_dispatch(Softmax().eval(), sample(), options={"tuning_logs": str(tmp_path)})
+    report = dispatch_report(module)
+    assert report.specializations[0].kernels == Coverage(by_rule=1, untuned=1)
+    name = target_name(host_target())
+    assert f"kernels that nobody has tuned for {name}: 1; `python -m tvmbridge tune" in str(report)
+    plant(tmp_path, task)
+    module = add_tvm_dispatch(Softmax().eval(), sample(), options={"tuning_logs": str(tmp_path)})
+    assert "nobody has tuned" not in str(dispatch_report(module))
+
+
 def test_the_working_directory_is_read_only_where_it_is_named(
     tmp_path: Path, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +95,7 @@ def test_a_slower_record_is_not_applied(tmp_path: Path, task: Task) -> None:
 def test_a_record_that_no_verdict_names_is_not_applied(tmp_path: Path, task: Task) -> None:
     folder = plant(tmp_path, task)
     (folder.path / VERDICTS).unlink()
-    assert coverage(tmp_path) == Coverage(by_rule=1)
+    assert coverage(tmp_path) == Coverage(by_rule=1, untuned=1)
     # A faster one that was never checked: it computes something else.
     folder.add_verdict(Verdict(folder.add_task(task)[1], 1, 2e-6, "0123456789abcdef", 1e-6))
     folder.add_records(0, [record_of(task, wrong, 1e-9)])
@@ -108,7 +119,7 @@ def test_records_of_another_target_or_tvm_are_refused_with_the_reason(
     else:
         (folder.path / "META.json").write_text("{")
     with caplog.at_level(logging.WARNING, "tvmbridge.records"):
-        assert coverage(tmp_path) == Coverage(by_rule=1)
+        assert coverage(tmp_path) == Coverage(by_rule=1, untuned=1)
     reason = {"target": "znver5", "tvm": "TVM 0.26.0", "missing": "no META", "damaged": "cannot be"}
     assert reason[what] in caplog.text
     with pytest.raises(BridgeError, match="another log_dir"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -177,7 +177,9 @@ def build_lowered(
         )
         built = building(mod, records=records)
         loaded = LoadedModule(built.machine, built.unaligned, lowered.captured.device)
+        coverage = built.coverage
         if use_records:
+            coverage = replace(coverage, untuned=sum(built.missing.values()))
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     return CompiledModule(
         captured=lowered.captured,
@@ -195,7 +197,7 @@ def build_lowered(
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,
         aten_calls=imported.aten_calls,
-        coverage=built.coverage,
+        coverage=coverage,
         records=tuple(records),
         seconds=stages.seconds,
         cuda_graphs=options.cuda_graphs and lowered.captured.device.type == "cuda",

@@ -106,9 +106,19 @@ def check_versions() -> None:
 
 
 def running_doctor() -> bool:
-    """Whether this is ``python -m tvmbridge doctor``, whose task is to explain a wrong pair."""
+    """Whether this is ``python -m tvmbridge doctor``, whose task is to explain a wrong pair.
+
+    So it is with ``--version`` and ``--help``, which load nothing.
+    """
     words = zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    return any(Path(name).stem == "tvmbridge" and command == "doctor" for name, command in words)
+    commands = ("doctor", "--version", "--help", "-h")
+    return any(Path(name).stem == "tvmbridge" and command in commands for name, command in words)
+
+
+def versions_text() -> str:
+    """What is installed, on one line for a report: ``torch 2.13.0, ..., Python 3.11.2``."""
+    found = [f"{p.name} {p.found or 'not installed'}" for p in installed_versions()]
+    return ", ".join([*found, f"Python {sys.version.split()[0]}"])
 
 
 def _installed_version(name: str, needed: str) -> PackageVersion:

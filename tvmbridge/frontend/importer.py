@@ -18,11 +18,13 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import FakeTensor, OpOverload
 from tvmbridge.core.types import CapturedGraph, InputKind, TensorSpec
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
+from tvmbridge.frontend.origins import span_of_node
 from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
 from tvmbridge.graph_capture.noise import dropout_arguments
 from tvmbridge.kernels.aten_call import emit_aten_call, zeros_call
 from tvmbridge.kernels.borders import BORDERS
 from tvmbridge.kernels.dtypes import as_pairs, has_type, tensor_type, to_relax_dtype
+from tvmbridge.passes.base import SpanBuilder
 
 aten = torch.ops.aten
 
@@ -39,7 +41,7 @@ _ASSERTIONS = frozenset(
 class Importer:
     """State of one import: the block builder and the Relax value of each fx node."""
 
-    builder: relax.BlockBuilder
+    builder: SpanBuilder
     values: dict[fx.Node, Any] = field(default_factory=dict)
     aten_calls: dict[str, int] = field(default_factory=dict)
     native_calls: dict[str, int] = field(default_factory=dict)
@@ -243,7 +245,7 @@ def _import(
     dropouts: Collection[fx.Node],
 ) -> ImportedModule:
     """One function with one dataflow block; ``dropouts`` are the nodes that stay dropout."""
-    builder = relax.BlockBuilder()
+    builder = SpanBuilder(relax.BlockBuilder(), None)
     importer = Importer(builder)
     # A parameter that is one of the results of an operator stands for that operator.
     drawing = {i.node.args[0] for i in inputs if i.node.target is operator.getitem}
@@ -258,10 +260,12 @@ def _import(
             for node in graph.nodes:
                 if node.op != "call_function" or node in importer.values or node in drawing:
                     continue
+                builder.span = span_of_node(node)
                 if node in dropouts:
                     importer.values[node] = _emit_dropout(importer, node)
                 else:
                     importer.convert(node)
+            builder.span = None
             values = [importer.value(r) for r in results]
             outputs = builder.emit_output(relax.Tuple(values))
         builder.emit_func_output(outputs)

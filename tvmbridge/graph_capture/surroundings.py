@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,12 +38,30 @@ def tracing_here() -> Iterator[None]:
     The flags that say that something is traced are PyTorch's, and of all threads.
     """
     global _tracer
-    with compiling(), tensors_forgotten():
+    with compiling(), tensors_forgotten(), _failures_not_logged():
         outer, _tracer = _tracer, threading.get_ident()
         try:
             yield
         finally:
             _tracer = outer
+
+
+@contextmanager
+def _failures_not_logged() -> Iterator[None]:
+    """Within it PyTorch does not log where an operator refuses fake tensors in this thread.
+
+    The error is raised as well, and told without the traceback of what traces.
+    """
+    log, thread = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.exc_info is None
+
+    log.addFilter(passes)
+    try:
+        yield
+    finally:
+        log.removeFilter(passes)
 
 
 def refused_now() -> str | None:

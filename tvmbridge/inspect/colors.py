@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from tvmbridge.coloring import Coloring
-
-Attributes = dict[str, str]
+from tvmbridge.inspect.styles import Attributes
 
 FORWARD = {"fillcolor": "#f4b6b0", "color": "#c0392b"}
 RESIDUAL = {"fillcolor": "#f9e08b", "color": "#b7950b", "penwidth": "2"}
 BACKWARD = {"fillcolor": "#aecdf2", "color": "#2460a7"}
 REPEATED = {"fillcolor": "#f4b6b0:#aecdf2", "color": "#7d3c98", "style": "filled,dashed"}
+
+#: What the legend says of a fill color.
+COLOR_NAMES = (
+    ("forward", FORWARD["fillcolor"]),
+    ("kept for backward", RESIDUAL["fillcolor"]),
+    ("backward", BACKWARD["fillcolor"]),
+    ("computed by both", REPEATED["fillcolor"]),
+)
 
 
 def node_colors(coloring: Coloring) -> dict[Any, Attributes]:

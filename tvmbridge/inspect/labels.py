@@ -84,7 +84,7 @@ def variable_label(name: str, ty: Any) -> Label:
     short, kind = shorten(name, _NAME_CHARS), type_text(ty)
     line = _joined(short, kind)
     lines = [line] if len(line) <= _TITLE_CHARS else [f"{short}:", kind]
-    return Label(_html(lines), _tooltip([_joined(name, _type_text(ty))]))
+    return Label(_html(lines), _tooltip([_joined(name, full_type_text(ty))]))
 
 
 def operation_label(title: str, operands: Sequence[str], detail: str, name: str, ty: Any) -> Label:
@@ -95,8 +95,13 @@ def operation_label(title: str, operands: Sequence[str], detail: str, name: str,
     if len("".join(head)) <= _TITLE_CHARS:
         head = ["".join(head)]
     small = _joined(shorten(name, _NAME_CHARS), type_text(ty))
-    tooltip = _tooltip([title + arguments, detail, _joined(name, _type_text(ty))])
+    tooltip = _tooltip([title + arguments, detail, _joined(name, full_type_text(ty))])
     return Label(_html([*head, detail], small), tooltip)
+
+
+def group_label(name: str, title: str, inside: int) -> str:
+    """The label of a folded submodule: its name and class, and how much is inside."""
+    return _html([name, title], f"{inside} operator{'s' * (inside != 1)}")
 
 
 def _joined(name: str, kind: str) -> str:
@@ -110,13 +115,14 @@ def _tooltip(texts: Sequence[str]) -> str:
 
 
 def _html(lines: Sequence[str], small: str = "") -> str:
-    shown = [_escaped(line) for line in lines if line]
+    shown = [escaped(line) for line in lines if line]
     if small:
-        shown.append(f'<FONT POINT-SIZE="9" COLOR="#5f6368">{_escaped(small)}</FONT>')
+        shown.append(f'<FONT POINT-SIZE="9" COLOR="#5f6368">{escaped(small)}</FONT>')
     return f"<{'<BR/>'.join(shown) or ' '}>"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """``text`` for graphviz HTML."""
     # dot reads backslash escapes even in HTML labels: one and an N would be the node's own name.
     return html.escape(_printable(text)).replace("\\", "\\\\")
 
@@ -128,16 +134,16 @@ def _printable(text: str) -> str:
 
 def type_text(ty: Any, limit: int = _TYPE_CHARS) -> str:
     """A Relax type in short: `(2, 128) float32`, `tuple of ...`, `shape (n, 4)`, `int64`."""
-    return shorten(_type_text(ty), limit)
+    return shorten(full_type_text(ty), limit)
 
 
-def _type_text(ty: Any) -> str:
+def full_type_text(ty: Any) -> str:
     if isinstance(ty, relax.TensorType):
         return f"{_tensor_shape(ty)} {'any dtype' if ty.dtype is None else ty.dtype}"
     if isinstance(ty, tvm.ir.TupleType):
         if len(ty.fields) > 3:
             return f"tuple of {len(ty.fields)}"
-        return f"[{', '.join(_type_text(field) for field in ty.fields)}]"
+        return f"[{', '.join(full_type_text(field) for field in ty.fields)}]"
     if isinstance(ty, relax.ShapeType):
         if ty.values is None:
             return "shape" if ty.ndim < 0 else f"shape of {ty.ndim}"

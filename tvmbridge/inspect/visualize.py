@@ -1,7 +1,7 @@
 """Draws Relax functions with graphviz, in the manner in which Relay graphs used to be drawn."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -10,40 +10,20 @@ import tvm
 from tvm import relax
 
 from tvmbridge.coloring import Coloring
-from tvmbridge.inspect.colors import node_colors
-from tvmbridge.inspect.drawing import Attributes, FunctionDrawing, NodeAttributes, handle
+from tvmbridge.inspect.asked import (
+    NodeAttributes,
+    Surroundings,
+    check_names,
+    handle,
+    node_attributes,
+)
+from tvmbridge.inspect.colors import COLOR_NAMES, node_colors
+from tvmbridge.inspect.drawing import FunctionDrawing
+from tvmbridge.inspect.picture import Group, Picture
+from tvmbridge.inspect.places import places
+from tvmbridge.inspect.styles import FUNCTION_FRAME, KINDS, NAMES
 
 _NO_ATTRIBUTES: Mapping[Any, Mapping[str, Any]] = MappingProxyType({})
-_GRAPH_STYLE = {
-    "rankdir": "TB",
-    "fontname": "Helvetica",
-    "fontsize": "12",
-    "nodesep": "0.18",
-    "ranksep": "0.32",
-    "pad": "0.2",
-}
-_NODE_STYLE = {
-    "fontname": "Helvetica",
-    "fontsize": "11",
-    "shape": "box",
-    "style": "rounded,filled",
-    "fillcolor": "#ffffff",
-    "color": "#80868b",
-    "margin": "0.09,0.04",
-    "height": "0.2",
-    "width": "0.3",
-}
-_EDGE_STYLE = {
-    "fontname": "Helvetica",
-    "fontsize": "8",
-    "color": "#5f6368",
-    "fontcolor": "#80868b",
-    "arrowsize": "0.5",
-    "labelangle": "-22",
-    "labeldistance": "1.5",
-}
-#: From so many nodes on, splines would take dot longer than the whole of its layout.
-_MANY_NODES = 1000
 
 
 def visualize(
@@ -52,12 +32,17 @@ def visualize(
     collapse_small: bool = True,
     node_attr_dict: Mapping[Any, Mapping[str, Any]] = _NO_ATTRIBUTES,
     coloring: Coloring | None = None,
+    groups: bool = True,
+    fold: int | Collection[str] | None = None,
+    legend: bool = True,
 ) -> graphviz.Digraph:
     """Draws a Relax function, or every Relax function of a module with a frame around each.
 
     Inputs and outputs are ellipses, calls are boxes that carry the operator's name, the attributes
-    that are set, and the result's variable and type. `dot` is not run: look at `.source`, or call
-    `.render()` or `.pipe()` of the result. A tooltip carries what a label had to shorten.
+    that are set, and the result's variable and type. What came from a submodule stands in a frame
+    with its name and class. Inputs that nothing reads are left out, and the title counts them.
+    `dot` is not run: look at `.source`, or call `.render()` or `.pipe()` of the result. A tooltip
+    carries what a label had to shorten.
 
     Args:
         mod_or_function: A `relax.Function`, or an `IRModule` that holds at least one.
@@ -73,15 +58,47 @@ def visualize(
         coloring: The coloring of a joint function (`tvmbridge.coloring.color`): forward is drawn
             red, what it keeps for backward yellow, backward blue, and what both compute in both
             colors with a dashed line. `node_attr_dict` goes before it.
+        groups: Draws frames around what belongs to one submodule of the PyTorch module. What a
+            pass has added stands with what reads it.
+        fold: Draws submodules as one node each: those at this depth (1 is the outermost), or those
+            with these dotted paths.
+        legend: Says what the colors mean.
 
     Raises:
         TypeError: An argument, a key or a value has the wrong type.
-        ValueError: The module has no Relax function, or no variable has a name that is a key.
+        ValueError: The module has no Relax function, no variable has a name that is a key, or there
+            is no submodule to fold at that depth or with that path.
+    """
+    drawn = picture_of(
+        mod_or_function,
+        collapse_small=collapse_small,
+        node_attr_dict=node_attr_dict,
+        coloring=coloring,
+        groups=groups,
+    )
+    names = frozenset[str]() if fold is None else _folds(drawn, fold)
+    return replace(drawn.folded(names), legend=drawn.legend if legend else ()).digraph()
+
+
+def picture_of(
+    mod_or_function: tvm.IRModule | relax.Function,
+    *,
+    collapse_small: bool = True,
+    node_attr_dict: Mapping[Any, Mapping[str, Any]] = _NO_ATTRIBUTES,
+    coloring: Coloring | None = None,
+    groups: bool = True,
+    seconds: Mapping[relax.Var, float] = MappingProxyType({}),
+    gradients: Mapping[int, str] = MappingProxyType({}),
+) -> Picture:
+    """The picture that :func:`visualize` draws, as data.
+
+    ``seconds`` are times of its values, ``gradients`` says of what a function's results are the
+    gradients, by their numbers.
     """
     functions = _relax_functions(mod_or_function)
     if not isinstance(collapse_small, bool):
         raise TypeError(f"collapse_small is True or False, not {collapse_small!r}")
-    attributes = _node_attributes(node_attr_dict)
+    attributes = node_attributes(node_attr_dict)
     if coloring is not None:
         colors = {handle(var): shown for var, shown in node_colors(coloring).items()}
         attributes = NodeAttributes(attributes.names, {**colors, **attributes.handles})
@@ -92,13 +109,29 @@ def visualize(
             prefix=f"f{number}_" if in_module else "",
             collapse_small=collapse_small,
             attributes=attributes,
+            known=Surroundings(places(function) if groups else {}, seconds, gradients),
         )
-        for number, name in enumerate(functions)
+        for number, (name, function) in enumerate(functions.items())
     ]
     for drawing, function in zip(drawings, functions.values(), strict=True):
         drawing.draw(function)
-    _check_names(attributes.names, (name for drawing in drawings for name in drawing.names))
-    return _assemble(drawings, in_module)
+    check_names(attributes.names, (name for drawing in drawings for name in drawing.names))
+    drawn = _assembled(drawings) if in_module else _alone(drawings[0])
+    return replace(drawn, legend=_legend(drawn, coloring is not None))
+
+
+def _folds(drawn: Picture, fold: int | Collection[str]) -> frozenset[str]:
+    """The names of the groups to fold."""
+    if isinstance(fold, int):
+        names = drawn.at_depth(fold)
+        if not names:
+            raise ValueError(f"fold={fold}: no submodule stands at that depth")
+        return names
+    wanted = {fold} if isinstance(fold, str) else set(fold)
+    unknown = wanted - {group.path for group in drawn.groups.values() if group.depth}
+    if unknown:
+        raise ValueError(f"fold: no drawn submodule is called {', '.join(sorted(unknown))}")
+    return frozenset(g.name for g in drawn.groups.values() if g.depth and g.path in wanted)
 
 
 def _relax_functions(mod_or_function: object) -> dict[str, relax.Function]:
@@ -125,61 +158,37 @@ def _relax_functions(mod_or_function: object) -> dict[str, relax.Function]:
     return {name: found[name] for name in sorted(found, key=lambda name: (name != "main", name))}
 
 
-def _node_attributes(node_attr_dict: object) -> NodeAttributes:
-    if not isinstance(node_attr_dict, Mapping):
-        raise TypeError(
-            "node_attr_dict maps Relax expressions or variable names to graphviz attributes, and "
-            f"is a {type(node_attr_dict).__name__}: pass a dict"
-        )
-    by_name: dict[str, Attributes] = {}
-    by_handle: dict[int, Attributes] = {}
-    for key, values in node_attr_dict.items():
-        if not isinstance(key, str | tvm.ir.Expr):
-            raise TypeError(
-                f"node_attr_dict has the key {key!r} of type {type(key).__name__}: use a Relax "
-                "variable, a bound expression, or a variable's name"
-            )
-        shown = key if isinstance(key, str) else getattr(key, "name", type(key).__name__)
-        if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-            raise TypeError(
-                f"node_attr_dict[{shown!r}] is {values!r}: give a dict of graphviz attributes, as "
-                'in {"color": "red"}'
-            )
-        texts = {name: str(value) for name, value in values.items()}
-        if isinstance(key, str):
-            by_name[key] = texts
-        else:
-            by_handle[handle(key)] = texts
-    return NodeAttributes(by_name, by_handle)
+def _alone(drawing: FunctionDrawing) -> Picture:
+    drawn = drawing.picture
+    return replace(drawn, title=_titled(drawing.name or "function", drawn.title))
 
 
-def _check_names(wanted: Iterable[str], drawn: Iterable[str]) -> None:
-    known = set(drawn)
-    unknown = sorted(set(wanted) - known)
-    if not unknown:
-        return
-    close = [match for name in unknown for match in difflib.get_close_matches(name, known, n=2)]
-    hint = f" (did you mean {', '.join(map(repr, dict.fromkeys(close)))}?)" if close else ""
-    raise ValueError(
-        f"node_attr_dict names {', '.join(map(repr, unknown))}, which no drawn function has{hint}: "
-        "use the name of a variable in the printed function, or function/variable"
-    )
+def _titled(name: str, remark: str) -> str:
+    return f"{name} ({remark})" if remark else name
 
 
-def _assemble(drawings: list[FunctionDrawing], in_module: bool) -> graphviz.Digraph:
-    graph = graphviz.Digraph(
-        "relax", graph_attr=_GRAPH_STYLE, node_attr=_NODE_STYLE, edge_attr=_EDGE_STYLE
-    )
-    if sum(drawing.node_count for drawing in drawings) > _MANY_NODES:
-        graph.graph_attr.update(splines="polyline")
+def _assembled(drawings: list[FunctionDrawing]) -> Picture:
+    """The functions of a module in one picture, each within a frame."""
+    whole = Picture()
     for number, drawing in enumerate(drawings):
-        label = graphviz.escape(drawing.name or "function")
-        if in_module:
-            frame = {"label": label, "style": "rounded", "color": "#9aa0a6", "margin": "12"}
-            drawing.graph.attr(**frame)
-            drawing.graph.name = f"cluster_{number}"
-            graph.subgraph(drawing.graph)
-        else:
-            graph.attr(label=label, labelloc="t")
-            graph.body.extend(drawing.graph.body)
-    return graph
+        drawn, frame = drawing.picture, f"cluster_{number}"
+        label = _titled(drawing.name, drawn.title)
+        whole.groups[frame] = Group(frame, label, FUNCTION_FRAME)
+        whole.groups.update(drawn.groups)
+        whole.nodes += [replace(n, groups=(frame, *n.groups)) for n in drawn.nodes]
+        whole.edges += drawn.edges
+    return whole
+
+
+def _legend(drawn: Picture, colored: bool) -> list[tuple[str, str]]:
+    """What the colors of this picture mean."""
+    shown = {node.kind for node in drawn.nodes}
+    fills = {node.attributes.get("fillcolor") for node in drawn.nodes}
+    entries = []
+    if colored:
+        entries = [(text, color) for text, color in COLOR_NAMES if color in fills]
+        shown -= {"op", "tir", "packed", "aten"}  # the colors say which part they belong to
+    if any(group.depth for group in drawn.groups.values()):
+        shown.add("folded")
+    entries += [(t, KINDS[k].get("fillcolor", "#ffffff")) for k, t in NAMES.items() if k in shown]
+    return entries

@@ -21,12 +21,14 @@ class Coverage:
         by_rule: scheduled by the rules of tvmbridge.
         plain: loops as TVM makes them, since no rule knows the form.
         external: PyTorch's kernels.
+        untuned: those of TVM's that nobody has tuned for this target yet, where records are used.
     """
 
     tuned: int = 0
     by_rule: int = 0
     plain: int = 0
     external: int = 0
+    untuned: int = 0
 
     def __str__(self) -> str:
         text = f"{self.tuned} tuned, {self.by_rule} by rule, {self.external} external"

@@ -218,3 +218,22 @@ def test_hooks_that_cannot_be_traced_are_refused_and_not_called() -> None:
         module(x)
     assert len(calls) == 1
     assert tvmbridge.dispatch_report(module).fallbacks == {"the hooks of a submodule changed": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ([torch.ones(2, 4)], "a list is one positional argument: pass a tuple"),
+        ({"input": torch.ones(2, 4)}, "a dict is one positional argument: pass keyword"),
+        (numpy.ones((2, 4), "float32"), "a numpy array is no tensor: pass torch.from_numpy"),
+        ((numpy.ones((2, 4), "float32"),), "a numpy array is no tensor: pass torch.from_numpy"),
+        (torch.ones(2, 5), "pass arguments it accepts"),
+    ],
+)
+def test_a_refused_sample_says_what_to_pass_instead(given: Any, says: str) -> None:
+    module = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=says):
+        tvmbridge.add_tvm_dispatch(module, given)
+    report = tvmbridge.compare(module, given)
+    assert says in report.reason
+    assert "agrees" not in str(report)

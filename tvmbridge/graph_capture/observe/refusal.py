@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -36,7 +37,9 @@ _WRAPPERS = {
 }
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
-_KEYWORDS = " (a dict is one positional argument: keyword arguments are sample_kwargs)"
+_KEYWORDS = "a dict is one positional argument: pass keyword arguments as sample_kwargs=sample"
+_POSITIONAL = "a list is one positional argument: pass a tuple of the arguments, tuple(sample)"
+_ARRAYS = "a numpy array is no tensor: pass torch.from_numpy(array)"
 
 
 def raise_if_forward_refuses(
@@ -56,9 +59,21 @@ def raise_if_forward_refuses(
             ) from error
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "
-            f"({type(error).__name__}: {first_paragraph(error)}); pass arguments it accepts"
-            + (_KEYWORDS if len(args) == 1 and isinstance(args[0], Mapping) else "")
+            f"({type(error).__name__}: {first_paragraph(error)}); {sample_advice(args, kwargs)}"
         ) from error
+
+
+def sample_advice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What to pass instead of a sample that forward refuses."""
+    only = args[0] if len(args) == 1 and not kwargs else None
+    advice = []
+    if isinstance(only, Mapping):
+        advice.append(_KEYWORDS)
+    elif isinstance(only, list):
+        advice.append(_POSITIONAL)
+    if any(isinstance(leaf, np.ndarray) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
+        advice.append(_ARRAYS)
+    return "; ".join(advice) or "pass arguments it accepts"
 
 
 def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

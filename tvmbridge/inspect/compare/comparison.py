@@ -13,7 +13,7 @@ from torch import nn
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
-from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.observe.refusal import first_paragraph, sample_advice
 from tvmbridge.inspect.compare.compiled import CompiledCode
 from tvmbridge.inspect.compare.precision import Precision
 from tvmbridge.inspect.compare.report import ComparisonReport, Departure, Figure
@@ -111,7 +111,11 @@ class Comparison:
         try:
             self.own = Precision(self.sample, self.backward)
         except Exception as error:
-            return ComparisonReport.refused(f"forward refuses the sample: {_first(error)}")
+            args, kwargs, _ = self.sample.arguments()
+            advice = sample_advice(args, kwargs)
+            return ComparisonReport.refused(
+                f"forward refuses the sample: {_first(error)}; {advice}"
+            )
         reason = ""
         try:
             if not self.is_wide:

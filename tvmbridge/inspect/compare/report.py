@@ -148,7 +148,7 @@ class ComparisonReport:
         summary = "rounding, no mistake" if self.departures else "agrees"
         if count:
             summary = f"{count} mistake{'s' * (count > 1)}"
-        lines = [f"values: {len(self.values)}, verdict: {summary}"]
+        lines = [f"values: {len(self.values)}, verdict: {summary}"] if self.values else []
         lines += [f"* {departure}" for departure in self.mistakes[:10]]
         lines += [f"note: {note}" for note in self.notes]
         for line in lines:

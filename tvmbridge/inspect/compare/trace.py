@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.torch_private import pytree
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)')
-_FOREIGN = ("/torch/", "/tvmbridge/", "/contextlib.py", "<frozen", "<string>", "<eval_with_key>")
+from tvmbridge.frontend.origins import user_frame
 
 
 @dataclass(frozen=True)
@@ -91,13 +88,12 @@ def _place(tensor: torch.Tensor) -> Any:
 
 def user_source(stack_trace: str | None) -> str:
     """The user's own line in a Python traceback, as ``file:line in function: code``."""
-    frames = [m for m in map(_FRAME.search, (stack_trace or "").splitlines()) if m is not None]
-    own = [m for m in frames if not any(part in m[1] for part in _FOREIGN)]
-    if not frames:
+    frame = user_frame(stack_trace or "")
+    if frame is None:
         return ""
-    file, line, function = (own[-1] if own else frames[0]).groups()
+    file, line, function = frame
     text = f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
-    code = linecache.getline(file, int(line)).strip()
+    code = linecache.getline(file, line).strip()
     return f"{text}: {code}" if code else text
 
 

@@ -1,0 +1,108 @@
+"""What a function is drawn on: nodes, edges, and the frames that they stand in."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import relax
+
+from tvmbridge.inspect import labels
+from tvmbridge.inspect.asked import Surroundings
+from tvmbridge.inspect.labels import DOT
+from tvmbridge.inspect.picture import Edge, Group, Node, Picture
+from tvmbridge.inspect.styles import BRANCH_FRAME, KINDS, Attributes, submodule_frame
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How a value looks where it is used: its text there, and the nodes that edges come from."""
+
+    text: str
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an expression is bound to, as far as a node shows it."""
+
+    name: str
+    type: Any
+    asked: Attributes
+    var: relax.Var | None = None
+    value: relax.Expr | None = None
+
+
+class Canvas:
+    """The picture of one function, as it grows."""
+
+    def __init__(self, prefix: str, known: Surroundings) -> None:
+        self.picture = Picture()
+        self._prefix = prefix
+        self._known = known
+        self._count = 0
+        self._frames: tuple[str, ...] = ()
+        self._asked_of_node: dict[str, Attributes] = {}
+
+    @contextmanager
+    def _framed(self, label: str) -> Iterator[None]:
+        """What is drawn meanwhile goes into a frame of its own."""
+        outer = self._frames
+        self._count += 1
+        name = f"cluster_{self._prefix}{label}{self._count}"
+        self.picture.groups[name] = Group(name, label, BRANCH_FRAME)
+        self._frames = (*outer, name)
+        yield
+        self._frames = outer
+
+    def _around(self, var: relax.Var | None) -> tuple[str, ...]:
+        """The frames around the node of a variable: branches, or else the submodules."""
+        modules = self._known.places.get(var, ()) if var is not None else ()
+        if self._frames or not modules:
+            return self._frames
+        names = []
+        for depth, (path, title) in enumerate(modules, 1):
+            # A submodule that is called from two places has a frame in each.
+            name = f"cluster_{self._prefix}{'/'.join(p for p, _ in modules[:depth])}"
+            outer = modules[depth - 2][0] if depth > 1 else ""
+            short = path.removeprefix(f"{outer}.") if outer else path
+            group = Group(name, short, submodule_frame(depth), path, title, depth)
+            names.append(self.picture.groups.setdefault(name, group).name)
+        return tuple(names)
+
+    def _node(
+        self,
+        label: labels.Label,
+        kind: str,
+        asked: Attributes,
+        groups: tuple[str, ...],
+        facts: Mapping[str, Any],
+    ) -> Operand:
+        node = f"{self._prefix}n{self._count}"
+        self._count += 1
+        shown = {**KINDS[kind], **asked}
+        self.picture.nodes.append(Node(node, label.html, label.tooltip, kind, shown, groups, facts))
+        self._asked_of_node[node] = asked
+        return Operand(DOT, (node,))
+
+    def _edges(self, operands: Sequence[Operand], node: str, places: Sequence[str]) -> None:
+        """One edge from each node that is read, with its place among the operands at its head."""
+        sources = [
+            (source, place)
+            for place, operand in zip(places or [""] * len(operands), operands, strict=True)
+            for source in operand.nodes
+        ]
+        read: dict[str, list[str]] = {}
+        for number, (source, place) in enumerate(sources):
+            read.setdefault(source, []).append(place or str(number))
+        for source, found in read.items():
+            head = ",".join(found) if places or len(sources) > 1 else None
+            self.picture.edges.append(Edge(source, node, head))
+
+    def _leave_out_unread(self, nodes: Sequence[str]) -> None:
+        """Drops those of these nodes that nothing reads, unless they were asked for."""
+        read = {edge.source for edge in self.picture.edges}
+        dropped = {n for n in nodes if n not in read and not self._asked_of_node[n]}
+        self.picture.nodes = [n for n in self.picture.nodes if n.name not in dropped]
+        inputs = f"{len(dropped)} input{'s' * (len(dropped) > 1)}"
+        self.picture.title = f"{inputs} that nothing reads left out" if dropped else ""

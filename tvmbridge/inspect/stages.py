@@ -1,0 +1,174 @@
+"""The graphs of a module that can be drawn, from capture to the functions that are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import tvm
+from torch import nn
+from tvm import relax
+
+from tvmbridge.coloring import Coloring, color
+from tvmbridge.compiler.combining import Combining
+from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.split import split
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.differentiation.differentiate import JointModule
+from tvmbridge.frontend import to_relax
+from tvmbridge.graph_capture.capture import capture, normalize_sample
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.standins import anything_requires_grad
+from tvmbridge.inspect.compare.sample import Sample
+from tvmbridge.inspect.places import with_places
+from tvmbridge.pipeline import lowering_passes, run_passes
+
+
+@dataclass(frozen=True)
+class Drawable:
+    """What is drawn of a stage; ``gradients`` names the results that are gradients, by number."""
+
+    graph: tvm.IRModule | relax.Function
+    coloring: Coloring | None = None
+    gradients: Mapping[int, str] = field(default_factory=dict)
+
+
+class Stages:
+    """The stages of a module, in the mode that it stands in; the module is left as it is.
+
+    Args:
+        module: any module.
+        sample_input: a tensor, or a tuple of positional arguments.
+        options: how the module would be compiled.
+
+    Raises:
+        BridgeError: the module cannot be captured or lowered.
+    """
+
+    def __init__(
+        self, module: nn.Module, sample_input: Any, options: CompileOptions | None = None
+    ) -> None:
+        self.options = options or CompileOptions()
+        args, kwargs = normalize_sample(sample_input, None)
+        self.sample = Sample.of(module, args, kwargs)
+        self.needs_grad = module.training and anything_requires_grad(module, (args, kwargs))
+
+    def draw(self, name: str) -> Drawable:
+        """One of :data:`STAGES`.
+
+        Raises:
+            BridgeError: the module cannot be lowered, or has no such stage.
+            KeyError: there is no stage of this name.
+        """
+        with self._apart():
+            return STAGES[name](self)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        with tracing_here(), torch.random.fork_rng(), undisturbed():
+            yield
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The stages that the module has: without gradients there are neither joint nor backward.
+
+        Raises:
+            BridgeError: the module cannot be lowered.
+        """
+        with self._apart():
+            differentiated = self._lowered.derivation is not None
+        return tuple(n for n in STAGES if differentiated or n not in ("joint", "backward"))
+
+    def captured(self) -> Drawable:
+        """Relax as it comes from PyTorch."""
+        args, kwargs, _ = self.sample.arguments()
+        made = capture(self.sample.module, args, sample_kwargs=kwargs, needs_grad=self.needs_grad)
+        return Drawable(to_relax(made))
+
+    def passes(self) -> Drawable:
+        """Behind the graph passes; in training before the gradient, if that is TVM's."""
+        derivation = self._lowered.derivation
+        if derivation is None:
+            return Drawable(self._lowered.mod)
+        if derivation.source != "relax":
+            return Drawable(derivation.joint.mod)
+        return Drawable(run_passes(derivation.imported.mod, lowering_passes(), []))
+
+    def joint(self) -> Drawable:
+        """The joint function, colored."""
+        joint = self._joint
+        gradients = dict(enumerate(map(self._titled, joint.wanted), joint.num_outputs))
+        return Drawable(joint.mod["joint"], self._coloring(joint), gradients)
+
+    def forward(self) -> Drawable:
+        """Forward as it is built."""
+        if self._lowered.derivation is None:
+            return Drawable(self._lowered.mod["forward"])
+        return Drawable(self._split("forward"))
+
+    def backward(self) -> Drawable:
+        """Backward as it is built."""
+        gradients = dict(enumerate(map(self._titled, self._joint.wanted)))
+        return Drawable(self._split("backward"), gradients=gradients)
+
+    def _split(self, name: str) -> relax.Function:
+        joint = self._joint
+        return split(joint, self._coloring(joint)).mod[name]
+
+    def _coloring(self, joint: JointModule) -> Coloring:
+        return color(joint, self.options.residual_policy, self.options.recompute)
+
+    def _titled(self, name: str) -> str:
+        """What the user calls a parameter or an input of the joint function."""
+        inputs = self._lowered.captured.inputs
+        return next((d.target or d.name for d in inputs if d.name == name), name)
+
+    @cached_property
+    def _joint(self) -> JointModule:
+        """The joint function that is split, whose calls say where they belong."""
+        derivation = self._lowered.derivation
+        if derivation is None:
+            raise BridgeError(
+                "nothing is differentiated, so that there is no such stage: the factory must "
+                "return a module in train mode, with an output that requires a gradient"
+            )
+        combining = Combining.of(derivation.captured, Packing(self.sample.module), self.options, [])
+        holders = {name: target.rpartition(".")[0] for name, target in combining.targets.items()}
+        return with_places(combining.joint(derivation.joint)[0], holders)
+
+    @cached_property
+    def _lowered(self) -> LoweredModule:
+        args, kwargs, _ = self.sample.arguments()
+        return lower_module(
+            self.sample.module,
+            args,
+            kwargs,
+            needs_grad=self.needs_grad,
+            options=self.options,
+            records=[],
+            measure=_unmeasured,
+            packing=None if self.needs_grad else Packing(self.sample.module),
+        )
+
+
+def _unmeasured(_stage: str) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+#: The stages by their names, in order.
+STAGES: Final[Mapping[str, Callable[[Stages], Drawable]]] = MappingProxyType(
+    {
+        "captured": Stages.captured,
+        "passes": Stages.passes,
+        "joint": Stages.joint,
+        "forward": Stages.forward,
+        "backward": Stages.backward,
+    }
+)
