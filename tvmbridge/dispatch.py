@@ -59,6 +59,10 @@ def add_tvm_dispatch(
             a warning for the first of each reason, and a summary when the process ends;
             ``"silent"`` only counts them; ``"raise"`` raises FallbackError instead of running it.
             None leaves what an earlier dispatch of the module has set.
+        dynamic_shapes: ``"auto"``: calls that differ from a sample in sizes alone are served by
+            symbolic code, which is compiled once, at the first such call: the dimensions that
+            changed become symbols. Sizes of 0 and 1, and those that forward treats in another
+            way, run the module's own forward. None, the default: code serves the sizes of samples.
 
     Returns:
         ``module``.
@@ -66,7 +70,7 @@ def add_tvm_dispatch(
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
         ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
-            ``on_fallback`` is another word.
+            ``on_fallback`` or ``dynamic_shapes`` is another word.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
             active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
@@ -80,6 +84,8 @@ def add_tvm_dispatch(
     policy = CheckPolicy.of_now(chosen.check)
     if on_fallback not in (None, *ON_FALLBACK):
         raise ValueError(f"on_fallback is {on_fallback!r}; choose one of {', '.join(ON_FALLBACK)}")
+    if dynamic_shapes not in (None, "auto"):
+        raise ValueError(f"dynamic_shapes is {dynamic_shapes!r}; choose None or 'auto'")
     sampled = sample_input is not MISSING or sample_kwargs is not None
     given = () if sample_input is MISSING else sample_input
     args, kwargs = normalize_sample(given, sample_kwargs)

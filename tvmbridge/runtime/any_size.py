@@ -117,7 +117,11 @@ class Family:
         self._most = tuple(map(max, self._most, point))
         outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
         if code is None or (outside and self.compilations < _MOST_RANGES * len(self.codes)):
-            code = self._compile(point, mode, flags, matched)
+            wider = self._compile(mode, matched)
+            if code is None or isinstance(wider, SymbolicCode):
+                code = self.codes[mode, flags] = wider
+                for instance in self.instances.values():
+                    instance.failures.clear()
         if isinstance(code, str):
             raise BuildError(code)
         if not code.points.hold(point):
@@ -129,9 +133,7 @@ class Family:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
-    def _compile(
-        self, point: Point, mode: Mode, flags: Flags, matched: Matched
-    ) -> SymbolicCode | str:
+    def _compile(self, mode: Mode, matched: Matched) -> SymbolicCode | str:
         module = self.compiler.module
         name, start = type(module).__name__, time.perf_counter()
         why = "; a call with other sizes asks for it"
@@ -154,9 +156,6 @@ class Family:
                 kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
                 code = f"no code for any size: {kind}{first_line(error)}"
                 logger.info("%s of %s for %s", code, name, mode)
-        self.codes[mode, flags] = code
-        for instance in self.instances.values():
-            instance.failures.clear()
         return code
 
     def _compiled(self, mode: Mode, args: Any, kwargs: Any) -> SymbolicCode:

@@ -32,7 +32,9 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
         if found:
             # Its old name says of which type it was.
             function = _without_vector_divisions(function)
-            function = _taking_numbers(function, list(found.values()), inputs[name.name_hint])
+            function = _taking_numbers(
+                function, list(found.values()), inputs.get(name.name_hint, len(function.params))
+            )
             name = _name_of(function, name.name_hint)
             taken[name.name_hint] = name, list(found)
         functions[name] = function

@@ -130,6 +130,8 @@ def _corners(least: Sequence[int], most: Sequence[int]) -> tuple[Point, ...]:
 
 def _small(size: int, taken: set[int], tight: bool) -> int | None:
     """A size well below one that calls had, if there is one: the next may be smaller."""
+    if tight and size > _LEAST[-1]:
+        return _prime_below(size, taken, _LEAST[-1])
     free = [n for n in (_ALLOWED, *_LEAST) if n <= size and n not in taken]
     if not free:
         return None

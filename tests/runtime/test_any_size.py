@@ -1,0 +1,176 @@
+"""Calls of other sizes are served by symbolic code, or run in eager PyTorch: never wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+Sizes = Sequence[tuple[int, ...]]
+
+
+class Language(nn.Module):
+    """A small language model's loss: embeddings, causal attention, all tokens but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50, 16), nn.Embedding(80, 16)
+        self.project, self.norm = nn.Linear(16, 48), nn.LayerNorm(16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        q, k, v = self.project(x).view(*ids.shape, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.norm(x + attended.transpose(1, 2).reshape(x.shape))
+        logits = (x @ self.tokens.weight.t())[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Convolutions(nn.Module):
+    """Batch norm in training has factors of the batch's size in its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+class Longer(nn.Module):
+    """Rows of one element more than the argument has."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return functional.pad(x, (1, 0)).softmax(-1), x.mean(1), x.var(1)
+
+
+class Parity(nn.Module):
+    """Goes two ways, by what no range of sizes says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 else x + 1
+
+
+class First(nn.Module):
+    """Reads no more than thirty rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[: min(x.shape[0], 30)] * 2
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 50, shape)
+
+
+def _images(count: int) -> torch.Tensor:
+    return torch.randn(count, 3, 8, 8)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Sizes, bool]] = {
+    "language model": (Language, _ids, [(4, 12), (5, 20), (4, 33), (3, 16), (9, 64)], True),
+    "batch norm": (Convolutions, _images, [(8,), (3,), (16,), (5,)], True),
+    "rows of one more": (
+        Longer,
+        lambda n: torch.randn(3, n),
+        [(20,), (31,), (15,), (32,), (64,), (47,), (63,)],
+        False,
+    ),
+    "parity": (Parity, lambda n: torch.randn(n, 3), [(5,), (7,), (8,), (12,), (9,)], False),
+    "first rows": (First, lambda n: torch.randn(n, 3), [(40,), (35,), (29,), (64,), (8,)], False),
+}
+# Calls, of two rounds, that the module's own forward must run: no code can be for these sizes.
+NOT_SERVED = {"parity": 4, "first rows": 4}
+
+
+def _outputs(results: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = pytree.tree_leaves(results)
+    return found
+
+
+def _assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_at_other_sizes_are_those_of_eager_in_float64(name: str) -> None:
+    make, arguments, sizes, trains = CASES[name]
+    torch.manual_seed(0)
+    module = make().train(trains)
+    reference = copy.deepcopy(module).double()
+    add_tvm_dispatch(module, arguments(*sizes[0]), dynamic_shapes="auto", on_fallback="silent")
+    for size in [*sizes, *sizes]:
+        given = arguments(*size)
+        exact = given.double() if given.is_floating_point() else given
+        ours, theirs = _outputs(module(given)), _outputs(reference(exact))
+        _assert_same(ours, theirs)
+        if trains:
+            sums = [sum((o * o).sum() for o in outputs) for outputs in (ours, theirs)]
+            gradients = [
+                torch.autograd.grad(total, list(m.parameters()))  # type: ignore[arg-type]
+                for total, m in zip(sums, (module, reference), strict=True)
+            ]
+            _assert_same(*gradients)
+            _assert_same(list(module.buffers()), [b.double() for b in reference.buffers()])
+    report = dispatch_report(module)
+    assert report.tvm_calls == 2 * len(sizes) - NOT_SERVED.get(name, 0), report.fallbacks
+
+
+def test_draws_are_those_of_eager() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.4)).train()
+    reference = copy.deepcopy(module)
+    add_tvm_dispatch(module, torch.randn(4, 8), dynamic_shapes="auto")
+    for rows in (7, 12, 5):
+        x = torch.randn(rows, 8)
+        torch.manual_seed(rows)
+        ours = module(x)
+        torch.manual_seed(rows)
+        torch.testing.assert_close(ours, reference(x))
+    assert dispatch_report(module).tvm_calls == 3
+
+
+def test_empty_and_single_rows_run_in_eager() -> None:
+    module = nn.Linear(4, 2).eval()
+    add_tvm_dispatch(module, torch.randn(3, 4), dynamic_shapes="auto", on_fallback="silent")
+    for rows in (0, 1):
+        x = torch.randn(rows, 4)
+        expected = nn.functional.linear(x, module.weight, module.bias)
+        torch.testing.assert_close(module(x), expected)
+    assert dispatch_report(module).tvm_calls == 0
+
+
+def test_parameters_stay_live_and_copies_have_code_of_their_own() -> None:
+    module = nn.Linear(4, 2).eval()
+    add_tvm_dispatch(module, torch.randn(3, 4), dynamic_shapes="auto")
+    x = torch.randn(6, 4)
+    module(x)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        module.weight.add_(1)
+    for each in (module, twin):
+        expected = nn.functional.linear(x, each.weight, each.bias)
+        torch.testing.assert_close(each(x), expected)
+        assert dispatch_report(each).tvm_calls > 0
+
+
+def test_without_the_option_other_sizes_run_in_eager() -> None:
+    module = nn.Linear(4, 2).eval()
+    add_tvm_dispatch(module, torch.randn(3, 4), on_fallback="silent")
+    module(torch.randn(6, 4))
+    assert dispatch_report(module).tvm_calls == 0
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="dynamic_shapes"):
+        add_tvm_dispatch(nn.Linear(4, 2), torch.randn(3, 4), dynamic_shapes="always")  # type: ignore[arg-type]

@@ -1,0 +1,123 @@
+"""Modules that differ in numbers become one, equal to one written by hand; others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy
+import pytest
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax, te, tirx
+
+from tvmbridge.core.decisions import (
+    Rule,
+    agreed,
+    decided,
+    recorded_decisions,
+    repeated_decisions,
+)
+from tvmbridge.core.errors import BuildError
+from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
+from tvmbridge.symbolic.sizes import Sizes
+
+POINTS = ((31,), (449,), (5,))
+
+
+def module(size: int, scale: float = 2.0, text: str = "{}") -> tvm.IRModule:
+    """``reshape(x * scale)`` of a tensor of ``size`` rows, behind a call of a kernel."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType([size, 4], "float32"))
+    with builder.function("forward", [x]):
+        with builder.dataflow():
+            called = builder.emit(
+                relax.op.call_pure_packed(
+                    "tvmbridge.aten",
+                    tvm.ir.StringImm(text),
+                    x,
+                    ty_args=[relax.TensorType([size, 4], "float32")],
+                )
+            )
+            scaled = builder.emit(relax.op.multiply(called, relax.const(scale, "float32")))
+            output = builder.emit_output(relax.op.reshape(scaled, [size * 4]))
+        builder.emit_func_output(output)
+    return relax.transform.LegalizeOps()(builder.get())
+
+
+def test_shapes_loops_and_specs_get_the_symbol() -> None:
+    mods = [module(n, text=f'{{"args": [{n}, 7]}}') for (n,) in POINTS]
+    found = generalize(mods, Sizes(POINTS))
+    relax.analysis.well_formed(found)
+    forward = found["forward"]
+    (symbol,) = forward.params[-1].ty.values
+    rows, columns = forward.params[0].ty.shape.values
+    assert rows.same_as(symbol)
+    assert int(columns) == 4
+    tvm.ir.assert_structural_equal(forward.ret_ty.shape.values[0], symbol * 4)
+    call = forward.body.blocks[0].bindings[0].value
+    assert call.args[0].global_symbol == "tvmbridge.aten.sized"
+    assert call.args[1].value == '{"args": [{"size": [[[1, [1]]], 1, false]}, 7]}'
+    extents: list[object] = []
+    for _, function in found.functions_items():
+        if isinstance(function, tirx.PrimFunc):
+            tvm_ffi.structural_walk(function.body, (tirx.For, lambda f: extents.append(f.extent)))
+    assert any(isinstance(extent, tirx.Var) for extent in extents)
+
+
+def looped(size: int, factor: float) -> tvm.IRModule:
+    """A function of loops with ``factor`` in it, as fused ones have it."""
+    x = te.placeholder((size,), "float32", "x")
+    y = te.compute((size,), lambda i: x[i] * tirx.FloatImm("float32", factor), "y")
+    function = te.create_prim_func([x, y]).with_attr("global_symbol", "scale")
+    return tvm.IRModule({"scale": function})
+
+
+@pytest.mark.parametrize(
+    "form", [lambda n: 1.0 / n, lambda n: n / (n - 1.0), lambda n: 1.0 / (n - 1.0), float]
+)
+def test_factors_of_means_and_variances_follow_the_size(form: Callable[[int], float]) -> None:
+    def factor(size: int) -> float:
+        return float(numpy.float32(form(size)))
+
+    found = generalize([looped(n, factor(n)) for (n,) in POINTS], Sizes(POINTS))
+    built = tvm.tirx.build(found, target="llvm")
+    x, y = (tvm.runtime.from_dlpack(torch.ones(12).mul_(k)) for k in (1, 0))
+    built["scale"](x, y, 12)
+    assert torch.from_dlpack(y).eq(factor(12)).all()
+
+
+def test_other_factors_are_refused() -> None:
+    with pytest.raises(DifferentCodeError):
+        generalize([looped(n, n**0.5) for (n,) in POINTS], Sizes(POINTS))
+
+
+def test_other_code_is_refused() -> None:
+    mods = [module(n) for (n,) in POINTS[:2]]
+    other = tvm.IRModule({"forward": module(5)["forward"]})
+    with pytest.raises(DifferentCodeError):
+        generalize([*mods, other], Sizes(POINTS))
+    with pytest.raises(DifferentCodeError):
+        generalize([*mods, module(5, text='{"other": 1}')], Sizes(POINTS))
+
+
+def test_decisions_of_several_sizes_are_brought_together() -> None:
+    def decide(size: int) -> list[object]:
+        return [
+            decided(Rule.LEAST, lambda: min(size, 16)),
+            decided(Rule.MIDDLE, lambda: size),
+            decided(Rule.MOST, lambda: size > 100),
+            decided(Rule.ALWAYS, lambda: size % 16 == 0),
+        ]
+
+    recorded = []
+    for size in (32, 448, 7):
+        with recorded_decisions() as decisions:
+            decide(size)
+        recorded.append(decisions)
+    with repeated_decisions(agreed(recorded)):
+        assert decide(7) == [4, 32, True, False]
+    with pytest.raises(BuildError, match="less is decided"), repeated_decisions(agreed(recorded)):
+        decided(Rule.LEAST, lambda: 1)
+    with pytest.raises(BuildError, match="other things"), repeated_decisions(agreed(recorded)):
+        decided(Rule.MOST, lambda: 1)

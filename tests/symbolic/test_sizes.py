@@ -1,0 +1,73 @@
+"""Sizes are found from their values where these tell them apart, and only there."""
+
+from __future__ import annotations
+
+import pytest
+from tvm import tirx
+from tvm.sym import Analyzer
+
+from tvmbridge.schedules.reader import substitute
+from tvmbridge.symbolic.sizes import Size, Sizes
+
+# Of two symbols.
+POINTS = ((31, 43), (449, 257), (449, 17), (5, 17))
+
+
+def values(function: object) -> tuple[int, ...]:
+    return tuple(function(*p) for p in POINTS)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, s: b,
+        lambda b, s: 64 * s,
+        lambda b, s: 12 * b * s * s,
+        lambda b, s: s + 1,
+        lambda b, s: 3 * s - 2,
+        lambda b, s: b * s - b,
+        lambda b, s: 7,
+    ],
+)
+def test_polynomials(function: object) -> None:
+    found = Sizes(POINTS).find(values(function))
+    assert found is not None
+    for point in ((2, 3), (100, 64), (17, 1000)):
+        assert found.at(point) == function(*point)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda b, s: b * s // 16, lambda b, s: -(-s // 32)],
+)
+def test_quotients_of_polynomials_that_were_found(function: object) -> None:
+    sizes = Sizes(POINTS)
+    sizes.find(values(lambda b, s: b * s))
+    sizes.find(values(lambda b, s: s))
+    found = sizes.find_divided(values(function))
+    assert found is not None
+    for point in ((2, 3), (100, 64), (17, 1000)):
+        assert found.at(point) == function(*point)  # type: ignore[operator]
+
+
+def test_what_several_functions_could_be_is_not_found() -> None:
+    sizes = Sizes(POINTS)
+    # At odd sizes alone half of the one is half of the other.
+    sizes.find(values(lambda b, s: s))
+    sizes.find(values(lambda b, s: s - 1))
+    assert sizes.find_divided(values(lambda b, s: s // 2)) is None
+
+
+def test_other_functions_are_not_found() -> None:
+    sizes = Sizes(POINTS)
+    assert sizes.find(values(lambda b, s: b + s)) is None
+    assert sizes.find(values(lambda b, s: min(b, s))) is None
+    assert sizes.find_divided(values(lambda b, s: b ^ s)) is None
+
+
+def test_expressions_have_the_same_values() -> None:
+    b, s = tirx.Var("b", "int64"), tirx.Var("s", "int64")
+    size = Size(((3, (1, 2)), (-5, (0, 0))), 4)
+    expression = size.expression([b, s])
+    at_point = substitute(expression, {b: tirx.IntImm("int64", 7), s: tirx.IntImm("int64", 11)})
+    assert int(Analyzer().simplify(at_point)) == size.at((7, 11)) == (3 * 7 * 121 - 5) // 4
