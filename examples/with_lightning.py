@@ -20,7 +20,7 @@ class Classifier(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Sequential(
-            nn.Linear(FEATURES, 64),
+            nn.Linear(FEATURES, 64, bias=False),
             nn.BatchNorm1d(64),
             nn.ReLU(),
             nn.Dropout(0.1),

@@ -12,7 +12,7 @@ from timm.utils import ModelEmaV3, dispatch_clip_grad
 
 from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
 
-SIZE, CLASSES, BATCH, EPOCHS, BATCHES = 32, 10, 4, 2, 8
+SIZE, CLASSES, BATCH, EPOCHS, BATCHES = 48, 10, 8, 2, 6
 
 
 def images(count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -34,7 +34,7 @@ def main(
     model = timm.create_model(name, num_classes=CLASSES, drop_rate=0.1)
     if dispatch:
         add_tvm_dispatch(model)
-    optimizer = create_optimizer_v2(model, opt="lamb", lr=5e-3, weight_decay=0.05)
+    optimizer = create_optimizer_v2(model, opt="sgd", lr=1e-3, weight_decay=1e-4)
     scheduler, _ = create_scheduler_v2(optimizer, num_epochs=EPOCHS, warmup_epochs=1)
     average = ModelEmaV3(model, decay=0.9)
     mixup = Mixup(mixup_alpha=0.2, label_smoothing=0.1, num_classes=CLASSES)

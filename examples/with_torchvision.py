@@ -9,7 +9,7 @@ from torchvision.models import get_model
 
 from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
 
-SIZE, CLASSES, BATCH, EPOCHS = 32, 10, 4, 2
+SIZE, CLASSES, BATCH, EPOCHS = 48, 10, 8, 2
 
 
 def data(rows: int, seed: int) -> TensorDataset:
@@ -54,11 +54,11 @@ def main(
         add_tvm_dispatch(model)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4, nesterov=True
+        model.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-4, nesterov=True
     )
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
-    training = DataLoader(data(32, seed=1), batch_size=BATCH, shuffle=True)
-    testing = DataLoader(data(16, seed=2), batch_size=BATCH)
+    training = DataLoader(data(48, seed=1), batch_size=BATCH, shuffle=True)
+    testing = DataLoader(data(24, seed=2), batch_size=BATCH)
     losses = []
     for _ in range(EPOCHS):
         losses += train_one_epoch(model, criterion, optimizer, training)
