@@ -40,10 +40,8 @@ def language_model(name: str) -> Any:
     )
 
 
-def main(
-    dispatch: bool = True, name: str = "llama"
-) -> tuple[list[float], DispatchReport | None]:
-    """What is written on and the largest scores, and what was served."""
+def main(dispatch: bool = True, name: str = "llama") -> tuple[list[float], DispatchReport | None]:
+    """The largest score of each step and what is written, and what was served."""
     torch.manual_seed(0)
     model = language_model(name).eval()
     if dispatch:
@@ -60,7 +58,7 @@ def main(
         pad_token_id=0,
     )
     scores = torch.stack(written.scores).amax(-1)
-    found = [*written.sequences.flatten().tolist(), *scores.flatten().tolist()]
+    found = [*scores.flatten().tolist(), *written.sequences.flatten().tolist()]
     return found, dispatch_report(model) if dispatch else None
 
 

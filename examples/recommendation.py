@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -12,7 +14,7 @@ DENSE, SIZES, WIDTH, BATCH, STEPS, PER_BAG = 13, (100, 60, 40, 20), 8, 32, 20, 3
 
 def perceptron(sizes: list[int], last: nn.Module) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:]):
+    for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1], last)
 
@@ -23,9 +25,7 @@ class DLRM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bottom = perceptron([DENSE, 32, WIDTH], nn.ReLU())
-        self.tables = nn.ModuleList(
-            nn.EmbeddingBag(size, WIDTH, mode="sum") for size in SIZES
-        )
+        self.tables = nn.ModuleList(nn.EmbeddingBag(size, WIDTH, mode="sum") for size in SIZES)
         pairs = len(SIZES) * (len(SIZES) + 1) // 2
         self.top = perceptron([WIDTH + pairs, 32, 1], nn.Sigmoid())
 
@@ -33,7 +33,7 @@ class DLRM(nn.Module):
         self, dense: torch.Tensor, offsets: torch.Tensor, indices: list[torch.Tensor]
     ) -> torch.Tensor:
         x = self.bottom(dense)
-        bags = [table(i, o) for table, i, o in zip(self.tables, indices, offsets)]
+        bags = [table(i, o) for table, i, o in zip(self.tables, indices, offsets, strict=True)]
         features = torch.cat([x, *bags], dim=1).view(len(x), -1, WIDTH)
         products = torch.bmm(features, features.transpose(1, 2))
         count = features.shape[1]
@@ -43,7 +43,9 @@ class DLRM(nn.Module):
         return result
 
 
-def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
+def batches(
+    count: int,
+) -> list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]]:
     """Random features and clicks; each bag holds as many indices."""
     g = torch.Generator().manual_seed(1)
     offsets = torch.arange(0, BATCH * PER_BAG, PER_BAG).repeat(len(SIZES), 1)

@@ -8,7 +8,7 @@ from sentence_transformers import SentenceTransformer
 
 from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
 
-WORDS = "a small cat reads the old book in a quiet garden while it rains over the hills".split()
+WORDS = ["a", "small", "cat", "reads", "the", "old", "book", "in", "quiet", "gardens"]
 BATCH, SENTENCES, LENGTH = 8, 64, 16
 
 

@@ -1,4 +1,4 @@
-"""timm: one of its models, its loss, optimizer, schedule and average of weights, as in its script."""
+"""timm: one of its models, its loss, optimizer, schedule and averaged weights, as in its script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchvision: one of its models in the loop of its references, with warmup and averaged weights."""
+"""torchvision: one of its models in the loop of its references, with a warmup."""
 
 from __future__ import annotations
 
