@@ -11,7 +11,7 @@ from tvmbridge.backends import known_target
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.libraries import register_caches
+from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
@@ -105,7 +105,7 @@ def add_tvm_dispatch(
             dispatcher.any_size = AnySize(dispatcher.compiler)
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
-    register_caches(module)
+    register_containers(module)
     if sampled:
         _compile_sample(dispatcher, args, kwargs)
     else:

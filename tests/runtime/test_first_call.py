@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.dispatch_helpers import assert_same_step, eager, make_block, sample
-from tvmbridge import FallbackError, add_tvm_dispatch, dispatch_report
+from tvmbridge import CaptureError, FallbackError, add_tvm_dispatch, dispatch_report
 from tvmbridge.runtime import entry_compiler as compiler
 
 CONSTANT = "an argument that is not a tensor differs"
@@ -207,3 +207,32 @@ def test_what_the_first_call_settles_is_no_warning(
     report = dispatch_report(module)
     assert report.tvm_calls >= 2
     assert report.advice is None
+
+
+class Holds:
+    """An object that PyTorch does not see into."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class ReadsHeld(nn.Module):
+    def forward(self, held: Holds) -> torch.Tensor:
+        return held.x * 2
+
+
+def test_an_object_with_tensors_is_named_with_what_to_pass_instead(compilations: list[str]) -> None:
+    module = add_tvm_dispatch(ReadsHeld().eval())
+    for value in range(3):
+        x = torch.full((2,), float(value))
+        assert torch.equal(module(Holds(x)), x * 2)
+    report = dispatch_report(module)
+    assert report.examples == {
+        "an argument is an object whose tensors PyTorch does not see": "argument `held`: a Holds"
+    }
+    assert sum(report.fallbacks.values()) == 3
+    assert report.advice is not None
+    assert "pass the tensors in it" in report.advice
+    assert not compilations
+    with pytest.raises(CaptureError, match="argument 0 is a Holds"):
+        add_tvm_dispatch(module, (Holds(torch.ones(2)),))

@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind
 
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
-from tvmbridge.core.libraries import register_caches
+from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
 from tvmbridge.core.types import (
@@ -99,7 +99,7 @@ def capture(
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     args, kwargs = normalize_sample(sample_input, sample_kwargs)
     needs_grad = module.training if needs_grad is None else needs_grad
-    register_caches(module)
+    register_containers(module)
     stage_of = partial(staged, module, args, kwargs, needs_grad, autocast=autocast_now())
     with tracing_here(), without_autocast():
         try:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from tvmbridge.core.errors import FallbackError
+from tvmbridge.graph_capture.observe.plain import OPEN_IT, UNSEEN
 from tvmbridge.runtime.guards.spelling import CONSTANT, STRUCTURE, TENSOR, Mismatch
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ _ADVICE = (
     (STRUCTURE, f"pass the same arguments in each call, or {_ADD}"),
     (TENSOR, f"pass the same kinds of arguments in each call, or {_ADD}"),
     (CONSTANT, f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}"),
+    (UNSEEN, OPEN_IT),
     ("hooks", "remove the hooks, or dispatch the submodules, whose own hooks are called"),
     ("forked", "call add_tvm_dispatch in the new process"),
     ("shallow copy or a replica", "use DistributedDataParallel, or deepcopy the module"),

@@ -24,7 +24,7 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.forwards import forward_of_class
 from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature, nearest
-from tvmbridge.runtime.guards.spelling import CONSTANT, NOT_TAKEN, Mismatch
+from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
 from tvmbridge.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
@@ -225,9 +225,9 @@ class ModuleCode:
             if self.specializations is not known:  # another thread did
                 return None
             specialization = Specialization(Signature(args, kwargs, self.original))
-            matched = specialization.signature.match(args, kwargs)
-            if not specialization.signature.is_taken:
-                matched = NOT_TAKEN
+            matched = specialization.signature.untaken() or specialization.signature.match(
+                args, kwargs
+            )
             if isinstance(matched, Mismatch):
                 return matched
             mode = self._mode(specialization, matched.leaves)

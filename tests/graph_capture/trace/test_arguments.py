@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tvmbridge
-from tvmbridge.core.libraries import register_caches
+from tvmbridge.core.libraries import register_containers
 
 
 class Fills(nn.Module):
@@ -84,7 +84,7 @@ def _gpt2() -> nn.Module:
         vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
     model: nn.Module = transformers.GPT2LMHeadModel(config).eval()
-    register_caches(model)
+    register_containers(model)
     return model
 
 

@@ -9,11 +9,17 @@ import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.contents import all_held, is_constant
 from tvmbridge.core.torch_private import is_functional_tensor
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 # Exactly these: what a subclass does is its own affair.
 PLAIN = (torch.Tensor, nn.Parameter)
+UNSEEN = "an argument is an object whose tensors PyTorch does not see"
+OPEN_IT = (
+    "pass the tensors in it, or a dict of them, or register its class with "
+    "torch.export.register_dataclass or torch.utils._pytree.register_pytree_node"
+)
 
 
 def unusual(tensor: torch.Tensor) -> str | None:
@@ -30,6 +36,13 @@ def unusual(tensor: torch.Tensor) -> str | None:
         "a tensor of a function transform": is_functional_tensor(tensor),
     }
     return next((f"is {kind}" for kind, present in kinds.items() if present), None)
+
+
+def is_unseen(leaf: Any) -> bool:
+    """Whether a leaf of the arguments is an object with tensors in it that PyTorch does not see."""
+    if isinstance(leaf, torch.Tensor | nn.Module) or is_constant(leaf):
+        return False
+    return any(isinstance(held, torch.Tensor) for held in all_held(leaf))
 
 
 def other_answer(
@@ -65,6 +78,8 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
     arguments = {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
     for name, value in {**arguments, **tensors_of(module)}.items():
         reason = unusual(value) if isinstance(value, torch.Tensor) else None
+        if is_unseen(value):
+            return f"{name} is a {type(value).__name__}: {UNSEEN}; {OPEN_IT}"
         if reason is not None:
             return f"{name} {reason}, and code is compiled for plain, dense tensors"
     for owner in module.modules():

@@ -16,6 +16,7 @@ from torch import nn
 
 from tvmbridge.core.assumptions import Check
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.libraries import UNSEEN
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.validation import Noted, noted_checks, raise_unless_passed
@@ -118,6 +119,8 @@ def rebuild(
 
 def _put(content: Any, target: Any) -> Any:
     """``target`` with the content of ``content``; ``content`` itself where that cannot be."""
+    if content is UNSEEN:
+        return target
     if type(target) is not type(content) or not is_writable(target) or content is target:
         return content
     if isinstance(target, tuple):

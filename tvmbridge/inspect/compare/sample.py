@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.core.libraries import register_caches
+from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 
@@ -39,7 +39,7 @@ class Sample:
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sample:
         """A copy of the module, without dispatch and gradients, and of the arguments."""
-        register_caches(module)
+        register_containers(module)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
         made = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
         for parameter in made.parameters():

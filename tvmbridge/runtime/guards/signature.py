@@ -12,9 +12,10 @@ import torch
 
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.torch_private import has_storage, pytree
-from tvmbridge.graph_capture.observe.plain import PLAIN
+from tvmbridge.graph_capture.observe.plain import PLAIN, UNSEEN, is_unseen
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.guards.spelling import (
+    NOT_TAKEN,
     STRUCTURE,
     Mismatch,
     Parameters,
@@ -87,6 +88,13 @@ class Signature:
         """Whether forward takes such arguments, as far as its parameters say."""
         known = self.parameters
         return known is None or known.bound(self.num_args, self.keywords) is not None
+
+    def untaken(self) -> Mismatch | None:
+        """Why nothing can be compiled for such arguments, if that shows without a trace."""
+        if not self.is_taken:
+            return NOT_TAKEN
+        unseen = next(((i, leaf) for i, leaf in self.constants if is_unseen(leaf)), None)
+        return None if unseen is None else self._of(unseen[0], UNSEEN, shown(unseen[1]))
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """The leaves of a call in the spelling and order of the signature; None: another one."""

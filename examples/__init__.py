@@ -1,0 +1,1 @@
+"""Training scripts as the documentation of well-known libraries shows them, with one line added."""

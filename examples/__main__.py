@@ -1,0 +1,31 @@
+"""``python -m examples [names]``: the table of what TVM serves of each script."""
+
+from __future__ import annotations
+
+import sys
+
+from examples.measure import ROWS, measured
+
+
+def table(names: list[str]) -> bool:
+    """Print the rows of scripts with one of ``names`` in theirs, or all; whether all are right."""
+    right = True
+    print("| script | calls | served by TVM | results | largest relative difference |")
+    print("|---|---|---|---|---|")
+    for row in ROWS:
+        if names and not any(name in row.name for name in names):
+            continue
+        found = measured(row)
+        if found.missing:
+            print(f"| `{row.name}` | not run: {found.missing} | | | |", flush=True)
+            continue
+        cells = f"{found.calls} | {found.share:.0%} | {found.results} | {found.difference:.0e}"
+        print(f"| `{row.name}` | {cells} |", flush=True)
+        for reason in found.reasons:
+            print(f"not served: {reason}", file=sys.stderr)
+        right = right and found.share >= 0.9 and found.difference <= row.bound
+    return right
+
+
+if __name__ == "__main__":
+    sys.exit(0 if table(sys.argv[1:]) else 1)

@@ -1,0 +1,68 @@
+"""DistributedDataParallel in two processes on CPUs: each trains on its part of the data."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
+
+PROCESSES, FEATURES, CLASSES, BATCH, EPOCHS = 2, 16, 4, 8, 3
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(96, FEATURES, generator=generator)
+    return TensorDataset(x, torch.randint(0, CLASSES, (96,), generator=generator))
+
+
+def train(rank: int, port: int, dispatch: bool, results: Any) -> None:
+    """What each process does."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, CLASSES)
+    )
+    if dispatch:
+        add_tvm_dispatch(model)
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    sampler: Any = DistributedSampler(data(), shuffle=True)
+    losses = []
+    for epoch in range(EPOCHS):
+        sampler.set_epoch(epoch)
+        for x, labels in DataLoader(data(), batch_size=BATCH, sampler=sampler):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(parallel(x), labels)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    results[rank] = losses, dispatch_report(model) if dispatch else None
+    dist.destroy_process_group()
+
+
+def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
+    """The losses of both processes, and what was served in the one that was served less."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(train, (port, dispatch, results), nprocs=PROCESSES)
+        (first, report), (second, other) = results[0], results[1]
+    if report is not None and other.share < report.share:
+        report = other
+    return [*first, *second], report
+
+
+if __name__ == "__main__":
+    print(main()[1])

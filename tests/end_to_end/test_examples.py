@@ -1,0 +1,18 @@
+"""The scripts in ``examples/``: nearly all of their calls are served, with eager's results."""
+
+from __future__ import annotations
+
+import pytest
+
+from examples.measure import ROWS, Row, measured
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.name))
+def test_a_script_is_served(row: Row) -> None:
+    found = measured(row)
+    if found.missing:
+        pytest.skip(found.missing)
+    assert found.results >= 10
+    assert found.share >= 0.9, found.reasons
+    assert found.difference <= row.bound
