@@ -63,7 +63,7 @@ class Everything(nn.Module):
 
 def _results(module: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(3)
-    x = torch.linspace(-1, 1, 64).reshape(4, 16).requires_grad_()
+    x = torch.linspace(-1, 1, 64, dtype=torch.float64).reshape(4, 16).requires_grad_()
     results = module(x)
     if module.training:
         sum(r.square().sum() for r in results).backward()
@@ -73,16 +73,17 @@ def _results(module: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_hit_returns_what_eager_pytorch_does(training: bool) -> None:
-    eager = Everything().train(training)
+    eager = Everything().double().train(training)
     first, second = copy.deepcopy(eager), copy.deepcopy(eager)
-    x = torch.randn(4, 16, requires_grad=True)
+    x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     options = {"combine_matmuls": "always", "measure_kernels": False}
     assert dispatched(first, x, **options).startswith("miss: nothing is kept")
     assert dispatched(second, x, **options) == "hit"
     expected = _results(eager)
     for module in (first, second):
         for result, wanted in zip(_results(module), expected, strict=True):
-            torch.testing.assert_close(result, wanted, rtol=2e-5, atol=2e-6)
+            # A batch norm of four rows enlarges what rounding leaves.
+            torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12)
         assert dispatch_report(module).fallbacks == {}
     reports = [dispatch_report(m).specializations[0] for m in (first, second)]
     assert [r.name for r in reports[0].passes] == [r.name for r in reports[1].passes]
