@@ -20,7 +20,15 @@ import tvm
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
-from tvmbridge.compiler.build import Built, Code, compile_code, load_code, make_ready, prepare, schedule
+from tvmbridge.compiler.build import (
+    Built,
+    Code,
+    compile_code,
+    load_code,
+    make_ready,
+    prepare,
+    schedule,
+)
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels.keys import adopt
