@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,6 +35,10 @@ Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
 
 # Of the hundreds of modules that tests send to their own forward.
 atexit.unregister(log_summaries)
+
+
+# Tests compile what they test: neither code of the user's cache nor of an earlier test.
+os.environ["TVMBRIDGE_CACHE"] = "0"
 
 
 @pytest.fixture(autouse=True)

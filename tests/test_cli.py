@@ -270,3 +270,22 @@ def test_compare_refuses_bad_arguments_with_2(
         cli.main(["compare", COMPARED, *words])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_cache_lists_sizes_and_clears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tvmbridge.cache import CacheKey, Kept, Store
+
+    monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path))
+    Store(tmp_path).write(CacheKey({"graph": "abc", "target": "llvm"}), Kept({}, b"code"))
+    (tmp_path / "other.tvmbridge").write_bytes(b"damaged")
+    assert cli.main(["cache", "--list"]) == 0
+    listed = capsys.readouterr().out
+    assert "llvm abc" in listed
+    assert "other.tvmbridge 7 damaged" in listed
+    assert cli.main(["cache", "--size"]) == 0
+    assert f"in {tmp_path}" in capsys.readouterr().out
+    assert cli.main(["cache", "--clear"]) == 0
+    assert "removed 2 files" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -26,6 +26,7 @@ ORDER = (
     "passes",
     "pipeline",
     "backends",
+    "cache",
     "gradients",
     "graph_capture",
     "frontend",

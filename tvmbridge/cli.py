@@ -1,6 +1,6 @@
 """The command line, ``python -m tvmbridge COMMAND``.
 
-The commands are doctor, demo, visualize, explain, compare and tune.
+The commands are doctor, demo, visualize, explain, compare, tune and cache.
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--out", type=Path, metavar="FILE.json", help="write the report as JSON")
     compare.set_defaults(run=_compare)
     _add_tune(commands)
+    cache = commands.add_parser("cache", help="look at the compiled code kept on disk, or clear it")
+    chosen = cache.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--list", action="store_true", help="each file, the one used last first")
+    chosen.add_argument("--size", action="store_true", help="bytes in all")
+    chosen.add_argument("--clear", action="store_true", help="remove all files")
+    cache.set_defaults(run=_cache)
     return parser
 
 
@@ -204,6 +210,23 @@ def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
             print(api.tune_all(samples, known.log_dir, known.target, limits))
         else:
             print(api.tune_pending(known.log_dir, target=known.target, **asdict(limits)))
+    return 0
+
+
+def _cache(known: argparse.Namespace, _rest: list[str]) -> int:
+    from tvmbridge.cache import Store
+
+    store = Store.of_now()
+    if known.clear:
+        print(f"removed {store.clear()} files from {store.folder}")
+    elif known.size:
+        print(f"{store.size()} bytes of at most {store.most} in {store.folder}")
+    else:
+        entries = dict(store.keys())
+        for path, status in store.files():
+            key = entries.get(path)
+            about = "damaged" if key is None else f"{key.get('target')} {key.get('graph', '')[:12]}"
+            print(f"{path.name} {status.st_size} {about}")
     return 0
 
 

@@ -217,6 +217,7 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
             gradients=entry.gradients,
             graph_replays=entry.graph_replays.total(),
             graph_skips=dict(entry.graph_skips),
+            cache=entry.compiled.cache,
         )
         for specialization in dispatcher.all_specializations()
         for mode, entry in specialization.compiled()

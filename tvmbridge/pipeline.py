@@ -138,6 +138,11 @@ def observed_passes(observe: PassObserver) -> Iterator[None]:
         _observer.reset(token)
 
 
+def passes_are_observed() -> bool:
+    """Whether somebody is told of the passes that this thread runs."""
+    return _observer.get() is not None
+
+
 def run_extra_passes(
     mod: tvm.IRModule, passes: Iterable[AnyPass], records: list[PassRecord]
 ) -> tvm.IRModule:

@@ -37,7 +37,8 @@ class SpecializationReport:
     because they are to be differentiated themselves. ``gradients`` names the inputs and parameters
     whose gradients it computes. ``graph_replays`` counts the CUDA graphs replayed, of forward and
     of backward, ``graph_skips`` calls without one by the reason; those before a capture are in
-    neither.
+    neither. ``cache`` is ``hit`` where the code came from the cache on disk, ``miss`` with the
+    entries of its key that no kept code has, or ``off`` with the reason.
     """
 
     mode: str
@@ -61,6 +62,7 @@ class SpecializationReport:
     gradients: tuple[str, ...] = ()
     graph_replays: int = 0
     graph_skips: Mapping[str, int] = field(default_factory=dict)
+    cache: str = ""
 
     @property
     def share(self) -> float:
@@ -134,6 +136,8 @@ class DispatchReport:
             console.print(line, highlight=False)
             if s.kernels.external and not s.share:
                 console.print("there is nothing to gain: each of its kernels is PyTorch's own")
+            if s.cache:
+                console.print(f"cache, {s.mode} {s.signature}: {s.cache}", highlight=False)
         for line in _untuned_lines(self.specializations):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         for line in _graph_lines(self.specializations):

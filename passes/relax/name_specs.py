@@ -23,7 +23,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.kernels import KERNELS
-from tvmbridge.kernels.keys import key_of
+from tvmbridge.kernels.keys import key_of, spec_named
 from tvmbridge.kernels.sized import SIZED
 from tvmbridge.passes.base import PassReport, RelaxPass, map_calls
 
@@ -39,16 +39,38 @@ class NameSpecs(RelaxPass):
         return named if report.rewrites else mod
 
 
-def _with_keys(call: relax.Call, report: PassReport) -> relax.Expr:
+def specs_by_key(mod: tvm.IRModule) -> dict[str, str]:
+    """The specs that the kernels called in ``mod`` are handed, by the keys that stand for them."""
+    found: dict[str, str] = {}
+
+    def note(call: relax.Expr) -> None:
+        for arg in _arguments(call) if isinstance(call, relax.Call) else ():
+            if isinstance(arg, tvm.ir.StringImm):
+                found[arg.value] = spec_named(arg.value)
+
+    for _, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            relax.analysis.post_order_visit(function, note)
+    return found
+
+
+def _arguments(call: relax.Call) -> list[relax.Expr]:
+    """What the kernel called is handed; nothing where it is none of ours."""
     if getattr(call.op, "name", "") not in _CALLS:
-        return call
+        return []
     callee, *args = call.args
     if not isinstance(callee, relax.ExternFunc):
-        return call
+        return []
     if callee.global_symbol.removesuffix(SIZED) not in KERNELS:
+        return []
+    return list(args[0].fields if isinstance(args[0], relax.Tuple) else args)
+
+
+def _with_keys(call: relax.Call, report: PassReport) -> relax.Expr:
+    named = [_named(a, report) for a in _arguments(call)]
+    if not named:
         return call
-    inner = args[0].fields if isinstance(args[0], relax.Tuple) else args
-    named = [_named(a, report) for a in inner]
+    callee, *args = call.args
     if isinstance(args[0], relax.Tuple):
         named = [relax.Tuple(named), *args[1:]]
     return relax.Call(call.op, [callee, *named], call.attrs, call.ty_args)

@@ -9,9 +9,10 @@ import pytest
 
 from tests.records.planted import plant, softmax_task
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.own_files import UntrustedFileError
 from tvmbridge.records import Library, Task, jsonlines
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS
-from tvmbridge.records.jsonlines import UntrustedFileError, read_lines
+from tvmbridge.records.jsonlines import read_lines
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.pending import NAME as PENDING
 from tvmbridge.records.pending import note_pending, read_pending

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import tvm
@@ -17,7 +18,7 @@ from tvmbridge.kernels import register_kernels
 from tvmbridge.passes.base import shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.declare_results import DeclareResults
-from tvmbridge.passes.relax.name_specs import NameSpecs
+from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
 from tvmbridge.pipeline import AnyPass, pass_name, run_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS
@@ -57,12 +58,29 @@ def _virtual_machine_passes(backend: Backend) -> tvm.transform.Pass:
 
 
 @dataclass(frozen=True)
-class Built:
-    """A loaded executable, and which arguments of each function may lie at any address.
+class Code:
+    """A compiled module before it is loaded.
 
-    ``shared`` are the results of each function that are constants, views, or one with another:
-    folding and merging make more of them than the function had. ``coverage`` counts where the
-    kernels come from, ``missing`` are tasks that nobody has tuned, with the number of calls.
+    ``unaligned``: which arguments of each function may lie at any address. ``shared`` are the
+    results of each function that are constants, views, or one with another: folding and merging
+    make more of them than the function had. ``coverage`` counts where the kernels come from,
+    ``missing`` are tasks that nobody has tuned, with the number of calls. ``keys`` are the specs of
+    kernels by the keys that the code has of them.
+    """
+
+    executable: Any
+    unaligned: Mapping[str, tuple[bool, ...]]
+    shared: Mapping[str, frozenset[int]]
+    coverage: Coverage
+    missing: Mapping[Task, int]
+    keys: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A loaded executable, with what :class:`Code` says of it.
+
+    ``cache`` says where it came from: ``hit``, or why it was compiled.
     """
 
     machine: relax.VirtualMachine
@@ -70,6 +88,7 @@ class Built:
     shared: Mapping[str, frozenset[int]]
     coverage: Coverage
     missing: Mapping[Task, int]
+    cache: str = ""
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
@@ -212,22 +231,44 @@ def load(scheduled: Scheduled, records: list[PassRecord], device: torch.device =
     Raises:
         BuildError: TVM cannot compile it for the target.
     """
+    code = compile_code(scheduled, records)
+    return load_code(code, code.executable, scheduled.target, device)
+
+
+def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
+    """Compile what :func:`schedule` has made.
+
+    Raises:
+        BuildError: TVM cannot compile it for the target.
+    """
     target = scheduled.target
-    backend = backend_for(target)
     with target:
         mod = run_passes(scheduled.mod, [NameSpecs()], records)
+        keys = specs_by_key(mod)
         try:
             mod = with_exact_indices(_with_some_loops(mod))
             with tvm.transform.PassContext(config=COMPILER_CONFIG):
                 executable = relax.build(
                     mod,
                     target,
-                    relax_pipeline=_virtual_machine_passes(backend),
+                    relax_pipeline=_virtual_machine_passes(backend_for(target)),
                     tir_pipeline=UNCHECKED,
                 )
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
-    machine = relax.VirtualMachine(executable, backend.device(device))
-    return Built(
-        machine, scheduled.unaligned, scheduled.shared, scheduled.coverage, scheduled.missing
-    )
+    unaligned, shared = scheduled.unaligned, scheduled.shared
+    return Code(executable, unaligned, shared, scheduled.coverage, scheduled.missing, keys)
+
+
+def make_ready(target: tvm.target.Target) -> None:
+    """Register what code for ``target`` needs, when it is compiled and when it is loaded."""
+    backend_for(target).prepare()
+    register_kernels()
+
+
+def load_code(
+    code: Code, module: Any, target: tvm.target.Target, device: torch.device, cache: str = ""
+) -> Built:
+    """``module``, which is the executable of ``code`` or was loaded from it, ready to be called."""
+    machine = relax.VirtualMachine(module, backend_for(target).device(device))
+    return Built(machine, code.unaligned, code.shared, code.coverage, code.missing, cache)

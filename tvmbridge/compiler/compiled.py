@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import tvm
 from torch import nn
 
-from tvmbridge.compiler.build import build
+from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.combining import Packs
 from tvmbridge.compiler.durations import Stages
 from tvmbridge.compiler.executable import Bound, LoadedModule
@@ -26,8 +25,7 @@ from tvmbridge.core.types import CapturedGraph, PassRecord, ValueDescriptor
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.pipeline import run_passes, tidy_passes
-from tvmbridge.records import Coverage, Library
-from tvmbridge.records.library import EMPTY
+from tvmbridge.records import Coverage
 from tvmbridge.records.pending import note_missing
 
 
@@ -45,7 +43,8 @@ class CompiledModule:
     PyTorch does not return contiguous. ``joint`` names the source of the joint function (None where
     nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     ``recorded``: it serves calls that autograd records.
-    ``coverage`` counts the calls of kernels by where these come from. ``partial_backwards``: those
+    ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
+    the code was compiled and not found on disk. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
     replayed as CUDA graphs where that is safe.
     """
@@ -69,6 +68,7 @@ class CompiledModule:
     seconds: Mapping[str, float]
     partial_backwards: PartialBackwards | NoPartialBackwards | None = None
     cuda_graphs: bool = False
+    cache: str = ""
 
     def forward(
         self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
@@ -165,21 +165,10 @@ def build_lowered(
     if parts is not None and parts.functions:
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
     with stages.measure("build"):
-        use_records = options.tuning_records
-        library = Library.open(options.tuning_logs, lowered.target) if use_records else EMPTY
-        building = partial(
-            build,
-            target=lowered.target,
-            measure=options.measure_kernels,
-            library=library,
-            device=lowered.captured.device,
-            bundle=None if parts is None else parts.bundle,
-        )
-        built = building(mod, records=records)
+        building = CachedBuild(lowered.target, options, lowered.captured.device)
+        built = building(mod, records, None if parts is None else parts.bundle)
         loaded = LoadedModule(built.machine, built.unaligned, lowered.captured.device)
-        coverage = built.coverage
-        if use_records:
-            coverage = replace(coverage, untuned=sum(built.missing.values()))
+        if options.tuning_records:
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     return CompiledModule(
         captured=lowered.captured,
@@ -197,7 +186,8 @@ def build_lowered(
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,
         aten_calls=imported.aten_calls,
-        coverage=coverage,
+        coverage=built.coverage,
+        cache=built.cache,
         records=tuple(records),
         seconds=stages.seconds,
         cuda_graphs=options.cuda_graphs and lowered.captured.device.type == "cuda",

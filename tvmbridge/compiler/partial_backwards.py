@@ -103,7 +103,7 @@ class PartialBackwards:
 
     Args:
         parts: the split functions of the module.
-        build: :func:`~tvmbridge.compiler.build.build` for the module's target and options.
+        build: a :class:`~tvmbridge.compiler.cached_build.CachedBuild` for its target and options.
         layouts: those of gradients, by number, that are not contiguous.
         device: where the module's tensors are.
     """
@@ -186,7 +186,7 @@ class PartialBackwards:
         )
         passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
-        built = self._build(mod, records=[])
+        built = self._build(mod, [], self._parts.bundle)
         loaded = LoadedModule(built.machine, built.unaligned, self._device)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
         return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)

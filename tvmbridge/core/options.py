@@ -50,6 +50,8 @@ class CompileOptions:
             a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
             same; None and no variable: records are only read, from those that came with
             tvmbridge, never from the working directory.
+        cache: read compiled code from the cache on disk, and keep it there (``TVMBRIDGE_CACHE=0``
+            turns that off as well, ``TVMBRIDGE_CACHE_DIR`` says where it is).
         extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
             the pipeline: on the forward function in inference, on the joint function, before it is
             split, in training. They may not change what a function takes and returns.
@@ -73,6 +75,7 @@ class CompileOptions:
     cuda_graphs: bool = True
     tuning_records: bool = True
     tuning_logs: str | None = None
+    cache: bool = True
     extra_passes: tuple[Any, ...] = ()
     check: str = "never"
 

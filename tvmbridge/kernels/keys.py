@@ -8,23 +8,40 @@ later call crashes. Shorter strings are passed by value.
 
 from __future__ import annotations
 
-import itertools
+import base64
+import hashlib
 
 _LONGEST = 7
 
-_numbers = itertools.count()
 _keys: dict[str, str] = {}
 _specs: dict[str, str] = {}
 
 
 def key_of(spec: str) -> str:
-    """The key of ``spec``: the same one for the same spec, at most seven bytes long."""
+    """The key of ``spec``: the same one for the same spec, at most seven bytes long.
+
+    It is the same in every process, unless two specs in this one have the same digest.
+    """
     if len(spec.encode()) <= _LONGEST:
         return spec
-    # Another thread may name the same spec meanwhile: whoever is first has named it for both.
-    key = _keys.setdefault(spec, f"{next(_numbers):x}")
-    _specs[key] = spec
-    return key
+    known = _keys.get(spec)
+    salt = 0
+    while known is None:
+        digest = hashlib.sha256(f"{salt} {spec}".encode()).digest()
+        key = base64.b85encode(digest)[:_LONGEST].decode()
+        # Another thread may name the same spec meanwhile: whoever is first names it for both.
+        if key != spec and _specs.setdefault(key, spec) == spec:
+            known = _keys.setdefault(spec, key)
+        salt += 1
+    return known
+
+
+def adopt(keys: dict[str, str]) -> bool:
+    """Name specs by these keys, as compiled code of another process does; False: it cannot be.
+
+    A key that stands for another spec here already would send the code's calls to that.
+    """
+    return all(_specs.setdefault(key, spec) == spec for key, spec in keys.items())
 
 
 def spec_named(key: str) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import stat
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,7 @@ try:
 except ImportError:  # not on Windows: there two writers at once may lose lines
     fcntl = None  # type: ignore[assignment]
 
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core import own_files
 
 logger = logging.getLogger(__name__)
 
@@ -31,42 +29,16 @@ MOST_NESTED = 16
 SHIPPED = Path(__file__).resolve().parents[1] / "tuning_logs"
 
 _LOCK = ".lock"
-_MODE = 0o644  # readable by all, and written by its owner alone whatever the umask
-
-
-class UntrustedFileError(BridgeError, OSError):
-    """A file that somebody else may have written, or that is out of proportion, is not read."""
 
 
 def read_own(path: Path) -> bytes:
-    """The content of a file that only this user, or root, can have written.
+    """The content of a file of records that only this user, or root, can have written.
 
     Raises:
         UntrustedFileError: others can write it, or it is no file of a size with records.
         OSError: it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        reason = _distrust(status)
-        if reason is not None and not path.resolve().is_relative_to(SHIPPED.resolve()):
-            raise UntrustedFileError(f"{path} {reason}")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise UntrustedFileError(f"{path} is larger than {MOST_BYTES} bytes; prune or remove it")
-    return content
-
-
-def _distrust(status: os.stat_result) -> str | None:
-    if not stat.S_ISREG(status.st_mode):
-        return "is no regular file; remove it"
-    if not hasattr(os, "getuid"):  # Windows has neither owners nor modes of this kind
-        return None
-    if status.st_uid not in (os.getuid(), 0):
-        return f"belongs to another user ({status.st_uid}); copy it if you trust its content"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "can be written by others; if you trust its content, run `chmod go-w` on it"
-    return None
+    return own_files.read_own(path, MOST_BYTES, SHIPPED)
 
 
 def parse_json(text: bytes) -> Any:
@@ -134,7 +106,7 @@ def append_lines(path: Path, values: Iterable[Any]) -> None:
     text = "".join(json.dumps(value, separators=(",", ":")) + "\n" for value in values)
     # Not through a link that somebody laid: it may lead to any file of this user's.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0)
-    with open(os.open(path, flags, _MODE), "ab+") as file:
+    with open(os.open(path, flags, own_files.MODE), "ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
@@ -150,10 +122,4 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE), "wb") as file:
-            file.write(text.encode())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
+    own_files.replace_file(path, text.encode())

@@ -1,0 +1,222 @@
+"""The files of the cache: one for each key, checked when it is read, written whole or not at all.
+
+A file is a line that says what it is, the digest of all that follows, the length of a description
+in JSON, the description, and a shared library. Nothing in it is unpickled: the library is code, and
+for its sake only files that this user alone can have written are read, but a description that was
+damaged, or made by another version, must not become objects of any class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tvmbridge.cache.key import CacheKey
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "TVMBRIDGE_CACHE_DIR"
+SIZE = "TVMBRIDGE_CACHE_SIZE"
+DEFAULT_BYTES = 2 * 2**30
+MOST_BYTES = 2**30
+_SUFFIX = ".tvmbridge"
+_MAGIC = b"tvmbridge compiled code 1\n"
+_DIGEST = 64
+_LENGTH = 8
+_HEADER = len(_MAGIC) + _DIGEST + _LENGTH
+# Files whose keys are looked at to say which entries of a key differ.
+_COMPARED = 32
+_MOST_KEY_BYTES = 64 * 1024
+_STALE_SECONDS = 3600
+
+
+class DamagedFileError(BridgeError, ValueError):
+    """A file of the cache that is not what was written."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is kept for a key: a description in plain JSON, and a shared library."""
+
+    description: Mapping[str, Any]
+    library: bytes
+
+
+def cache_folder() -> Path:
+    """The folder that the variable names, or that of the user's caches."""
+    named = os.environ.get(FOLDER)
+    if named:
+        return Path(named).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"
+    return base / "tvmbridge"
+
+
+def most_bytes() -> int:
+    """How large the cache may grow; a variable that is no number counts as unset."""
+    named = os.environ.get(SIZE, "")
+    if named and not named.isdecimal():
+        logger.warning("%s is %r, which is no number of bytes; it is not used", SIZE, named)
+    return int(named) if named.isdecimal() else DEFAULT_BYTES
+
+
+class Store:
+    """The folder of a cache; several processes may use it at once.
+
+    Args:
+        folder: where it is; made when something is written.
+        most: its size in bytes, beyond which what was not used for longest is removed.
+    """
+
+    def __init__(self, folder: Path, most: int = DEFAULT_BYTES) -> None:
+        self.folder = folder
+        self.most = most
+
+    @staticmethod
+    def of_now() -> Store:
+        """The one that the environment names."""
+        return Store(cache_folder(), most_bytes())
+
+    def path(self, key: CacheKey) -> Path:
+        """The file for ``key``; it need not exist."""
+        return self.folder / f"{key.digest}{_SUFFIX}"
+
+    def read(self, key: CacheKey) -> Kept | str:
+        """What is kept for ``key``, or why nothing is.
+
+        A file that is damaged, or that somebody else may have written, is told with a warning.
+        """
+        path = self.path(key)
+        try:
+            self._refuse_shared()
+            entries, kept = _parsed(read_own(path, MOST_BYTES))
+            if entries != dict(key.entries):
+                raise DamagedFileError("it is of another key")
+        except FileNotFoundError:
+            return self._nearest(key)
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("compiled code in %s is not used: %s", path, error)
+            return f"the file cannot be used: {error}"
+        with contextlib.suppress(OSError):  # a folder that may only be read serves as well
+            os.utime(path)
+        return kept
+
+    def write(self, key: CacheKey, kept: Kept) -> str | None:
+        """Keep code for ``key``; why it cannot be kept, or None. It does not raise."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._refuse_shared()
+            content = _formatted(key, kept)
+            if len(content) > min(self.most, MOST_BYTES):
+                return "it is larger than the cache"
+            replace_file(self.path(key), content)
+            self.shrink()
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.warning("compiled code cannot be kept in %s: %s", self.folder, error)
+            return f"it cannot be kept: {error}"
+        return None
+
+    def files(self) -> list[tuple[Path, os.stat_result]]:
+        """The files with what the system says of them, the one used last first.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        found = []
+        if self.folder.is_dir():
+            for path in self.folder.glob(f"*{_SUFFIX}"):
+                with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                    found.append((path, path.lstat()))
+        return sorted(found, key=lambda f: f[1].st_mtime_ns, reverse=True)
+
+    def keys(self) -> Iterator[tuple[Path, Mapping[str, str]]]:
+        """The files whose keys can be read, with the entries of these, the one used last first."""
+        for path, _ in self.files():
+            try:
+                yield path, _entries_of(path)
+            except (OSError, ValueError, RecursionError):
+                continue
+
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(status.st_size for _, status in self.files())
+
+    def clear(self) -> int:
+        """Remove all files; how many there were."""
+        files = self.files()
+        for path, _ in files:
+            path.unlink(missing_ok=True)
+        return len(files)
+
+    def shrink(self) -> None:
+        """Remove what was not used for longest while there is more than fits.
+
+        And what processes left that were killed while they wrote.
+        """
+        total = 0
+        for path, status in self.files():
+            total += status.st_size
+            if total > self.most:
+                path.unlink(missing_ok=True)
+        for path in self.folder.glob(f".*{_SUFFIX}.*"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_mtime < time.time() - _STALE_SECONDS:
+                    path.unlink()
+
+    def _refuse_shared(self) -> None:
+        reason = distrust(self.folder.stat())
+        if reason is not None:
+            raise UntrustedFileError(f"{self.folder} {reason}")
+
+    def _nearest(self, key: CacheKey) -> str:
+        """Which entries of the key differ from those of the code that is most like it."""
+        best: tuple[str, ...] | None = None
+        with contextlib.suppress(OSError):
+            for number, (_, entries) in enumerate(self.keys()):
+                differing = key.differing(entries)
+                if "graph" not in differing and (best is None or len(differing) < len(best)):
+                    best = differing
+                if number + 1 >= _COMPARED:
+                    break
+        return "nothing is kept for this graph" if best is None else f"other {', '.join(best)}"
+
+
+def _formatted(key: CacheKey, kept: Kept) -> bytes:
+    described = {"key": dict(key.entries), "description": dict(kept.description)}
+    text = json.dumps(described).encode()
+    rest = len(text).to_bytes(_LENGTH, "big") + text + kept.library
+    return _MAGIC + hashlib.sha256(rest).hexdigest().encode() + rest
+
+
+def _parsed(content: bytes) -> tuple[dict[str, str], Kept]:
+    if not content.startswith(_MAGIC):
+        raise DamagedFileError("it is no compiled code of this version's")
+    rest = content[len(_MAGIC) + _DIGEST :]
+    if hashlib.sha256(rest).hexdigest().encode() != content[len(_MAGIC) :][:_DIGEST]:
+        raise DamagedFileError("it is damaged: its checksum is another")
+    end = _LENGTH + int.from_bytes(rest[:_LENGTH], "big")
+    described = json.loads(rest[_LENGTH:end])
+    return described["key"], Kept(described["description"], rest[end:])
+
+
+def _entries_of(path: Path) -> dict[str, str]:
+    """The key at the beginning of a file, for people: nothing is checked but its form."""
+    with path.open("rb") as file:
+        head = file.read(_HEADER + _MOST_KEY_BYTES)
+    if not head.startswith(_MAGIC):
+        raise DamagedFileError("it is no compiled code of this version's")
+    text = head[_HEADER:].decode(errors="replace").removeprefix('{"key": ')
+    entries, _ = json.JSONDecoder().raw_decode(text)
+    if not isinstance(entries, dict):
+        raise DamagedFileError("it has no key")
+    return {str(name): str(value) for name, value in entries.items()}

@@ -1,0 +1,158 @@
+"""The entries of a key that are no graph: versions, sources, processor, settings, variables."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import tvm
+import tvm_ffi
+from tvm.target import Target, codegen
+
+from tvmbridge.cache.key import digest_of
+from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
+from tvmbridge.records.library import log_dirs, named_log_dir
+from tvmbridge.records.meta import NAME as META
+from tvmbridge.records.meta import cpu_model
+
+SWITCH = "TVMBRIDGE_CACHE"
+_PACKAGE = Path(__file__).resolve().parents[1]
+# Variables that TVM, LLVM and the libraries behind PyTorch's products may read.
+_PREFIXES = ("TVM_", "LLVM_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")
+_IMPORTED = time.time()
+
+
+def unusable(option: bool) -> str | None:
+    """Why nothing is read from the cache, or kept in it; None: it is used."""
+    if not option:
+        return "the option cache is off"
+    if os.environ.get(SWITCH, "1") in ("0", "off", "false", "no"):
+        return f"{SWITCH} is {os.environ[SWITCH]}"
+    if os.environ.get("TVMBRIDGE_DUMP"):
+        return "TVMBRIDGE_DUMP asks for the module after each pass"
+    if tvm.transform.PassContext.current().instruments:
+        return "passes are instrumented"
+    if _sources()[1] > _IMPORTED:
+        return "tvmbridge's files were changed since it was imported"
+    return None
+
+
+def surroundings(target: Target) -> dict[str, str]:
+    """The entries that depend on the machine and on this process."""
+    return {
+        "target": f"{target} host {target.host}",
+        "processor": _processor(),
+        "torch": _torch(),
+        "tvm": _tvm(),
+        "tvmbridge": f"{_sources()[0]} Python {platform.python_version()}",
+        "settings": _settings(),
+        "variables": _variables(),
+        "pass context": _context(),
+    }
+
+
+def records_entry(option: str | None, used: bool, target: Target) -> str:
+    """Stands for the tuning records that compilation would read, and where it notes tasks."""
+    if not used:
+        return "not used"
+    digests = []
+    for path in log_dirs(option):
+        folder = Folder.below(path, target).path
+        digests += [_digest_of_file(folder / name) for name in (META, WORKLOADS, RECORDS, VERDICTS)]
+    return f"{digest_of(' '.join(digests))} noted in {named_log_dir(option)}"
+
+
+def _digest_of_file(path: Path) -> str:
+    try:
+        return digest_of(path.read_bytes())
+    except OSError as error:
+        return type(error).__name__
+
+
+@functools.cache
+def _sources() -> tuple[str, float]:
+    """The digest of tvmbridge's own files, and when the last of them was changed.
+
+    Its version says too little: an installation may be of a folder that is worked on.
+    """
+    files = []
+    for folder, _, names in os.walk(_PACKAGE, followlinks=True):
+        files += [Path(folder, n) for n in names if n.endswith((".py", ".so", ".pyd", ".cpp"))]
+    lines = [f"{f.relative_to(_PACKAGE)} {_digest_of_file(f)}" for f in sorted(files)]
+    return digest_of("\n".join(lines)), max(f.stat().st_mtime for f in files)
+
+
+@functools.cache
+def _processor() -> str:
+    named = codegen.llvm_get_system_cpu()
+    features = sorted(
+        map(str, codegen.llvm_get_cpu_features(Target({"kind": "llvm", "mcpu": named})))
+    )
+    capability = torch.backends.cpu.get_cpu_capability()
+    return (
+        f"{cpu_model()}, {named}, {capability}, {os.cpu_count()}, {digest_of(' '.join(features))}"
+    )
+
+
+def _stamp(path: Path) -> str:
+    """Which build of a library it is, without reading hundreds of megabytes."""
+    status = path.stat()
+    return f"{path.name} {status.st_size} {status.st_mtime_ns}"
+
+
+@functools.cache
+def _torch() -> str:
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = sorted([*folder.glob("libtorch_cpu.*"), *folder.glob("torch_cpu.dll")])
+    stamps = "; ".join(map(_stamp, libraries))
+    return f"{torch.__version__} {torch.version.git_version} {stamps}"
+
+
+@functools.cache
+def _tvm() -> str:
+    folder = Path(tvm.__file__).parent
+    libraries = [p for p in sorted(folder.rglob("*tvm*")) if p.suffix in (".so", ".dylib", ".dll")]
+    stamps = "; ".join(map(_stamp, [*libraries, Path(tvm_ffi.libinfo.find_libtvm_ffi())]))
+    versions = f"{tvm.__version__} ffi {tvm_ffi.__version__} LLVM {codegen.llvm_version_major()}"
+    return f"{versions} {stamps}"
+
+
+def _settings() -> str:
+    """What the choice between kernels, and code for parallel loops, may depend on."""
+    backends = torch.backends
+    values = {
+        "threads": torch.get_num_threads(),
+        "mkldnn": (backends.mkldnn.is_available(), backends.mkldnn.enabled),
+        "mkl": backends.mkl.is_available(),
+        "openmp": backends.openmp.is_available(),
+        "precision": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            backends.mkldnn.deterministic,
+        ),
+        "dtype": str(torch.get_default_dtype()),
+        "denormal": float(torch.tensor(1e-40) * 1.0) != 0.0,
+        "platform": sys.platform,
+    }
+    return json.dumps(values)
+
+
+def _variables() -> str:
+    read: Mapping[str, str] = os.environ
+    found = {n: v for n, v in read.items() if n.upper().startswith(_PREFIXES)}
+    return json.dumps(found, sort_keys=True)
+
+
+def _context() -> str:
+    context = tvm.transform.PassContext.current()
+    config = {str(n): str(v) for n, v in dict(context.config).items()}
+    parts = (context.opt_level, sorted(map(str, context.required_pass or ())))
+    return f"{parts} {sorted(map(str, context.disabled_pass or ()))} {sorted(config.items())}"

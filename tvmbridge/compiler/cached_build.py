@@ -1,0 +1,202 @@
+"""Building with the cache: code that another process compiled of the same graph is loaded.
+
+The key of code is the graph as it is handed to the build, whole, and all that decides what the
+build makes of it. What is compiled now is exported, kept, and loaded as what is found is: a first
+process and a second one run the same instructions.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tvm
+
+from tvmbridge.cache import CacheKey, Kept, Store
+from tvmbridge.cache.key import digest_of
+from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
+from tvmbridge.compiler.build import (
+    Built,
+    Code,
+    compile_code,
+    load_code,
+    make_ready,
+    prepare,
+    schedule,
+)
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
+from tvmbridge.kernels.keys import adopt
+from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
+from tvmbridge.pipeline import passes_are_observed
+from tvmbridge.records import Coverage, Library
+from tvmbridge.records.library import EMPTY, named_log_dir
+from tvmbridge.records.tasks import Task, parse_workload
+
+logger = logging.getLogger(__name__)
+
+HIT = "hit"
+
+
+@dataclass(frozen=True)
+class CachedBuild:
+    """Builds modules for one target, with these options, for tensors on this device."""
+
+    target: tvm.target.Target
+    options: CompileOptions
+    device: torch.device
+
+    def __call__(
+        self, mod: tvm.IRModule, records: list[PassRecord], bundle: BundleResiduals | None = None
+    ) -> Built:
+        """Load code for ``mod`` from the cache, or compile it; what passes did is in ``records``.
+
+        Raises:
+            BuildError: TVM cannot compile it for the target.
+        """
+        make_ready(self.target)
+        off = self.unused()
+        if off is not None:
+            code = self._compiled(mod, records, bundle)
+            return load_code(code, code.executable, self.target, self.device, f"off: {off}")
+        store, key = Store.of_now(), self.key(mod, bundle)
+        found = store.read(key)
+        if isinstance(found, Kept):
+            built = self._loaded(found, records)
+            if isinstance(built, Built):
+                return built
+            found = built
+        mine: list[PassRecord] = []
+        code = self._compiled(mod, mine, bundle)
+        records += mine
+        return self._keep(store, key, bundle, mod, code, mine, f"miss: {found}")
+
+    def unused(self) -> str | None:
+        """Why the cache takes no part; None: it does."""
+        if self.device.type != "cpu":
+            return f"code for {self.device.type} is not kept"
+        if passes_are_observed():
+            return "passes are observed"
+        return unusable(self.options.cache)
+
+    def key(self, mod: tvm.IRModule, bundle: BundleResiduals | None = None) -> CacheKey:
+        """All that the code for ``mod`` depends on."""
+        options = self.options
+        return CacheKey(
+            {
+                # Names of variables and the values of constants are in it, other than in TVM's
+                # hashes, of which two graphs may have the same.
+                "graph": digest_of(tvm.ir.save_json(mod)),
+                "residuals": repr(bundle),
+                "options": f"measure_kernels={options.measure_kernels}",
+                "tuning records": records_entry(
+                    options.tuning_logs, options.tuning_records, self.target
+                ),
+                **surroundings(self.target),
+            }
+        )
+
+    def _compiled(
+        self, mod: tvm.IRModule, records: list[PassRecord], bundle: BundleResiduals | None
+    ) -> Code:
+        use_records = self.options.tuning_records
+        library = Library.open(self.options.tuning_logs, self.target) if use_records else EMPTY
+        measure = self.options.measure_kernels
+        fused = prepare(mod, self.target, records, measure=measure)
+        scheduled = schedule(fused, records, library=library, bundle=bundle)
+        code = compile_code(scheduled, records)
+        untuned = sum(code.missing.values()) if use_records else 0
+        return replace(code, coverage=replace(code.coverage, untuned=untuned))
+
+    def _loaded(self, kept: Kept, records: list[PassRecord]) -> Built | str:
+        """The code, or why it cannot be loaded here."""
+        try:
+            code, passes = _described(kept.description)
+            if not adopt(dict(code.keys)):
+                return "kernels of this process have the keys of others of the code's"
+            module = _module_of(kept.library)
+            built = load_code(code, module, self.target, self.device, HIT)
+        except Exception as error:  # whatever is wrong with it: it is compiled again
+            logger.warning("compiled code from the cache cannot be loaded: %s", error)
+            return f"it cannot be loaded: {type(error).__name__}"
+        records += passes
+        return built
+
+    def _keep(
+        self,
+        store: Store,
+        key: CacheKey,
+        bundle: BundleResiduals | None,
+        mod: tvm.IRModule,
+        code: Code,
+        passes: list[PassRecord],
+        why: str,
+    ) -> Built:
+        """Load ``code`` from its exported form where that can be had, and keep this."""
+        try:
+            library = _exported(code.executable)
+            module = _module_of(library)
+        except Exception as error:  # no linker, a full disk, a folder that nothing may run from
+            logger.warning("compiled code is not kept: it cannot be exported: %s", error)
+            module = code.executable
+            why += "; it cannot be exported"
+        else:
+            # What has changed while it was compiled may have changed the code, or not.
+            if self.key(mod, bundle) == key:
+                # Tasks are large, and asked for where they are noted alone.
+                noted = named_log_dir(self.options.tuning_logs) is not None
+                description = _description(code, code.missing if noted else {}, passes)
+                refusal = store.write(key, Kept(description, library))
+            else:
+                refusal = "settings have changed meanwhile"
+            why += "" if refusal is None else f"; {refusal}"
+        return load_code(code, module, self.target, self.device, why)
+
+
+def _exported(executable: Any) -> bytes:
+    """The executable as a shared library, which has its constants too."""
+    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+        path = Path(folder, "code.so")
+        executable.export_library(str(path))
+        return path.read_bytes()
+
+
+def _module_of(library: bytes) -> Any:
+    """The module in a shared library.
+
+    From a file of its own, each time: a system hands out one copy of a file that is loaded twice,
+    in which the second module would take the place of the first.
+    """
+    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+        path = Path(folder, "code.so")
+        path.write_bytes(library)
+        return tvm.runtime.load_module(str(path))
+
+
+def _description(
+    code: Code, missing: Mapping[Task, int], passes: list[PassRecord]
+) -> dict[str, Any]:
+    return {
+        "unaligned": {name: list(flags) for name, flags in code.unaligned.items()},
+        "shared": {name: sorted(numbers) for name, numbers in code.shared.items()},
+        "coverage": asdict(code.coverage),
+        "missing": [[task.workload[1], count] for task, count in missing.items()],
+        "keys": dict(code.keys),
+        "passes": [asdict(record) for record in passes],
+    }
+
+
+def _described(content: Mapping[str, Any]) -> tuple[Code, list[PassRecord]]:
+    """What :func:`_description` was made of, but for the executable."""
+    unaligned = {n: tuple(map(bool, flags)) for n, flags in content["unaligned"].items()}
+    shared = {n: frozenset(map(int, numbers)) for n, numbers in content["shared"].items()}
+    missing = {parse_workload(str(task)): int(count) for task, count in content["missing"]}
+    keys = {str(k): str(spec) for k, spec in content["keys"].items()}
+    coverage = Coverage(**content["coverage"])
+    passes = [PassRecord(**{**r, "declined": tuple(r["declined"])}) for r in content["passes"]]
+    return Code(None, unaligned, shared, coverage, missing, keys), passes
