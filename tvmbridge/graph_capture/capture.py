@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -241,21 +242,30 @@ def _traced(
             )
             with forward.in_place():
                 given, named = without_repetitions((args, dict(kwargs)))
-                dynamic = _dynamic_shapes(module, given, named, symbolic)
+                dynamic = None
+                if symbolic is not None:
+                    module.forward.__dict__["__signature__"] = _spelled_out(given, named)
+                    dynamic = _dynamic_shapes(module, given, named, symbolic)
                 program = torch.export.export(
                     module, given, named, dynamic_shapes=dynamic, strict=False
                 )
         return _taken_apart(program, table), forward
 
 
+def _spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """A signature of these arguments alone: torch.export places symbols by it, and cannot where
+    arguments go to ``**kwargs``."""
+    kinds = inspect.Parameter
+    positional = [kinds(f"argument_{i}", kinds.POSITIONAL_ONLY) for i in range(len(args))]
+    return inspect.Signature([*positional, *(kinds(k, kinds.KEYWORD_ONLY) for k in kwargs)])
+
+
 def _dynamic_shapes(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    symbolic: Mapping[int, Mapping[int, Any]] | None,
+    symbolic: Mapping[int, Mapping[int, Any]],
 ) -> Any:
-    if symbolic is None:
-        return None
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, kwargs))
     for number, dimensions in symbolic.items():
