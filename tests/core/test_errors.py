@@ -47,7 +47,7 @@ def _snapshot(module: Any) -> dict[str, Any]:
 CASES: list[tuple[str, Any, Any, dict[str, Any], type[Exception], str]] = [
     ("not a module", len, sample(), {}, TypeError, "must be a torch.nn.Module"),
     ("refused", Stateful(), torch.zeros(2, 3), {}, CaptureError, "refuses this sample"),
-    ("a dict", Stateful(), {"x": sample()}, {}, CaptureError, "are sample_kwargs"),
+    ("a dict", Stateful(), {"x": sample()}, {}, CaptureError, "sample_kwargs=sample"),
     ("too many", Stateful(), (torch.zeros(2, 4),) * 2, {}, CaptureError, "refuses this sample"),
     ("branching", Branching(), sample(), {}, CaptureError, r"test_errors.py:\d+.*x.sum\(\) > 0"),
     ("index", nn.Embedding(5, 3), torch.tensor([5]), {}, CaptureError, "refuses this sample"),

@@ -219,7 +219,8 @@ class _Merger:
         return numbers[graph["root_index"]]
 
     def _grafted(self, node: Any, numbers: list[int], nodes: list[Any]) -> int:
-        data, plain = node.get("data"), plain_fields(node["type"])
+        data = node.get("data")
+        plain = plain_fields(node["type"]) if isinstance(data, dict) else frozenset[str]()
         if node["type"] == "ir.Var":
             name = nodes[data["name"]]["data"]
             if name in self._symbols:
@@ -238,8 +239,14 @@ class _Merger:
 
 @functools.cache
 def plain_fields(kind: str) -> frozenset[str]:
-    """The fields of a type of TVM's that hold numbers, and not numbers of other nodes."""
-    info = tvm_ffi.core._lookup_or_register_type_info_from_type_key(kind)
+    """The fields of a type of TVM's that hold numbers, and not numbers of other nodes.
+
+    Raises:
+        DifferentCodeError: the type is not known, so that its fields cannot be told apart.
+    """
+    info = _types().get(kind)
+    if info is None:
+        raise DifferentCodeError(f"the code has a {kind}, of which nothing is known")
     found = set()
     while info is not None:
         for field in info.fields:
@@ -247,6 +254,20 @@ def plain_fields(kind: str) -> frozenset[str]:
                 found.add(field.name)
         info = info.parent_type_info
     return frozenset(found)
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    """What TVM's reflection says of the types that have a class in Python, by name."""
+    found: dict[str, Any] = {}
+    pending: list[Any] = [tvm_ffi.core.Object]
+    while pending:
+        cls = pending.pop()
+        pending += cls.__subclasses__()
+        info = getattr(cls, "__tvm_ffi_type_info__", None)
+        if info is not None:
+            found.setdefault(info.type_key, info)
+    return found
 
 
 def _is_index(value: Any) -> bool:
