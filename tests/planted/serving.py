@@ -143,7 +143,7 @@ SERVING = (
         "the shape not checked",
         "guard",
         "tvmbridge.runtime.guards.signature",
-        "if leaf.shape != shape:",
+        "if leaf.shape != shape and not any_size:",
         "if False:",
         (_FALLBACKS, "-k", "own_forward"),
     ),

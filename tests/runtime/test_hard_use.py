@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import tvmbridge.compiler.compiled
+import tvmbridge.compiler.cached_build
 from tests.dispatch_helpers import eager
 from tvmbridge import BuildError, add_tvm_dispatch, capture, dispatch_report
 from tvmbridge.graph_capture.surroundings import tracing_here
@@ -143,7 +143,7 @@ def test_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     module = add_tvm_dispatch(_net().eval(), _x())
     module.train()
     with monkeypatch.context() as patch:
-        patch.setattr(tvmbridge.compiler.compiled, "build", full)
+        patch.setattr(tvmbridge.compiler.cached_build, "compile_code", full)
         torch.testing.assert_close(module(_x()), eager(module)(_x()))
     (reason,) = dispatch_report(module).fallbacks
     assert "No space left on device" in reason

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.dispatch_helpers import eager
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.compiler import compiled, lowering
+from tvmbridge.compiler import cached_build, lowering
 from tvmbridge.passes.base import PassReport, RelaxPass
 
 
@@ -28,7 +28,7 @@ def _x() -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("place", "stage"),
-    [(lowering, "capture_staged"), (lowering, "derive"), (compiled, "build")],
+    [(lowering, "capture_staged"), (lowering, "derive"), (cached_build, "compile_code")],
 )
 def test_an_interrupted_compilation_leaves_no_trace(
     place: Any, stage: str, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +43,7 @@ def test_an_interrupted_compilation_leaves_no_trace(
         with pytest.raises(KeyboardInterrupt):
             add_tvm_dispatch(module, _x())
     assert module.__dict__ == before
-    if stage == "build":
+    if stage == "compile_code":
         add_tvm_dispatch(module, _x())
         module.eval()
         with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.runtime import dispatcher
+from tvmbridge.runtime import module_code
 
 
 class Cached(nn.Module):
@@ -117,7 +117,7 @@ def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.Monke
     x = torch.randn(3, 4, dtype=torch.float64)
     module = add_tvm_dispatch(Cached().train(), x).eval()
     (specialization,) = module.forward.specializations
-    turns = dispatcher.compiling
+    turns = module_code.compiling
 
     @contextmanager
     def then_renewed_by_another() -> Iterator[None]:
@@ -125,7 +125,7 @@ def test_code_that_another_thread_renews_is_waited_for(monkeypatch: pytest.Monke
             yield
         specialization.entries.clear()
 
-    monkeypatch.setattr(dispatcher, "compiling", then_renewed_by_another)
+    monkeypatch.setattr(module_code, "compiling", then_renewed_by_another)
     with torch.no_grad():
         torch.testing.assert_close(module(x), module.forward.original(x))
 
