@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import tvm
 from torch import nn
 
+from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.combining import Packs
 from tvmbridge.compiler.durations import Stages
@@ -159,29 +160,47 @@ def build_lowered(
         BuildError: TVM cannot compile it for the target.
     """
     stages = stages or Stages()
-    derivation, imported = lowered.derivation, lowered.imported
-    layouts = lowered.layouts
-    mod, parts = lay_out_functions(lowered.mod, lowered.split, layouts, records)
+    mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     if parts is not None and parts.functions:
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
+    device = lowered.captured.device
     with stages.measure("build"):
-        building = CachedBuild(lowered.target, options, lowered.captured.device)
+        building = CachedBuild(lowered.target, options, device)
         built = building(mod, records, None if parts is None else parts.bundle)
-        loaded = LoadedModule(built.machine, built.unaligned, lowered.captured.device)
         if options.tuning_records:
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
+    partial_backwards = None
+    if parts is not None:
+        partial_backwards = PartialBackwards(parts, building, lowered.layouts.gradients, device)
+    return replace(
+        assembled(lowered, mod, parts, built, records, stages),
+        cuda_graphs=options.cuda_graphs and device.type == "cuda",
+        partial_backwards=partial_backwards,
+    )
+
+
+def assembled(
+    lowered: LoweredModule,
+    mod: tvm.IRModule,
+    parts: SplitModule | None,
+    built: Built,
+    records: list[PassRecord],
+    stages: Stages,
+) -> CompiledModule:
+    """What was lowered, laid out (``mod``, ``parts``) and built, without partial backwards."""
+    derivation, imported = lowered.derivation, lowered.imported
+    copied_outputs, copied_gradients = copied_results(lowered, mod, parts, built.shared)
     return CompiledModule(
         captured=lowered.captured,
         recorded=lowered.recorded,
         packs=lowered.packs,
         split=parts,
-        loaded=loaded,
+        loaded=LoadedModule(built.machine, built.unaligned, lowered.captured.device),
         target=lowered.target,
         num_outputs=lowered.num_outputs,
-        copied_outputs=built.shared["forward"].intersection(range(lowered.num_outputs))
-        | shared_residuals(mod, layouts.outputs, lowered.num_outputs),
-        copied_gradients=frozenset() if parts is None else built.shared["backward"],
-        layouts=layouts,
+        copied_outputs=copied_outputs,
+        copied_gradients=copied_gradients,
+        layouts=lowered.layouts,
         joint=None if derivation is None else derivation.source,
         joint_reason="" if derivation is None else derivation.reason,
         native_calls=imported.native_calls,
@@ -190,10 +209,17 @@ def build_lowered(
         cache=built.cache,
         records=tuple(records),
         seconds=stages.seconds,
-        cuda_graphs=options.cuda_graphs and lowered.captured.device.type == "cuda",
-        partial_backwards=(
-            None
-            if parts is None
-            else PartialBackwards(parts, building, layouts.gradients, lowered.captured.device)
-        ),
     )
+
+
+def copied_results(
+    lowered: LoweredModule,
+    mod: tvm.IRModule,
+    parts: SplitModule | None,
+    shared: Mapping[str, frozenset[int]],
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Outputs, and gradients, that share memory with another tensor, of functions laid out."""
+    count = lowered.num_outputs
+    outputs = shared["forward"].intersection(range(count))
+    outputs |= shared_residuals(mod, lowered.layouts.outputs, count)
+    return outputs, frozenset() if parts is None else shared["backward"]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import tvm
 from torch import nn
 
 from tvmbridge.compiler.build import Fused, Scheduled, load, prepare, schedule
-from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
 from tvmbridge.compiler.durations import Stages
-from tvmbridge.compiler.executable import LoadedModule
-from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, shared_residuals
+from tvmbridge.compiler.laying_out import Layouts, lay_out_functions
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards
@@ -61,13 +61,12 @@ class Points:
 
 @dataclass(frozen=True)
 class _Described:
-    """What differs between the sizes in a :class:`CompiledModule`, but for the code."""
+    """What may differ between the sizes in numbers alone, but for the code."""
 
     captured: CapturedGraph
     split: SplitModule | None
     layouts: Layouts
-    copied_outputs: frozenset[int]
-    copied_gradients: frozenset[int]
+    copied: tuple[frozenset[int], frozenset[int]]
     unaligned: Mapping[str, tuple[bool, ...]]
     num_outputs: int
     packs: tuple[tuple[str, ...], ...]
@@ -77,6 +76,7 @@ class _Described:
 @dataclass(frozen=True)
 class _Lowered:
     lowered: LoweredModule
+    mod: tvm.IRModule
     parts: SplitModule | None
     fused: Fused
     described: _Described
@@ -119,14 +119,13 @@ def compile_symbolic(
     options: CompileOptions,
     packing: Packing | None,
     autocast: Autocast = (),
-    apart: bool = True,
 ) -> SymbolicCode:
     """Compile ``module`` for all sizes that ``points`` hold.
 
     Args:
         sample_at: arguments whose symbolic dimensions have the sizes of a point.
         points: where it is compiled; all of them must fulfil the ``relations``.
-        needs_grad, target, options, packing, autocast, apart: as of
+        needs_grad, target, options, packing, autocast: as of
             :func:`~tvmbridge.compiler.compiled.compile_module`.
 
     Raises:
@@ -147,7 +146,6 @@ def compile_symbolic(
             records=records,
             measure=stages.measure,
             packing=packing,
-            apart=apart,
             autocast=autocast,
         )
         return _laid_out(lowered, options, records)
@@ -164,29 +162,14 @@ def compile_symbolic(
         described = _merged(lowered, sizes)
         scheduled = _scheduled([(each.fused, each.parts) for each in lowered])
         mod = generalize([each.mod for each in scheduled], sizes)
-        device = lowered[0].lowered.captured.device
-        built = load(replace(scheduled[0], mod=mod, unaligned={}), records, device)
-        loaded = LoadedModule(built.machine, scheduled[0].unaligned, device)
-    whole = lowered[0].lowered
-    compiled = CompiledModule(
-        captured=replace(whole.captured, assumptions=assumptions),
-        recorded=whole.recorded,
-        packs=whole.packs,
-        split=lowered[0].parts,
-        loaded=loaded,
-        target=whole.target,
-        num_outputs=whole.num_outputs,
-        copied_outputs=described.copied_outputs,
-        copied_gradients=described.copied_gradients,
-        layouts=described.layouts,
-        joint=None if whole.derivation is None else whole.derivation.source,
-        joint_reason="" if whole.derivation is None else whole.derivation.reason,
-        native_calls=whole.imported.native_calls,
-        aten_calls=whole.imported.aten_calls,
-        coverage=scheduled[0].coverage,
-        records=tuple(records),
-        seconds=stages.seconds,
-        partial_backwards=None if described.split is None else NoPartialBackwards(),
+        common = lowered[0]
+        device = common.lowered.captured.device
+        built = load(replace(scheduled[0], mod=mod), records, device)
+    compiled = assembled(common.lowered, common.mod, common.parts, built, records, stages)
+    compiled = replace(
+        compiled,
+        captured=replace(compiled.captured, assumptions=assumptions),
+        partial_backwards=None if common.parts is None else NoPartialBackwards(),
     )
     return SymbolicCode(points, relations, compiled, described)
 
@@ -201,20 +184,17 @@ def _laid_out(
     if parts is not None and parts.functions:
         raise DifferentCodeError("it has a backward of its own, which is compiled for one size")
     fused = prepare(mod, lowered.target, records, measure=options.measure_kernels)
-    layouts, num_outputs = lowered.layouts, lowered.num_outputs
     described = _Described(
         captured=captured,
         split=parts,
-        layouts=layouts,
-        copied_outputs=fused.shared["forward"].intersection(range(num_outputs))
-        | shared_residuals(mod, layouts.outputs, num_outputs),
-        copied_gradients=frozenset() if parts is None else fused.shared["backward"],
+        layouts=lowered.layouts,
+        copied=copied_results(lowered, mod, parts, fused.shared),
         unaligned=fused.unaligned,
-        num_outputs=num_outputs,
+        num_outputs=lowered.num_outputs,
         packs=tuple(map(tuple, lowered.packs)),
         joint=None if lowered.derivation is None else lowered.derivation.source,
     )
-    return _Lowered(lowered, parts, fused, described)
+    return _Lowered(lowered, mod, parts, fused, described)
 
 
 def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
@@ -263,8 +243,8 @@ def _scheduled(fused: Sequence[tuple[Fused, SplitModule | None]]) -> list[Schedu
         with recorded_decisions(followed(decided)) as decisions:
             run(each, parts)
         decided.append(decisions)
-    found = []
+    for_all, found = agreed(decided), []
     for each, parts in fused:
-        with repeated_decisions(agreed(decided)):
+        with repeated_decisions(for_all):
             found.append(run(each, parts))
     return found
