@@ -12,8 +12,8 @@ After::
 
 where ``spec`` says that ``w`` is read with its strides exchanged. Nothing is transposed in memory.
 
-Requires: nothing; what is not a float32 or float64 product of (equal batches of) matrices of
-static shape is declined, and so is a look-up of anything but rows. Guarantees: no other product
+Requires: nothing; what is not a product of floating-point (equal batches of) matrices of static
+shape is declined, and so is a look-up of anything but rows. Guarantees: no other product
 and no look-up of rows of a matrix is left.
 Runs after: the split (TVM's Gradient does not go through external calls). Runs before: LegalizeOps.
 """
@@ -33,6 +33,8 @@ from tvmbridge.kernels.choice import product_kernel
 from tvmbridge.kernels.matmul import MATMUL, View, matmul_spec
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
 
+HALVES = ("float16", "bfloat16")
+
 _VIEWS = ("relax.permute_dims", "relax.reshape", "relax.expand_dims")
 
 
@@ -41,19 +43,20 @@ class DispatchKernels(RelaxPass):
     """Call PyTorch's kernels for matrix products and embedding look-ups.
 
     Args:
-        fuse_bias: let the product add a bias row where nothing else reads the bare product.
+        fuse_bias: dtypes of products that add a bias row themselves, where nothing else reads the
+            bare product. In half precision it saves a rounding.
         measure: measure on this machine which library multiplies each shape faster; otherwise
             take the one behind ``torch.mm``.
         dtypes: those that products are dispatched of.
     """
 
-    fuse_bias: bool = True
+    fuse_bias: tuple[str, ...] = HALVES
     measure: bool = False
-    dtypes: tuple[str, ...] = ("float32", "float64")
+    dtypes: tuple[str, ...] = (*HALVES, "float32", "float64")
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            biased = _biased_products(function, self.dtypes) if self.fuse_bias else {}
+            biased = _biased_products(function, self.fuse_bias)
             return _KernelMutator(biased, self, report).visit_expr(function)
 
         return map_functions(mod, rewrite)

@@ -17,6 +17,7 @@ from tvm import tirx
 from tvm.tirx.build import split_host_device_mods
 
 from benchmarks import layers
+from tests.gpu.blocks import LlamaBlock
 from tests.schedules.gpu.emulator import gpu_target, source_of
 from tvmbridge.backends import BACKENDS
 from tvmbridge.backends.cuda.source import compile_source
@@ -62,6 +63,19 @@ def test_nvcc_takes_the_source_of_a_bert_layer(arch: str) -> None:
     assert cubin[:4] == b"\x7fELF"
     launched = [launch.kernel for f in functions.values() for launch in f.launches]
     assert all(name.encode() in cubin for name in launched)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc)")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nvcc_takes_the_source_in_half_precision(dtype: torch.dtype) -> None:
+    for module, x in (
+        layers.bert_training(),
+        (LlamaBlock(64, 4, 19).train(), torch.randn(2, 19, 64)),
+    ):
+        given = x.detach().to(dtype).requires_grad_()
+        source, _ = source_of(_kernels(module.to(dtype), given, gpu_target()), gpu_target())
+        assert compile_source(source, "sm_90")[:4] == b"\x7fELF"
 
 
 def test_amd_code_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

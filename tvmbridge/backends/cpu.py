@@ -18,7 +18,7 @@ from tvmbridge.schedules.threads import share_torch_threads
 def _kernel_passes(measure: bool) -> list[AnyPass]:
     # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
     # result inside it.
-    return kernel_passes(DispatchKernels(fuse_bias=False, measure=measure), CompileAtenCalls())
+    return kernel_passes(DispatchKernels(measure=measure), CompileAtenCalls())
 
 
 def _prepare() -> None:

@@ -65,6 +65,8 @@ def operator_name(call: relax.Expr | None) -> str | None:
 def check_names(names: Collection[str]) -> None:
     """Raise ValueError for a name that is neither a Relax operator's nor an ATen overload's."""
     for name in names:
+        if name.startswith("tvmbridge.fused_attention"):
+            raise ValueError(f"{name} may have dropout, which is drawn once")
         try:
             if name.startswith("relax."):
                 tvm.ir.Op.get(name)

@@ -119,7 +119,11 @@ def _log_softmax_backward(
     return op.subtract(ctx.value(grad), scaled)
 
 
-@converts(aten.embedding_dense_backward.default, dtypes=FLOATS | {torch.int32, torch.int64})
+@converts(
+    aten.embedding_dense_backward.default,
+    dtypes=FLOATS | {torch.int32, torch.int64},
+    widens=False,
+)
 def _embedding_backward(
     ctx: Importer,
     node: fx.Node,

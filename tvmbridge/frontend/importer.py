@@ -19,7 +19,8 @@ from tvmbridge.core.torch_private import FakeTensor, OpOverload
 from tvmbridge.core.types import CapturedGraph, InputKind, TensorSpec
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.origins import span_of_node
-from tvmbridge.frontend.registry import CONVERTERS, MOVED, Declined
+from tvmbridge.frontend.registry import CONVERTERS, HALVES, MOVED, Converter, Declined
+from tvmbridge.frontend.widening import WIDE, convert_widened
 from tvmbridge.graph_capture.noise import dropout_arguments
 from tvmbridge.kernels.aten_call import emit_aten_call, zeros_call
 from tvmbridge.kernels.borders import BORDERS
@@ -103,7 +104,7 @@ class Importer:
         converter = CONVERTERS.get(node.target)  # type: ignore[call-overload]
         if converter is not None and may_convert(node, converter):
             try:
-                result = converter.function(self, node, *node.args, **node.kwargs)
+                result = self._by(converter, node)
             except Declined:
                 pass
             else:
@@ -112,6 +113,11 @@ class Importer:
                 return tuple(result) if isinstance(result, tuple) else self._bind(result)
         self.aten_calls[name] = self.aten_calls.get(name, 0) + 1
         return emit_aten_call(self.builder, node, self.values)
+
+    def _by(self, converter: Converter, node: fx.Node) -> Any:
+        if converter.widens and HALVES & dtypes_of(node):
+            return convert_widened(self, node, converter)
+        return converter.function(self, node, *node.args, **node.kwargs)
 
     def compiled_call(self, node: fx.Node) -> Any:
         """The ATen call of ``node``, marked to become loops before the module is compiled."""
@@ -277,8 +283,12 @@ def _emit_dropout(importer: Importer, node: fx.Node) -> Any:
     x, p, _ = dropout_arguments(node)
     if x.meta["val"].dtype not in MOVED:
         raise UnsupportedOperatorError(f"dropout of a {x.meta['val'].dtype} tensor")
-    pair = importer.emit(relax.op.nn.dropout(importer.value(x), p))
+    fake = x.meta["val"]
+    # PyTorch's kernel on GPUs scales half precision in float32, that on the CPU as it is.
+    computed = WIDE if fake.is_cuda and fake.dtype in HALVES else fake.dtype
+    pair = importer.emit(relax.op.nn.dropout(importer.tensor(x, computed), p))
     result = importer.emit(relax.TupleGetItem(pair, 0))
+    result = importer.cast(result, computed, fake.dtype)
     if node.target is aten.dropout.default:
         return result
     return result, importer.emit(relax.op.astype(relax.TupleGetItem(pair, 1), "bool"))

@@ -7,7 +7,7 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import FLOATS, Declined, converts
+from tvmbridge.frontend.registry import FLOATS, HALVES, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ def _rows(ctx: Importer, x: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
     return ctx.emit(relax.op.reshape(x, (count, shape[-1])))
 
 
-@converts(aten.linear.default, dtypes=FLOATS)
+@converts(aten.linear.default, dtypes=FLOATS | HALVES)
 def _linear(
     ctx: Importer, node: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
 ) -> relax.Expr:
@@ -37,12 +37,12 @@ def _linear(
     return product if len(shape_of(node)) == 2 else relax.op.reshape(product, shape_of(node))
 
 
-@converts(aten.mm.default, aten.bmm.default, dtypes=FLOATS)
+@converts(aten.mm.default, aten.bmm.default, dtypes=FLOATS | HALVES)
 def _mm(ctx: Importer, node: fx.Node, a: fx.Node, b: fx.Node) -> relax.Expr:
     return relax.op.matmul(ctx.value(a), ctx.value(b))
 
 
-@converts(aten.addmm.default, dtypes=FLOATS)
+@converts(aten.addmm.default, dtypes=FLOATS | HALVES)
 def _addmm(
     ctx: Importer,
     node: fx.Node,
@@ -58,7 +58,7 @@ def _addmm(
     return relax.op.add(product, ctx.value(bias))
 
 
-@converts(aten.matmul.default, dtypes=FLOATS)
+@converts(aten.matmul.default, dtypes=FLOATS | HALVES)
 def _matmul(ctx: Importer, node: fx.Node, a: fx.Node, b: fx.Node) -> relax.Expr:
     left, right = shape_of(a), shape_of(b)
     if len(left) < 2 or len(right) < 2:

@@ -75,7 +75,7 @@ def _index_put(
     return ctx.compiled_call(node)
 
 
-@converts(aten._cdist_forward.default, dtypes=FLOATS)
+@converts(aten._cdist_forward.default, dtypes=FLOATS, widens=False)
 def _cdist(
     ctx: Importer, node: fx.Node, x: fx.Node, y: fx.Node, p: float, mode: int | None = None
 ) -> Any:
@@ -86,7 +86,7 @@ def _cdist(
     return ctx.compiled_call(node)
 
 
-@converts(aten._pdist_forward.default, dtypes=FLOATS)
+@converts(aten._pdist_forward.default, dtypes=FLOATS, widens=False)
 def _pdist(ctx: Importer, node: fx.Node, x: fx.Node, p: float = 2.0) -> Any:
     _refuse_costly(prod(shape_of(node)) * shape_of(x)[-1], p)
     return ctx.compiled_call(node)
@@ -99,7 +99,7 @@ def _refuse_costly(terms: int, p: float) -> None:
         raise Declined("many distances, for which PyTorch has vectors")
 
 
-@converts(aten.histc.default, dtypes=FLOATS)
+@converts(aten.histc.default, dtypes=FLOATS, widens=False)
 def _histc(
     ctx: Importer, node: fx.Node, x: fx.Node, bins: int = 100, low: float = 0, high: float = 0
 ) -> Any:

@@ -9,7 +9,7 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.frontend.importer import Importer
-from tvmbridge.frontend.registry import COMPUTED, FLOATS, Declined, converts
+from tvmbridge.frontend.registry import COMPUTED, FLOATS, HALVES, Declined, converts
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.graph_capture.noise import dropout_arguments
 from tvmbridge.kernels.dtypes import to_relax_dtype
@@ -17,7 +17,7 @@ from tvmbridge.kernels.dtypes import to_relax_dtype
 aten = torch.ops.aten
 
 
-@converts(aten.dropout.default, dtypes=FLOATS)
+@converts(aten.dropout.default, dtypes=FLOATS | HALVES)
 def _inactive_dropout(ctx: Importer, node: fx.Node, *_: Any) -> relax.Expr:
     x, p, train = dropout_arguments(node)
     if train and p != 0:
@@ -25,7 +25,7 @@ def _inactive_dropout(ctx: Importer, node: fx.Node, *_: Any) -> relax.Expr:
     return ctx.value(x)
 
 
-@converts(aten.embedding.default, dtypes=COMPUTED)
+@converts(aten.embedding.default, dtypes=COMPUTED | HALVES)
 def _embedding(
     ctx: Importer,
     node: fx.Node,

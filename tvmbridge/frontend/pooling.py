@@ -52,6 +52,7 @@ def _even_windows(inputs: Sequence[int], outputs: Sequence[int]) -> list[int]:
     aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool3d.default,
     dtypes=FLOATS,
+    widens=False,
 )
 def _adaptive_mean(ctx: Importer, node: fx.Node, x: fx.Node, size: Sequence[int]) -> relax.Expr:
     count = len(size)
@@ -66,7 +67,7 @@ _DIMENSIONS = {
 }
 
 
-@converts(*_DIMENSIONS, dtypes=FLOATS)
+@converts(*_DIMENSIONS, dtypes=FLOATS, widens=False)
 def _mean_of_windows(
     ctx: Importer,
     node: fx.Node,
@@ -91,7 +92,7 @@ def _mean_of_windows(
     return ctx.compiled_call(node)
 
 
-@converts(aten.max_pool2d_with_indices.default, dtypes=FLOATS | {torch.int64})
+@converts(aten.max_pool2d_with_indices.default, dtypes=FLOATS | {torch.int64}, widens=False)
 def _largest_of_windows(
     ctx: Importer,
     node: fx.Node,
@@ -110,7 +111,10 @@ def _largest_of_windows(
 
 
 @converts(
-    aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default, dtypes=FLOATS
+    aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d_backward.default,
+    dtypes=FLOATS,
+    widens=False,
 )
 def _mean_of_tiles_backward(
     ctx: Importer, node: fx.Node, grad: fx.Node, x: fx.Node, *rest: Any
@@ -149,6 +153,6 @@ def _repeated(
     return relax.op.reshape(ctx.emit(relax.op.broadcast_to(values, wide)), result)
 
 
-@converts(aten.upsample_bilinear2d.vec, dtypes=FLOATS)
+@converts(aten.upsample_bilinear2d.vec, dtypes=FLOATS, widens=False)
 def _interpolated(ctx: Importer, node: fx.Node, *_: Any) -> Any:
     return ctx.compiled_call(node)

@@ -31,17 +31,21 @@ class Declined(Exception):
 
 @dataclass(frozen=True)
 class Converter:
-    """A converter and the dtypes (of all tensors it reads and makes) that it is admitted for."""
+    """A converter and the dtypes (of all tensors it reads and makes) that it is admitted for.
+
+    ``widens``: one for float32 alone is for half precision too, as ``widening.py`` says.
+    """
 
     function: ConverterFn
     dtypes: frozenset[torch.dtype]
+    widens: bool = True
 
 
 CONVERTERS: dict[OpOverload, Converter] = {}
 
 
 def converts(
-    *overloads: OpOverload, dtypes: frozenset[torch.dtype] = COMPUTED
+    *overloads: OpOverload, dtypes: frozenset[torch.dtype] = COMPUTED, widens: bool = True
 ) -> Callable[[ConverterFn], ConverterFn]:
     """Enter the decorated converter into the table for ``overloads``."""
 
@@ -49,7 +53,7 @@ def converts(
         for overload in overloads:
             if overload in CONVERTERS:
                 raise ValueError(f"{overload} has two converters")
-            CONVERTERS[overload] = Converter(function, dtypes)
+            CONVERTERS[overload] = Converter(function, dtypes, widens and not HALVES & dtypes)
         return function
 
     return enter

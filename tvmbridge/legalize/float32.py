@@ -128,8 +128,8 @@ def exp(x: Expr) -> Expr:
     n, r = _reduce(lets, clamped)
     p = lets.bind(r + r * r * horner(r, _EXP) + _f32(1.0), "p")
     # In two steps: 2^128 and 2^-150 are no floats, their products with p may be.
-    half = lets.bind(n >> _i32(1), "half")
-    value = lets.bind(p * _power_of_two(half) * _power_of_two(n - half), "value")
+    halved = lets.bind(n >> _i32(1), "halved")
+    value = lets.bind(p * _power_of_two(halved) * _power_of_two(n - halved), "value")
     # Said outright: a product that overflows would not, where it is fused with an addition.
     return lets.close(tirx.Select(x > _f32(_EXP_LARGEST), from_bits(_i32(0x7F800000)), value))
 

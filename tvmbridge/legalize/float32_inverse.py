@@ -63,8 +63,8 @@ def expm1(x: Expr) -> Expr:
     n, rest = reduce_exponent(lets, cut)
     # 2^128 is no float: half of the result is computed, and doubled.
     scale = lets.bind(from_bits((n + constant(126, "int32")) << constant(23, "int32")), "scale")
-    half = lets.bind(rest * scale + (scale - _f32(0.5)), "half")
-    value = lets.bind(half + half, "value")
+    halved = lets.bind(rest * scale + (scale - _f32(0.5)), "halved")
+    value = lets.bind(halved + halved, "value")
     large = x > _f32(88.72283172607422)
     result = tirx.Select(large, from_bits(constant(_INFINITY, "int32")), value)
     return lets.close(tirx.Select(absolute(x) < _f32(1e-8), x, result))

@@ -241,9 +241,10 @@ class _Calls(relax.PyExprMutator):
         if getattr(call.op, "name", "") != "relax.call_tir":
             return call
         types = list(call.ty_args)
-        results = len(types[0].fields) if isinstance(types[0], relax.TupleType) else 1
-        name = call.args[0].name_hint
-        return relax.op.call_dps_packed(self._register(name, results), call.args[1], types[0])
+        given = types[0]
+        made = list(given.fields) if isinstance(given, relax.TupleType) else [given]
+        kernel = self._register(call.args[0].name_hint, len(made))
+        return relax.op.call_dps_packed(kernel, call.args[1], made if len(made) > 1 else made[0])
 
     def _register(self, name: str, results: int) -> str:
         if (name, results) not in self.names:

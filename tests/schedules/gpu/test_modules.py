@@ -14,6 +14,8 @@ from torch.nn import functional
 import tvmbridge
 from benchmarks import layers
 from tests.frontend.helpers import Function
+from tests.gpu.blocks import Block, LlamaBlock
+from tests.gpu.helpers import errors
 from tests.schedules.gpu.emulator import EmulatedFunction
 
 
@@ -76,6 +78,33 @@ def test_bert_layer(kernels: list[Any]) -> None:
             part.p = 0.0
     _assert_learns_alike(module, x[:1, :16].detach().contiguous())
     assert len(kernels) > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", ["gpt2", "llama"])
+def test_half_precision(block: str, dtype: torch.dtype, kernels: list[Any]) -> None:
+    """At most twice as far from float64 as eager PyTorch."""
+    torch.manual_seed(0)
+    make = {"gpt2": lambda: Block(64, 4, causal=True), "llama": lambda: LlamaBlock(64, 4, 19)}
+    eager, x = make[block]().to(dtype), torch.randn(2, 19, 64, dtype=dtype)
+    exact, ours = copy.deepcopy(eager).double(), copy.deepcopy(eager)
+    tvmbridge.add_tvm_dispatch(ours, x.clone().requires_grad_())
+    found, expected, truth = (_learned(m, x) for m in (ours, eager, exact))
+    assert len(kernels) > 20
+    of_eager = errors(expected, truth)
+    for name, error in errors(found, truth).items():
+        assert error <= 2 * of_eager[name] + 0.01 * torch.finfo(dtype).eps, name
+
+
+def _learned(module: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The output and all gradients."""
+    x = x.detach().to(next(module.parameters()).dtype, copy=True).requires_grad_()
+    output = module(x)
+    cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    output.backward(cotangent.bfloat16().to(output.dtype))
+    assert x.grad is not None
+    grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return {"output": output.detach(), "input": x.grad, **grads}
 
 
 def test_any_and_all(kernels: list[Any]) -> None:

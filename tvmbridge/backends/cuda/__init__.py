@@ -17,8 +17,6 @@ from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules.gpu import schedule_for_gpu
 from tvmbridge.schedules.target import host_target
 
-_HALVES = ("float16", "bfloat16")
-
 
 def _target(device: torch.device) -> tvm.target.Target:
     if torch.version.hip:
@@ -28,9 +26,7 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
-    return kernel_passes(
-        DispatchKernels(fuse_bias=False, measure=False, dtypes=("float32", "float64", *_HALVES))
-    )
+    return kernel_passes(DispatchKernels())
 
 
 def _prepare() -> None:

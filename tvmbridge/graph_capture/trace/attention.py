@@ -1,16 +1,25 @@
-"""The decomposition of attention, for its dropout and for its gradient."""
+"""The decomposition of attention, for its dropout and for its gradient, and its kernels on GPUs."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import os
 from typing import Any
 
 import torch
 
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
+from tvmbridge.graph_capture.trace.fused_attention import (
+    fused_attention,
+    fused_kernel,
+    plain_attention,
+)
 
 aten = torch.ops.aten
+
+# The fused kernels have yet to be tried on a GPU where attention has a gradient or dropout.
+SWITCH = "TVMBRIDGE_FUSED_ATTENTION"
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -49,7 +58,7 @@ def attention(
         )
         return result.to(dtype)
     if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        key, value = _repeated(query, key, value)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = torch.matmul(query, key.transpose(-2, -1)) * factor
     if is_causal:
@@ -69,6 +78,14 @@ def attention(
     return torch.matmul(weights, value)
 
 
+def _repeated(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value with the heads of a group's query."""
+    key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    return key, value
+
+
 def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
     """Attention is decomposed only if it has dropout, whose mask must be an input."""
     dropout_p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
@@ -80,13 +97,36 @@ _SIGNATURE = inspect.signature(attention)
 
 @replaces(torch.nn.functional.scaled_dot_product_attention)
 def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Taken apart on a GPU where it has dropout or a gradient.
-
-    PyTorch's fused kernels there draw in forward, and again in backward, what nothing else sees.
+    """On a GPU the operators of ``fused_attention.py``, where PyTorch has a kernel; otherwise taken
+    apart if it has dropout or a gradient, which nothing else sees of a kernel.
     """
     given = _SIGNATURE.bind(*args, **kwargs)
-    tensors = [t for t in given.args if isinstance(t, torch.Tensor)]
+    given.apply_defaults()
+    query, key, value, mask, dropout_p, is_causal = given.args
+    if not query.is_cuda:
+        return call(*args, **kwargs)
+    scale, enable_gqa = given.kwargs["scale"], given.kwargs["enable_gqa"]
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value, mask = map(_autocast, (query, key, value, mask))
+    tensors = [t for t in (query, key, value, mask) if t is not None]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if tensors[0].is_cuda and (learns or given.arguments.get("dropout_p")):
+    if not learns and not dropout_p:
+        if any(t.dim() != 4 or t.dtype != query.dtype for t in (query, key, value)):
+            return call(*args, **kwargs)
+        return plain_attention(query, key, value, mask, is_causal, scale, enable_gqa)
+    if enable_gqa:
+        key, value = _repeated(query, key, value)
+    kernel = ""
+    if os.environ.get(SWITCH) == "1":
+        kernel = fused_kernel(query, key, value, mask, dropout_p, is_causal)
+    if not kernel:
         return attention(*args, **kwargs)
-    return call(*args, **kwargs)
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return fused_attention(query, key, value, mask, dropout_p, is_causal, factor, kernel)
+
+
+def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As autocast gives it to attention."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype("cuda"))

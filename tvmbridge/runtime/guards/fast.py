@@ -19,6 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tvmbridge.core.assumptions import Question
+from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.torch_private import (
     GlobalStateGuard,
@@ -100,7 +101,7 @@ class FastGuard:
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
         self._emit_tensors(signature, leaves)
-        self._emit_surroundings(records_writes)
+        self._emit_surroundings(signature, records_writes)
         self._emit_module(state, [*tensors, *constants], signature)
         self._emit_memory(signature, written)
         self.source = "def guard(args, kwargs):\n" + "".join(f"    {x}\n" for x in self._lines)
@@ -170,9 +171,12 @@ class FastGuard:
             given = ", ".join(f"leaves[{i}]" for i in positions)
             self._refuse_if(f"not {check}({given})")
 
-    def _emit_surroundings(self, records_writes: bool) -> None:
+    def _emit_surroundings(self, signature: Signature, records_writes: bool) -> None:
         for condition in _MODES:
             self._refuse_if(condition)
+        if any(device.type == "cuda" for *_, device in signature.tensors):
+            self._names["attention_off"] = attention_switched_off
+            self._refuse_if(f"attention_off() != {attention_switched_off()!r}")
         if records_writes:  # which a checkpoint must not repeat
             self._names["saved_hooks"] = saved_tensors_hooks_in_force
             self._refuse_if("saved_hooks(True) is not None")

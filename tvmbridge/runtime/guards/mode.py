@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from tvmbridge.core.attention_kernels import SwitchedOff, attention_switched_off
 from tvmbridge.core.autocast import Autocast, autocast_now
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
@@ -25,7 +26,8 @@ class Mode(NamedTuple):
 
     ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
     ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
-    default one, which new tensors get; ``autocast`` the devices for which autocast is on.
+    default one, which new tensors get; ``autocast`` the devices for which autocast is on;
+    ``attention_off`` the kernels of attention that are switched off.
     """
 
     training: bool
@@ -33,6 +35,7 @@ class Mode(NamedTuple):
     deterministic: bool = False
     dtype: torch.dtype = torch.float32
     autocast: Autocast = ()
+    attention_off: SwitchedOff = ()
 
     @classmethod
     def of_now(cls, training: bool, needs_grad: bool, autocast: Autocast | None = None) -> Mode:
@@ -40,7 +43,8 @@ class Mode(NamedTuple):
         deterministic = torch.are_deterministic_algorithms_enabled()
         dtype = torch.get_default_dtype()
         state = autocast_now() if autocast is None else autocast
-        return cls(training, needs_grad, deterministic, dtype, state)
+        off = attention_switched_off()
+        return cls(training, needs_grad, deterministic, dtype, state, off)
 
     def __str__(self) -> str:
         text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
@@ -49,4 +53,6 @@ class Mode(NamedTuple):
             text += f", default {str(self.dtype).removeprefix('torch.')}"
         for device, dtype in self.autocast:
             text += f", {device} autocast to {str(dtype).removeprefix('torch.')}"
+        if self.attention_off:
+            text += f", attention without {', '.join(self.attention_off)}"
         return text

@@ -1,0 +1,122 @@
+"""Attention on a GPU: PyTorch's fused kernels, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.gpu.helpers import GPU, STEPS, check, pair, replays
+from tvmbridge import dispatch_report
+
+pytestmark = GPU
+
+
+@pytest.fixture(autouse=True)
+def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMBRIDGE_FUSED_ATTENTION", "1")
+
+
+class Attention(nn.Module):
+    """Heads of a projection, mixed; ``mask`` says which columns are open, as numbers or truths."""
+
+    def __init__(self, *, mask: str = "", causal: bool = False, groups: int = 1) -> None:
+        super().__init__()
+        self.mask, self.causal, self.groups = mask, causal, groups
+        self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64 // groups)
+        self.value = nn.Linear(64, 64 // groups)
+        self.p = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part(x).unflatten(-1, (-1, 16)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        seen = torch.arange(x.shape[1], device=x.device) < x.shape[1] - 3
+        mask = None
+        if self.mask == "truths":
+            mask = seen[None, None, None]
+        elif self.mask == "numbers":
+            mask = torch.where(seen, 0.0, -1e4).to(x.dtype)[None, None].expand(1, 1, x.shape[1], -1)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, mask, self.p, self.causal, enable_gqa=self.groups > 1
+        )
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Dropped(Attention):
+    """Attention with dropout, of a value that does not pass a projection."""
+
+    def __init__(self, *, mask: str = "") -> None:
+        super().__init__(mask=mask)
+        self.value = nn.Identity()
+        self.p = 0.25
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"mask": "truths"}, {"mask": "numbers"}, {"groups": 2}],
+    ids=["plain", "causal", "truths", "numbers", "groups"],
+)
+def test_values(options: dict[str, object], dtype: torch.dtype, train: bool) -> None:
+    check(lambda: Attention(**options), (torch.randn(2, 19, 64),), dtype, train=train)  # type: ignore[arg-type]
+
+
+def test_the_kernel_is_fused() -> None:
+    x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16)
+    tvm, _ = pair(lambda: Attention().bfloat16(), x)
+    assert "tvmbridge.fused_attention.default" in dispatch_report(tvm).aten_calls
+
+
+@pytest.mark.parametrize("mask", ["", "truths"])
+def test_backward_has_the_mask_of_forward(mask: str) -> None:
+    # The output is linear in the value, so that its derivative is the output itself.
+    x = torch.randn(4, 24, 64, device="cuda", dtype=torch.bfloat16)
+    tvm, _ = pair(lambda: Dropped(mask=mask).bfloat16(), x.requires_grad_())
+    with torch.no_grad():  # all weights alike
+        for part in (tvm.query, tvm.key):
+            part.weight.zero_()
+            part.bias.zero_()
+    outputs = []
+    for step in range(STEPS):
+        torch.manual_seed(step // 2)
+        x.grad = None
+        output = tvm(x)
+        output.backward(output.detach())
+        assert x.grad is not None
+        outputs.append(output.detach().float())
+        found, expected = (x.grad.float() * x.float()).sum(), outputs[-1].square().sum()
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=0.0)
+    assert replays(tvm) > 0
+    assert not torch.equal(outputs[-1], outputs[-3])
+
+
+def test_dropout_keeps_the_mean_and_its_share() -> None:
+    x = torch.ones(8, 64, 64, device="cuda", dtype=torch.float16)
+    tvm, _ = pair(lambda: Dropped().half(), x.requires_grad_())
+    with torch.no_grad():
+        for part in (tvm.query, tvm.key):
+            part.weight.zero_()
+            part.bias.zero_()
+    torch.manual_seed(0)
+    outputs = torch.stack([tvm(x).detach().float() for _ in range(40)])
+    # Each is a mean of 64 weights that are 1 / 0.75 with probability 0.75, otherwise 0.
+    assert abs(float(outputs.mean()) - 1.0) < 0.01
+    spread = (0.25 / 0.75 / 64) ** 0.5
+    assert abs(float(outputs[..., 0].std()) / spread - 1.0) < 0.1
+
+
+def test_kernels_that_are_switched_off_are_not_used() -> None:
+    x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16)
+    tvm, _ = pair(lambda: Attention().bfloat16(), x)
+    for _ in range(STEPS):
+        tvm(x).sum().backward()
+    with sdpa_kernel(SDPBackend.MATH):
+        tvm(x).sum().backward()
+    modes = [entry.mode for entry in dispatch_report(tvm).specializations]
+    assert len(modes) == 2
+    assert "attention without flash" in modes[1]

@@ -1,0 +1,119 @@
+"""The operators of fused attention, with PyTorch's own formulas in place of a GPU's kernels."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.gpu.blocks import Block
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.coloring.operators import check_names
+from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture.trace import fused_attention as fused
+from tvmbridge.graph_capture.trace.function_table import HANDLERS, Call
+from tvmbridge.runtime.guards.mode import Mode
+
+SDPA = functional.scaled_dot_product_attention
+
+
+def _mixed(q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float) -> torch.Tensor:
+    inside = (t.transpose(1, 2) for t in (q, k, v))
+    return SDPA(*inside, bias, 0.0, causal, scale=scale).transpose(1, 2).contiguous()
+
+
+def _forward(q: Any, k: Any, v: Any, bias: Any, kernel: str, *rest: Any) -> Any:
+    _, causal, scale, _ = rest
+    _, *others = fused._forward_fake(q, k, v, bias, kernel)
+    return _mixed(q, k, v, bias, causal, scale), *(torch.zeros_like(t) for t in others)
+
+
+def _backward(gradient: Any, *args: Any) -> Any:
+    q, k, v, bias, _, _, causal, scale, _ = args[4:]
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        found = _mixed(*leaves, bias, causal, scale)
+    return tuple(t.contiguous() for t in torch.autograd.grad(found, leaves, gradient))
+
+
+def _handler(call: Call, args: Any, kwargs: Any) -> Any:
+    q, k, v, *_ = args
+    causal, scale = kwargs.get("is_causal", False), 1.0 / math.sqrt(q.shape[-1])
+    if torch.is_grad_enabled() and q.requires_grad:
+        p = kwargs.get("dropout_p", 0.0)
+        return fused.fused_attention(q, k, v, None, p, causal, scale, "flash")
+    return fused.plain_attention(q, k, v, None, causal, None, False)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    library = torch.library.Library("tvmbridge", "FRAGMENT")
+    library.impl("fused_attention", _forward, "CPU")
+    library.impl("fused_attention_backward", _backward, "CPU")
+    monkeypatch.setitem(HANDLERS, SDPA, {0: _handler})
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_forward_and_backward(causal: bool) -> None:
+    torch.manual_seed(0)
+    eager = Block(32, 4, causal=causal).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    add_tvm_dispatch(tvm, x.clone().requires_grad_())
+    assert "tvmbridge.fused_attention_backward.default" in dispatch_report(tvm).aten_calls
+    results = []
+    for module in (tvm, eager):
+        given = x.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        results.append([output, given.grad, *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        add_tvm_dispatch(tvm, x)
+        torch.testing.assert_close(tvm(x), eager(x), rtol=1e-12, atol=1e-12)
+    assert "tvmbridge.attention.default" in dispatch_report(tvm).aten_calls
+    assert dispatch_report(tvm).fallbacks == {}
+
+
+class Twice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        first, second = (SDPA(heads, heads, heads, dropout_p=0.5) for _ in range(2))
+        return first - second
+
+
+def test_heads_are_not_moved_and_two_draws_stay_two() -> None:
+    lowered = lower_module(
+        Twice(),
+        (torch.randn(2, 7, 32, requires_grad=True),),
+        {},
+        needs_grad=True,
+        options=CompileOptions(),
+        records=[],
+        measure=lambda _: nullcontext(),
+    )
+    text = lowered.mod["forward"].script(show_meta=False)
+    assert text.count("tvmbridge.fused_attention.default") == 2
+    assert "permute_dims" not in text
+
+
+def test_a_kernel_with_dropout_is_not_repeated() -> None:
+    with pytest.raises(ValueError, match="drawn once"):
+        check_names(["tvmbridge.fused_attention.default"])
+
+
+def test_a_mode_names_kernels_that_are_switched_off() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        mode = Mode.of_now(True, True)
+    assert mode.attention_off == ("flash", "efficient", "cudnn")
+    assert "attention without flash, efficient, cudnn" in str(mode)
+    assert Mode.of_now(True, True).attention_off == ()

@@ -1,0 +1,65 @@
+"""Half precision by converters that know float32: operands widened, results rounded once.
+
+That is how PyTorch's kernels compute operators on half precision: in float32, with a rounding of
+the result. Numbers among the arguments are not rounded to half precision either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.frontend.registry import HALVES, Converter
+
+WIDE = torch.float32
+
+
+def widened_dtypes(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
+    """``dtypes`` with float32 in place of half precision."""
+    return frozenset(WIDE if dtype in HALVES else dtype for dtype in dtypes)
+
+
+def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
+    """What ``converter`` makes of ``node`` in float32, rounded to the dtypes of its results.
+
+    Args:
+        ctx: the :class:`~tvmbridge.frontend.importer.Importer`.
+        node: a call that reads or makes half precision.
+        converter: one that takes the dtypes of the node once they are widened.
+
+    Raises:
+        Declined: the converter declines.
+    """
+    graph, stand_ins = fx.Graph(), {}
+    for source in node.all_input_nodes:
+        stand_in = stand_ins[source] = graph.placeholder(source.name)
+        fake, stand_in.meta = source.meta["val"], {"val": _widened(source.meta["val"])}
+        value = ctx.values[source]
+        ctx.values[stand_in] = ctx.cast(value, fake.dtype, WIDE) if _is_half(fake) else value
+    args, kwargs = fx.node.map_aggregate(
+        fx.node.map_arg((node.args, node.kwargs), stand_ins.__getitem__), _widened
+    )
+    wide = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    results = node.meta["val"]
+    wide.meta = {**node.meta, "val": pytree.tree_map(_widened, results)}
+    result = converter.function(ctx, wide, *args, **kwargs)
+    if not isinstance(result, tuple):
+        return _rounded(ctx, result, results)
+    return tuple(_rounded(ctx, r, fake) for r, fake in zip(result, results, strict=True))
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in HALVES
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return WIDE if value in HALVES else value
+    return value.to(WIDE) if _is_half(value) else value
+
+
+def _rounded(ctx: Any, result: Any, fake: Any) -> Any:
+    return ctx.cast(result, WIDE, fake.dtype) if _is_half(fake) else result

@@ -1,0 +1,270 @@
+"""PyTorch's fused kernels of attention on GPUs as operators, forward and backward.
+
+The operators take and return tensors of shape (batch, tokens, heads, size), as projections leave
+them and as the kernels lay them out, so that heads are never moved in memory. With dropout forward
+draws where it runs, and backward makes the same mask again from the state that forward returns:
+two calls on the same tensors are not the same value, which ``number`` says.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tvmbridge.core.custom_operator import NAMESPACE
+from tvmbridge.core.torch_private import DisablePythonDispatcher, disable_current_modes
+
+aten = torch.ops.aten
+
+FLASH, EFFICIENT = "flash", "efficient"
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias"
+_SETTINGS = "str kernel, float dropout_p, bool is_causal, float scale, int number"
+_LIBRARY.define(f"fused_attention({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "fused_attention_backward(Tensor gradient, Tensor output, Tensor sums, Tensor seed, "
+    f"Tensor offset, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, "
+    "float? scale, bool enable_gqa) -> Tensor"
+)
+_numbers = itertools.count(1)
+
+# The efficient kernel reads rows of a bias from addresses that these many elements divide, and
+# returns sums for so many rows.
+_BIAS_ALIGNMENT, _SUMS_ALIGNMENT = 8, 32
+
+
+def fused_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> str:
+    """The kernel that PyTorch has for these tensors of shape (batch, heads, tokens, size): "flash",
+    "efficient" or, where attention is to be taken apart, "".
+    """
+    tensors = [query, key, value]
+    if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype for t in tensors):
+        return ""
+    if query.shape[0] != key.shape[0] or query.shape[-1] != value.shape[-1]:
+        return ""
+    if query.shape[1] != key.shape[1] or key.shape[:3] != value.shape[:3]:
+        return ""
+    if mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, query.dtype)):
+        return ""
+    if query.shape[-1] % 8 or not 0.0 <= dropout_p < 1.0:
+        return ""
+    backends = torch.backends.cuda
+    with disable_current_modes(), DisablePythonDispatcher():
+        q, k, v = map(_real, tensors)
+        bias = None if mask is None else _real(mask).expand(*q.shape[:3], k.shape[2])
+        params = backends.SDPAParams(q, k, v, bias, dropout_p, is_causal, False)
+        if query.dtype is not torch.float32 and backends.can_use_flash_attention(params):
+            return FLASH
+        if backends.can_use_efficient_attention(params):
+            return EFFICIENT
+    return ""
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the device itself, of the same shape as a traced one, with heads inside."""
+    shape = [int(n) for n in tensor.shape]
+    empty = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    kernel: str,
+) -> torch.Tensor:
+    """Attention by ``kernel``, of tensors of shape (batch, heads, tokens, size)."""
+    bias = None if mask is None else _as_bias(mask, query)
+    number = next(_numbers) if dropout_p else 0
+    tensors = (t.transpose(1, 2) for t in (query, key, value))
+    result: torch.Tensor = torch.ops.tvmbridge.fused_attention(
+        *tensors, bias, kernel, dropout_p, is_causal, scale, number
+    )[0]
+    return result.transpose(1, 2)
+
+
+def plain_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attention that neither draws nor learns, by the kernel that PyTorch chooses at the call."""
+    tensors = (t.transpose(1, 2) for t in (query, key, value))
+    result: torch.Tensor = torch.ops.tvmbridge.attention(
+        *tensors, mask, is_causal, scale, enable_gqa
+    )
+    return result.transpose(1, 2)
+
+
+def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    if mask.dtype is not torch.bool:
+        return mask
+    open_ = torch.zeros((), dtype=query.dtype, device=mask.device)
+    return torch.where(mask, open_, float("-inf"))
+
+
+def _spread(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> Any:
+    """A bias in the shape of the scores, whose rows begin where the kernel can read them."""
+    if bias is None:
+        return None
+    scores = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    rest = -bias.shape[-1] % _BIAS_ALIGNMENT
+    if bias.shape[-1] == key.shape[1] and rest:
+        bias = functional.pad(bias, (0, rest))[..., : key.shape[1]]
+    elif bias.shape[-1] == 1:
+        spread = bias.expand(*bias.shape[:-1], key.shape[1])
+        bias = functional.pad(spread, (0, -key.shape[1] % _BIAS_ALIGNMENT))[..., : key.shape[1]]
+    return bias.expand(scores)
+
+
+def _inside(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def _forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: str,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    number: int,
+) -> tuple[torch.Tensor, ...]:
+    tensors = _inside(query, key, value)
+    if kernel == FLASH:
+        output, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+            *tensors, dropout_p, is_causal, False, scale=scale
+        )
+        seed, offset = seed.view(torch.int64), offset.view(torch.int64)
+    else:
+        spread = _spread(bias, query, key)
+        output, sums, seed, offset = aten._scaled_dot_product_efficient_attention(
+            *tensors, spread, True, dropout_p, is_causal, scale=scale
+        )
+    # Of a call that is not captured the efficient kernel returns its state on the CPU.
+    device = query.device
+    return output.transpose(1, 2).contiguous(), sums, seed.to(device), offset.to(device)
+
+
+def _forward_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: str,
+    *_: Any,
+) -> tuple[torch.Tensor, ...]:
+    batch, tokens, heads, _size = query.shape
+    flash = kernel == FLASH
+    rows = tokens if flash else -(-tokens // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+    return (
+        query.new_empty([batch, tokens, heads, value.shape[-1]]),
+        query.new_empty([batch, heads, rows], dtype=torch.float32),
+        query.new_empty([2] if flash else [], dtype=torch.int64),
+        query.new_empty([], dtype=torch.int64),
+    )
+
+
+def _backward(
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    kernel: str,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    number: int,
+) -> tuple[torch.Tensor, ...]:
+    gradient, output, *tensors = _inside(gradient, output, query, key, value)
+    if kernel == FLASH:
+        lengths = query.shape[1], key.shape[1]
+        state = seed.view(torch.uint64), offset.view(torch.uint64)
+        found = aten._scaled_dot_product_flash_attention_backward(
+            gradient, *tensors, output, sums, None, None, *lengths, dropout_p, is_causal, *state,
+            scale=scale,
+        )  # fmt: skip
+    else:
+        if dropout_p and not torch.cuda.is_current_stream_capturing():
+            seed, offset = seed.cpu(), offset.cpu()
+        spread = _spread(bias, query, key)
+        found = aten._scaled_dot_product_efficient_attention_backward(
+            gradient, *tensors, spread, output, sums, seed, offset, dropout_p,
+            [True, True, True, False], is_causal, scale=scale,
+        )  # fmt: skip
+    return tuple(t.transpose(1, 2).contiguous() for t in found[:3])
+
+
+def _backward_fake(
+    gradient: Any, output: Any, sums: Any, seed: Any, offset: Any, query: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, *_: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+    is_causal: bool, scale: float | None, enable_gqa: bool,
+) -> torch.Tensor:  # fmt: skip
+    q, k, v = _inside(query, key, value)
+    result = functional.scaled_dot_product_attention(
+        q, k, v, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return result.transpose(1, 2).contiguous()
+
+
+def _attention_fake(query: torch.Tensor, key: Any, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty([*query.shape[:-1], value.shape[-1]])
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.save_for_backward(*output, *inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _gradients(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
+    found = torch.ops.tvmbridge.fused_attention_backward(
+        gradient, *ctx.saved_tensors, *ctx.settings
+    )
+    return (*found, *[None] * (1 + len(ctx.settings)))
+
+
+for _name, _run, _fake in (
+    ("fused_attention", _forward, _forward_fake),
+    ("fused_attention_backward", _backward, _backward_fake),
+    ("attention", _attention, _attention_fake),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
+torch.library.register_autograd(
+    f"{NAMESPACE}::fused_attention", _gradients, setup_context=_set_up, lib=_LIBRARY
+)
