@@ -63,10 +63,9 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_forward_and_backward(causal: bool) -> None:
+def test_forward_and_backward() -> None:
     torch.manual_seed(0)
-    eager = Block(32, 4, causal=causal).double()
+    eager = Block(32, 4, causal=True).double()
     tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
     add_tvm_dispatch(tvm, x.clone().requires_grad_())
     assert "tvmbridge.fused_attention_backward.default" in dispatch_report(tvm).aten_calls
@@ -88,7 +87,7 @@ class Twice(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
         first, second = (SDPA(heads, heads, heads, dropout_p=0.5) for _ in range(2))
-        return first - second
+        return first.transpose(1, 2) - second.transpose(1, 2)
 
 
 def test_heads_are_not_moved_and_two_draws_stay_two() -> None:
