@@ -19,8 +19,8 @@ from tvmbridge.core.decisions import (
     repeated_decisions,
 )
 from tvmbridge.core.errors import BuildError
-from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
-from tvmbridge.symbolic.sizes import Sizes
+from tvmbridge.symbolic.generalize import generalize
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
 POINTS = ((31,), (449,), (5,))
 

@@ -56,6 +56,13 @@ class _Repeated:
     def __init__(self, decisions: Sequence[tuple[Rule, Any]]) -> None:
         self.left = list(reversed(decisions))
 
+    def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
+        """What was decided before."""
+        known, repeated = self.left.pop() if self.left else (None, None)
+        if known is not rule:
+            raise BuildError("compiled for other sizes, other things are decided by them")
+        return repeated
+
 
 _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default=None)
 
@@ -63,11 +70,6 @@ _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default
 def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
     """What ``decide()`` says, or what was decided before where decisions are repeated."""
     now = _now.get()
-    if isinstance(now, _Repeated):
-        known, repeated = now.left.pop() if now.left else (None, None)
-        if known is not rule:
-            raise BuildError("compiled for other sizes, other things are decided by them")
-        return repeated  # type: ignore[return-value]
     if now is None:
         return decide()
     decision: _T = now.follow(rule, decide)

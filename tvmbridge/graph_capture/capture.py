@@ -181,18 +181,6 @@ def _export(
         ) from error
 
 
-def _exported(
-    stage: Stage,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    needs_grad: bool,
-    bases: Sequence[IntermediateBase],
-) -> tuple[ExportedProgram, TracedForward]:
-    """The decomposed program, and the forward that was traced; errors are torch.export's."""
-    program, forward = _traced(stage, args, kwargs, needs_grad, bases, None)
-    return program, forward
-
-
 def export_with_symbols(
     stage: Stage,
     args: tuple[Any, ...],
@@ -205,17 +193,18 @@ def export_with_symbols(
     Errors are torch.export's.
     """
     bases = () if stage.observation is None else stage.observation.sharing.bases
-    return _traced(stage, args, kwargs, needs_grad, bases, symbolic)[0]
+    return _exported(stage, args, kwargs, needs_grad, bases, symbolic)[0]
 
 
-def _traced(
+def _exported(
     stage: Stage,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
-    symbolic: Mapping[int, Mapping[int, Any]] | None,
+    symbolic: Mapping[int, Mapping[int, Any]] | None = None,
 ) -> tuple[ExportedProgram, TracedForward]:
+    """The decomposed program, and the forward that was traced; errors are torch.export's."""
     module = stage.module
     table = decomposition_table(differentiated=needs_grad or module.training)
     with (

@@ -17,7 +17,6 @@ from torch import nn
 
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.capture import export_with_symbols
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.observe.staging import staged
@@ -91,7 +90,6 @@ def relations_of(
     Raises:
         CaptureError: it cannot be traced so.
     """
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
     symbolic: dict[int, dict[int, Any]] = {}
     for leaf, number in dimensions:
         symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
@@ -103,10 +101,10 @@ def relations_of(
             f"torch.export cannot trace {type(module).__name__} with symbolic sizes: "
             f"{first_paragraph(error)}"
         ) from error
-    return _relations(program, leaves)
+    return _relations(program)
 
 
-def _relations(program: Any, leaves: Sequence[Any]) -> Relations:
+def _relations(program: Any) -> Relations:
     names = program.graph_signature.user_inputs
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     shapes: dict[int, tuple[Any, ...]] = {}

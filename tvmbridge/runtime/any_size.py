@@ -75,7 +75,7 @@ class Family:
         self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
-        self._tried: set[int] = set()
+        self._tried: list[SymbolicCode] = []
         self._least = tuple(map(min, zip(*seen, strict=True)))
         self._most = tuple(map(max, zip(*seen, strict=True)))
 
@@ -213,12 +213,12 @@ class Family:
         entry = CompiledEntry(
             ModuleState(compiler.module, compiled.captured), compiled, compiler.packing, flags
         )
-        if id(code) not in self._tried:
+        if all(tried is not code for tried in self._tried):
             with tracing_here(), undisturbed():
                 try_out(entry, matched.leaves)
             for names in compiled.packs:
                 compiler.packing.claim(names)
-            self._tried.add(id(code))
+            self._tried.append(code)
         return entry
 
 

@@ -62,12 +62,13 @@ def _inputs_of_loops(mod: tvm.IRModule) -> dict[str, int]:
     """How many arguments calls of each function of loops have, results not counted."""
     counts: dict[str, int] = {}
 
-    def look(call: relax.Call, _: relax.BlockBuilder) -> relax.Expr:
+    def look(call: relax.Call) -> None:
         if getattr(call.op, "name", "") == "relax.call_tir":
             counts[call.args[0].name_hint] = len(call.args[1].fields)
-        return call
 
-    map_calls(mod, look)
+    for function in mod.functions.values():
+        if isinstance(function, relax.Function):
+            tvm_ffi.structural_walk(function, (relax.Call, look))
     return counts
 
 
@@ -84,7 +85,7 @@ def _without_vector_divisions(function: tirx.PrimFunc) -> tirx.PrimFunc:
         return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
 
     body = tvm_ffi.structural_map(function.body, (tirx.For, plain))
-    return tirx.PrimFunc(function.params, body, function.ret_type, function.attrs)
+    return function.with_body(body)
 
 
 def _divides_by_size(body: tirx.Stmt, lane: tirx.Var) -> bool:
@@ -121,7 +122,7 @@ def _passing_symbols(
     for name, function in mod.functions_items():
         if isinstance(function, relax.Function):
             symbols = {v.name: v for v in function.params[-1].ty.values}
-            alone = tvm.IRModule({**functions, name: function}, attrs=mod.attrs)
+            alone = tvm.IRModule({name: function})
             rewritten = map_calls(alone, lambda call, _, s=symbols: _passing(call, taken, s))  # type: ignore[misc]
             functions[name] = rewritten[name]
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)

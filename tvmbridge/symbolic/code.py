@@ -29,8 +29,8 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.symbolic.descriptions import at, merged
-from tvmbridge.symbolic.generalize import DifferentCodeError, generalize
-from tvmbridge.symbolic.sizes import Point, Sizes
+from tvmbridge.symbolic.generalize import generalize
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
 _NO_GRAPH: Any = None

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tvmbridge.symbolic.generalize import DifferentCodeError
-from tvmbridge.symbolic.sizes import Size, Sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Size, Sizes
 
 _T = TypeVar("_T")
 

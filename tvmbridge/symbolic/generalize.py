@@ -28,10 +28,9 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from tvmbridge.core.errors import BuildError
 from tvmbridge.symbolic.attach import attach_sizes
 from tvmbridge.symbolic.floats import float_of_sizes
-from tvmbridge.symbolic.sizes import Sizes
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 from tvmbridge.symbolic.specs import generalize_spec
 
 SYMBOL = "tvmbridge_size_"
@@ -41,10 +40,6 @@ _SCOPES = ("tirx.PrimFunc", "relax.expr.Function")
 # Told apart by identity, in all functions of a module.
 _GLOBAL = "ir.GlobalVar"
 _VARIABLES = ("ir.Var", "relax.expr.Var", "relax.expr.DataflowVar")
-
-
-class DifferentCodeError(BuildError):
-    """The code for some sizes is not that for others with other numbers."""
 
 
 def generalize(mods: Sequence[tvm.IRModule], sizes: Sizes) -> tvm.IRModule:

@@ -16,6 +16,7 @@ from typing import TypeAlias
 from tvm import tirx
 from tvm.ir import Expr
 
+from tvmbridge.core.errors import BuildError
 from tvmbridge.kernels.sized import value_of
 
 Point: TypeAlias = tuple[int, ...]
@@ -24,6 +25,10 @@ Point: TypeAlias = tuple[int, ...]
 _MOST_POWER = 2
 # Vector lengths, numbers of threads and of tiles are powers of two.
 _DIVISORS = tuple(1 << i for i in range(1, 17))
+
+
+class DifferentCodeError(BuildError):
+    """The code for some sizes is not that for others with other numbers."""
 
 
 @dataclass(frozen=True)
