@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tvmbridge.core import versions
+from tvmbridge.core.logs import set_logs
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,8 @@ _HOMES = MappingProxyType(
     }
 )
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+set_logs()
 
 # The doctor must be able to say what is wrong with versions that crash when they are loaded.
 if not versions.running_doctor():

@@ -69,11 +69,13 @@ class CachedBuild:
         if isinstance(found, Kept):
             built = self._loaded(found, records)
             if isinstance(built, Built):
+                logger.info("compiled code: %s", built.cache)
                 return built
             found = built
         mine: list[PassRecord] = []
         code = self._compiled(mod, mine, bundle)
         records += mine
+        logger.info("compiled code: miss: %s", found)
         return self._keep(store, key, bundle, mod, code, mine, f"miss: {found}")
 
     def unused(self) -> str | None:

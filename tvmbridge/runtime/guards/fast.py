@@ -10,7 +10,6 @@ where it says yes, they would let the call pass as well. What an entry does not 
 from __future__ import annotations
 
 import logging
-import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -268,8 +267,6 @@ _numbers = iter(range(1 << 62))
 def _compiled(source: str, names: dict[str, Any]) -> Any:
     """The function ``guard`` of ``source``, which tracebacks and debuggers can show."""
     file = f"<tvmbridge guard {next(_numbers)}>"
-    if os.environ.get("TVMBRIDGE_PRINT_GUARDS"):
-        print(f"# {file}\n{source}")
     logger.debug("%s\n%s", file, source)
     exec(compile(source, file, "exec"), names)
     return names["guard"]
