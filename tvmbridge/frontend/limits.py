@@ -13,7 +13,6 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.frontend.registry import Converter
-from tvmbridge.frontend.widening import widened_dtypes
 from tvmbridge.graph_capture.trace.promotion import kernel_dtypes
 from tvmbridge.kernels.dtypes import has_type, is_supported, to_relax_dtype
 from tvmbridge.kernels.true_dtypes import true_dtype
@@ -50,9 +49,8 @@ def may_convert(node: fx.Node, converter: Converter) -> bool:
     """Whether ``converter`` claims to convert a node, and has been proven to."""
     dtypes = dtypes_of(node)
     names = [to_relax_dtype(d) for d in dtypes if is_supported(d)]
-    computed = widened_dtypes(dtypes) if converter.widens else dtypes
     return (
-        computed <= converter.dtypes
+        dtypes <= converter.dtypes
         and all(t.numel() for t in _operands_and_results(node))
         and is_proven("converters", str(node.target), names)
     )

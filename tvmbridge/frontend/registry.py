@@ -31,14 +31,14 @@ class Declined(Exception):
 
 @dataclass(frozen=True)
 class Converter:
-    """A converter and the dtypes (of all tensors it reads and makes) that it is admitted for.
+    """A converter and the dtypes (of all tensors it reads and makes) that it claims.
 
-    ``widens``: one for float32 alone is for half precision too, as ``widening.py`` says.
+    ``widens``: it knows no half precision, which ``widening.py`` gives it as float32.
     """
 
     function: ConverterFn
     dtypes: frozenset[torch.dtype]
-    widens: bool = True
+    widens: bool = False
 
 
 CONVERTERS: dict[OpOverload, Converter] = {}
@@ -47,13 +47,20 @@ CONVERTERS: dict[OpOverload, Converter] = {}
 def converts(
     *overloads: OpOverload, dtypes: frozenset[torch.dtype] = COMPUTED, widens: bool = True
 ) -> Callable[[ConverterFn], ConverterFn]:
-    """Enter the decorated converter into the table for ``overloads``."""
+    """Enter the decorated converter into the table for ``overloads``.
+
+    Args:
+        dtypes: those that it knows.
+        widens: it is also for half precision, as float32.
+    """
+    widened = widens and torch.float32 in dtypes and not HALVES & dtypes
+    claimed = dtypes | HALVES if widened else dtypes
 
     def enter(function: ConverterFn) -> ConverterFn:
         for overload in overloads:
             if overload in CONVERTERS:
                 raise ValueError(f"{overload} has two converters")
-            CONVERTERS[overload] = Converter(function, dtypes, widens and not HALVES & dtypes)
+            CONVERTERS[overload] = Converter(function, claimed, widened)
         return function
 
     return enter

@@ -17,11 +17,6 @@ from tvmbridge.frontend.registry import HALVES, Converter
 WIDE = torch.float32
 
 
-def widened_dtypes(dtypes: frozenset[torch.dtype]) -> frozenset[torch.dtype]:
-    """``dtypes`` with float32 in place of half precision."""
-    return frozenset(WIDE if dtype in HALVES else dtype for dtype in dtypes)
-
-
 def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
     """What ``converter`` makes of ``node`` in float32, rounded to the dtypes of its results.
 

@@ -76,9 +76,18 @@ class Memory:
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> tirx.Stmt:
         """Return the statement that writes the element of ``buffer`` at a row-major offset."""
+        element = bfloat16.to_memory(value, str(buffer.dtype), self.dtype(buffer))
+        return self.put(buffer, offset, element)
+
+    def dtype(self, buffer: Buffer) -> str:
+        """Return the dtype of ``buffer`` where it lies."""
         target: Buffer = self._flat.get(buffer, buffer)
-        value = bfloat16.to_memory(value, str(buffer.dtype), str(target.dtype))
-        return tirx.BufferStore(target, value, _last(target, offset))
+        return str(target.dtype)
+
+    def put(self, buffer: Buffer, offset: Expr, element: Expr) -> tirx.Stmt:
+        """Return the statement that writes an element as it is in memory."""
+        target: Buffer = self._flat.get(buffer, buffer)
+        return tirx.BufferStore(target, element, _last(target, offset))
 
 
 def _last(buffer: Buffer, offset: Expr) -> list[Expr]:
@@ -177,6 +186,15 @@ class Evaluator:
 
     def store(self, buffer: Buffer, offset: Expr, value: Expr) -> None:
         """Write the element of ``buffer`` at a row-major offset."""
+        if self.lane.count > 1 and self.memory.dtype(buffer) == bfloat16.NAME:
+            # TVM's legalisation of bfloat16 does not know a value that is the same in all lanes.
+            kept = bfloat16.stored_as(bfloat16.NAME)
+            bits = self._through_memory(
+                bfloat16.to_memory(value, bfloat16.NAME, kept), "bits", kept
+            )
+            element = tirx.reinterpret(bfloat16.NAME, bits)
+            self.statements.append(self.memory.put(buffer, offset, element))
+            return
         self.statements.append(self.memory.store(buffer, offset, value))
 
     def fork(self, lane: Lane = _SCALAR) -> Evaluator:
