@@ -22,6 +22,7 @@ from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.frozen import FrozenWeights
 from tvmbridge.runtime.given_primals import GivenPrimals
 from tvmbridge.runtime.graphed import GraphedCode, Graphs
 from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
@@ -74,6 +75,12 @@ class CompiledEntry:
         self.packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
+        self.frozen: FrozenWeights | None = None
+        if compiled.freezing is not None:
+            tensors, first = state.tensors(), len(self.given.inputs)
+            self.frozen = FrozenWeights(
+                compiled.freezing, compiled.loaded, state.names, tensors, first
+            )
         self.training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self.second_order = SecondOrder(state, captured, self.mismatch)
         self.records_writes = self.training is not None and self.outputs.writes
@@ -124,6 +131,8 @@ class CompiledEntry:
             reason = self.outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
             reason = other_answer(self._asks, leaves, tensors)
+        if reason is None and self.frozen is not None:
+            reason = self.frozen.changed(tensors)
         return reason or self._layouts.mismatch(leaves, tensors)
 
     def fits_flags(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -171,7 +180,16 @@ class CompiledEntry:
         self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
     ) -> FastPath | None:
         written = self.outputs.written_tensors(leaves, tensors)
-        guard = FastGuard(self.state, signature, leaves, tensors, written, self.records_writes)
+        frozen = self.frozen
+        guard = FastGuard(
+            self.state,
+            signature,
+            leaves,
+            tensors,
+            written,
+            self.records_writes,
+            [] if frozen is None else frozen.pinned(tensors),
+        )
         first = len(self.given.inputs)
         held = dict(enumerate(tensors, start=first))
         packed = first + len(tensors) + len(self.given.noise)
@@ -193,6 +211,8 @@ class CompiledEntry:
                 fast.graphs = code.training(self.training, held_for)
         else:
             count = packed + len(self.packs)
+            if frozen is not None:
+                held, count = frozen.held(held)
             bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
             fast = FastPath(self, guard, list(tensors), strides, bound=bound)
             if code is not None:
@@ -259,6 +279,8 @@ class CompiledEntry:
         elif replayed is not None:
             results = replayed.outputs
         else:
+            if self.frozen is not None:
+                primals = self.frozen.arguments(primals)
             results = self.compiled.forward(primals, strides, fast.bound if fast else None)
         with self._counting:
             self.calls += 1
