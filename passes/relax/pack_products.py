@@ -32,8 +32,8 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, 
 from tvmbridge.passes.relax.lift_frozen import bindings_of
 from tvmbridge.passes.relax.parallel_products import is_call
 
+# oneDNN's relu makes 0 of NaN, and is none of them.
 _ACTIVATIONS = {
-    "relax.nn.relu": ("relu", ""),
     "relax.nn.gelu": ("gelu", "none"),
     "relax.nn.gelu_tanh": ("gelu", "tanh"),
 }

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.dispatch_helpers import Block, make_block, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiler import freezing
 from tvmbridge.runtime.entry import CompiledEntry
 
 
@@ -224,3 +225,34 @@ def test_without_a_sample() -> None:
     expected = make_block().eval()(sample())
     torch.testing.assert_close(module(sample()), expected, rtol=1e-12, atol=1e-12)
     assert dispatch_report(module).tvm_calls == 1
+
+
+class Activated(nn.Module):
+    """Products with activations behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 40) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second, third = (layer(x) for layer in self.layers)
+        gelu = nn.functional.gelu
+        return torch.relu(first), gelu(second), gelu(third, approximate="tanh")
+
+
+@pytest.mark.parametrize("library", ["onednn", "mkl"])
+@torch.no_grad()
+def test_activations_of_packed_products(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freezing, "packing_of", lambda *_: library)
+    torch.manual_seed(0)
+    module, x = Activated().eval(), sample(dtype=torch.float32)
+    exact = copy.deepcopy(module).double()
+    # Apart, so that each product has its own activation.
+    add_tvm_dispatch(module, x, freeze=True, options={"combine_matmuls": "never"})
+    for found, expected in zip(module(x), exact(x.double()), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+    x[1] = torch.nan
+    assert all(out[1].isnan().all() and not out[0].isnan().any() for out in module(x))
+    x[1], x[2] = torch.inf, -torch.inf
+    for found, expected in zip(module(x), exact(x.double()), strict=True):
+        torch.testing.assert_close(found.isnan(), expected.isnan())
