@@ -256,3 +256,18 @@ def test_activations_of_packed_products(library: str, monkeypatch: pytest.Monkey
     x[1], x[2] = torch.inf, -torch.inf
     for found, expected in zip(module(x), exact(x.double()), strict=True):
         torch.testing.assert_close(found.isnan(), expected.isnan())
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+@torch.no_grad()
+def test_packed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freezing, "packed_is_faster", lambda *_: True)
+    torch.manual_seed(0)
+    module, x = Pictures().eval(), sample(2, 3, 6, 6, dtype=torch.float32)
+    exact = copy.deepcopy(module).double()
+    add_tvm_dispatch(module, x, freeze=True)
+    for _ in range(2):
+        found = module(x)
+        torch.testing.assert_close(found.double(), exact(x.double()), rtol=1e-5, atol=1e-5)
+    (record,) = [p for p in _entry(module).compiled.records if p.name == "PackConvolutions"]
+    assert (record.rewrites, record.declined) == (2, ())

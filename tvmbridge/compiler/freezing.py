@@ -20,12 +20,25 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import CapturedGraph, OutputKind, PassRecord
 from tvmbridge.kernels.choice import packing_of
 from tvmbridge.kernels.packed import Packing
+from tvmbridge.kernels.packed_convolution import PackedForm, packed_is_faster
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM, LiftFrozen
+from tvmbridge.passes.relax.pack_convolutions import (
+    PackConvolutions,
+    Packings,
+    otherwise_laid_out,
+    packable_convolutions,
+)
 from tvmbridge.passes.relax.pack_products import PackProducts, frozen_products
 from tvmbridge.passes.relax.parallel_products import ParallelProducts
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+
+_LAYOUTS = {
+    "relax.nn.conv2d": ["NHWC", "OIHW"],
+    # There is no packed kernel for it.
+    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+}
 
 
 @dataclass(frozen=True)
@@ -38,7 +51,7 @@ class FrozenValue:
 
     primal: int | None
     result: int | None
-    packing: Packing | None = None
+    packing: Packing | PackedForm | None = None
 
 
 @dataclass(frozen=True)
@@ -74,10 +87,11 @@ def freeze(
     mod = run_passes(mod, [LiftFrozen(names), *tidy_passes()], records)
     lifted = [p.name for p in mod["forward"].params if p.name not in primals]
     mod, packings = _packed(mod, (*names, *lifted), options, records)
+    mod, forms = _channels_last(mod, (*names, *lifted), options, records)
     mod, sources = _without_unread(mod, (*names, *lifted))
     # In the order of forward's parameters, of which the tickets are the last.
     values = [FrozenValue(None, lifted.index(n)) for n in sources if n in lifted]
-    for name, packing in packings:
+    for name, packing in (*packings, *forms):
         of_result = lifted.index(name) if name in lifted else None
         values.append(
             FrozenValue(None if name in lifted else primals.index(name), of_result, packing)
@@ -139,6 +153,31 @@ def _packed(
     if packings:
         mod = run_passes(mod, [PackProducts(tuple(packings)), *tidy_passes()], records)
     return mod, tuple(packings)
+
+
+def _channels_last(
+    mod: tvm.IRModule,
+    frozen: tuple[str, ...],
+    options: CompileOptions,
+    records: list[PassRecord],
+) -> tuple[tvm.IRModule, Packings]:
+    """``mod`` with channels last and packed weights of convolutions, if that is faster in all."""
+    found = packable_convolutions(mod["forward"], frozen)
+    if isinstance(found, str) or not packed_is_faster(
+        [f for _, f in found], options.measure_kernels
+    ):
+        return mod, ()
+    forms = tuple(dict.fromkeys(found))
+    # Only what runs at each call: the weights' function has no convolutions.
+    forward = tvm.IRModule({"forward": mod["forward"]})
+    convert = relax.transform.ConvertLayout(_LAYOUTS)
+    forward = run_passes(forward, [convert, *tidy_passes()], records)
+    if otherwise_laid_out(forward["forward"]):
+        return mod, ()
+    forward = run_passes(forward, [PackConvolutions(forms), *tidy_passes()], records)
+    functions = {name.name_hint: f for name, f in mod.functions_items()}
+    functions["forward"] = forward["forward"]
+    return tvm.IRModule(functions, attrs=mod.attrs), forms
 
 
 def _without_unread(mod: tvm.IRModule, frozen: Collection[str]) -> tuple[tvm.IRModule, list[str]]:

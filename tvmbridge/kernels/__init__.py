@@ -14,6 +14,7 @@ from tvmbridge.kernels.allocation import EMPTY, run_empty
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
 from tvmbridge.kernels.packed import PACKED_MATMUL, run_packed_matmul
+from tvmbridge.kernels.packed_convolution import PACKED_CONVOLUTION, run_packed_convolution
 from tvmbridge.kernels.sized import SIZED, with_sizes
 
 # Each is called with a spec, or its key, and tensors.
@@ -23,6 +24,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     MATMUL: run_matmul,
     ONEDNN_MATMUL: run_onednn_matmul,
     PACKED_MATMUL: run_packed_matmul,
+    PACKED_CONVOLUTION: run_packed_convolution,
 }
 
 

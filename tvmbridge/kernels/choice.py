@@ -17,7 +17,7 @@ import torch
 
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.kernels.matmul import ONEDNN_MATMUL, View, matmul_spec, onednn_program, program
-from tvmbridge.kernels.packed import MKL, ONEDNN, PackedWeight, Packing
+from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
 from tvmbridge.kernels.table import choice
 
 # oneDNN's kernel allocates its result; only a clear gain pays for that.
@@ -167,12 +167,12 @@ def _fastest_packing(
         exact = x[:_MOST_ROWS].double() @ _viewed(weight, right[1]).double()
         for library in libraries:
             try:
-                packed = PackedWeight(weight, Packing(library, rows, transposed))
-                found = packed.multiply(x, None, "none", "")
+                packed = Packing(library, rows, transposed).pack(weight)
+                found = packed.run(x, None, "none", "")
             except RuntimeError:
                 continue
             if as_precise(found, out, exact):
                 names.append(library)
-                candidates.append(functools.partial(packed.multiply, x, None, "none", ""))
+                candidates.append(functools.partial(packed.run, x, None, "none", ""))
         seconds = race(candidates)
     return names[min(range(len(names)), key=seconds.__getitem__)]

@@ -26,7 +26,7 @@ ONEDNN, MKL = "onednn", "mkl"
 NOTHING = ("none", "")
 
 _numbers = itertools.count(1)
-_weights: weakref.WeakValueDictionary[int, PackedWeight] = weakref.WeakValueDictionary()
+_weights: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,30 @@ class Packing:
     rows: int
     transposed: bool
 
+    def pack(self, weight: torch.Tensor) -> Packed:
+        """``weight``, which is float32 and of two dimensions, packed."""
+        with torch.no_grad():
+            own = (weight if self.transposed else weight.t()).detach().contiguous()
+            return Packed(_PACKERS[self.library](own, self.rows))
 
-class PackedWeight:
-    """A weight of a product, packed; it lives as long as this object does.
+
+class Packed:
+    """A packed weight; compiled code finds it by its ``ticket`` as long as this object lives.
 
     Args:
-        weight: float32, of two dimensions; it is copied.
-        packing: how.
+        run: the kernel that reads it, on the other operands.
     """
 
-    def __init__(self, weight: torch.Tensor, packing: Packing) -> None:
-        with torch.no_grad():
-            own = (weight if packing.transposed else weight.t()).detach().contiguous()
-            pack = _PACKERS[packing.library]
-            self.multiply: Callable[..., torch.Tensor] = pack(own, packing.rows)
+    def __init__(self, run: Callable[..., torch.Tensor]) -> None:
+        self.run = run
         number = next(_numbers)
         self.ticket = torch.tensor([number])
         _weights[number] = self
+
+    @staticmethod
+    def of(ticket: torch.Tensor) -> Packed:
+        """The packed weight that ``ticket`` stands for."""
+        return _weights[int(ticket)]
 
 
 def _onednn(weight: torch.Tensor, rows: int) -> Callable[..., torch.Tensor]:
@@ -104,4 +111,4 @@ def run_packed_matmul(key: str, *tensors: Any) -> torch.Tensor:
     x, ticket, *rest = (from_dlpack(t) for t in tensors)
     with torch.no_grad():
         bias = rest[0] if rest else None
-        return _weights[int(ticket)].multiply(x, bias, *_then(key))
+        return Packed.of(ticket).run(x, bias, *_then(key))

@@ -11,7 +11,7 @@ import torch
 from tvmbridge.compiler.executable import LoadedModule, prepare
 from tvmbridge.compiler.freezing import Freezing
 from tvmbridge.core.errors import BuildError
-from tvmbridge.kernels.packed import PackedWeight
+from tvmbridge.kernels.packed import Packed
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
 _AGAIN = "dispatch it again"
@@ -54,7 +54,7 @@ class FrozenWeights:
         # Before they are read: what is written meanwhile is seen.
         self._versions = tuple(t._version for t in plain)
         self._pointers = [t.data_ptr() for t in plain]
-        self._packed: list[PackedWeight] = []
+        self._packed: list[Packed] = []
         self.values = self._made(loaded, tensors, first)
         self._kept = plan.kept
 
@@ -72,7 +72,7 @@ class FrozenWeights:
             if value.packing is None:
                 values.append(prepare(source))
             else:
-                packed = PackedWeight(source, value.packing)
+                packed = value.packing.pack(source)
                 self._packed.append(packed)
                 values.append(prepare(packed.ticket))
         return values

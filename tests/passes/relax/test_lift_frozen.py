@@ -18,7 +18,7 @@ from tests.relax_helpers import (
     assert_leaves_its_input,
     operators,
 )
-from tvmbridge.kernels.packed import MKL, ONEDNN, PackedWeight, Packing
+from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
 from tvmbridge.passes.relax.lift_frozen import LiftFrozen
 from tvmbridge.passes.relax.pack_products import FrozenProduct, PackProducts, frozen_products
 
@@ -116,7 +116,7 @@ def test_values(library: str) -> None:
     assert ("relax.nn.gelu" in operators(mod)) == (library == MKL)
     functions = CompiledFunctions(mod)
     (weight,) = functions("transform_params", a, b)
-    packed = PackedWeight(weight, packing)
+    packed = packing.pack(weight)
     (found,) = functions("forward", x, bias, weight, packed.ticket)
     exact = torch.nn.functional.gelu(x.double() @ (a * b).double().T + bias)[None]
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
