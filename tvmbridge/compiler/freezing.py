@@ -91,7 +91,8 @@ def freeze(
     mod, sources = _without_unread(mod, (*names, *lifted))
     # In the order of forward's parameters, of which the tickets are the last.
     values = [FrozenValue(None, lifted.index(n)) for n in sources if n in lifted]
-    for name, packing in (*packings, *forms):
+    packed: list[tuple[str, Packing | PackedForm]] = [*packings, *forms]
+    for name, packing in packed:
         of_result = lifted.index(name) if name in lifted else None
         values.append(
             FrozenValue(None if name in lifted else primals.index(name), of_result, packing)

@@ -8,7 +8,6 @@ for the packed weight (see :mod:`.packed`), and ``spec`` is JSON: the fields of
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.kernels.choice import as_precise, operands_to_measure, race
-from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.packed import Packed
 from tvmbridge.kernels.table import choice
 
@@ -59,15 +57,9 @@ class PackedForm:
         return Packed(convolve)
 
 
-@functools.lru_cache(maxsize=4096)
-def _form(key: str) -> PackedForm:
-    content = json.loads(spec_named(key))
-    return PackedForm(**{k: tuple(v) if isinstance(v, list) else v for k, v in content.items()})
-
-
 def run_packed_convolution(key: str, *tensors: Any) -> torch.Tensor:
     """Run one; registered with TVM under :data:`PACKED_CONVOLUTION`."""
-    del key  # the packed weight knows it
+    del key  # for people: the packed weight knows it
     x, ticket, *rest = (from_dlpack(t) for t in tensors)
     with torch.no_grad():
         bias = rest[0] if rest else None
