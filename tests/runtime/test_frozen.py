@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -271,3 +272,17 @@ def test_packed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found.double(), exact(x.double()), rtol=1e-5, atol=1e-5)
     (record,) = [p for p in _entry(module).compiled.records if p.name == "PackConvolutions"]
     assert (record.rewrites, record.declined) == (2, ())
+
+
+@torch.no_grad()
+def test_code_from_the_cache_has_no_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
+    monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path / "cache"))
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        module = Pictures().double().eval()
+        own = copy.deepcopy(module)
+        add_tvm_dispatch(module, sample(2, 3, 6, 6), freeze=True)
+        expected = own(sample(2, 3, 6, 6))
+        torch.testing.assert_close(module(sample(2, 3, 6, 6)), expected, rtol=1e-12, atol=1e-12)
+    assert _entry(module).compiled.cache == "hit"

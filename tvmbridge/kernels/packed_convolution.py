@@ -48,10 +48,10 @@ class PackedForm:
             own, self.padding, self.stride, self.dilation, self.groups, self.data
         )
         kernel = torch.ops.mkldnn._convolution_pointwise.default
-        options = (self.padding, self.stride, self.dilation, self.groups, "none", [], "")
+        sizes = (self.padding, self.stride, self.dilation, self.groups)
 
         def convolve(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            result: torch.Tensor = kernel(x, packed, bias, *options)
+            result: torch.Tensor = kernel(x, packed, bias, *sizes, "none", [], "")
             return result
 
         return Packed(convolve)
