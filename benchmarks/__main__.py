@@ -229,7 +229,10 @@ def main(argv: Sequence[str] = ()) -> int:
             print(f"  without {peer}: {why}")
         torch._dynamo.reset()
         gc.collect()
-    Console().print(table_of(rows, peers))
+    console = Console()
+    if not console.is_terminal:  # where a narrow table would be cut up
+        console = Console(width=200)
+    console.print(table_of(rows, peers))
     content = {
         "machine": asdict(machine),
         "python": platform.python_version(),

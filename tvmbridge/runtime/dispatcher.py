@@ -18,8 +18,9 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.checks import Checks
-from tvmbridge.runtime.entry import CompiledEntry, FastPath
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import without_autocast
@@ -22,17 +20,17 @@ from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.frozen import FrozenWeights
 from tvmbridge.runtime.given_primals import GivenPrimals
-from tvmbridge.runtime.graphed import GraphedCode, Graphs
+from tvmbridge.runtime.graphed import GraphedCode
 from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
-from tvmbridge.runtime.second_order import Pinned, SecondOrder
-from tvmbridge.runtime.step import Held
+from tvmbridge.runtime.second_order import SecondOrder
 
 
 class CompiledEntry:
@@ -295,23 +293,3 @@ class CompiledEntry:
     ) -> Any:
         """Write mutations back, and rebuild what forward returns from the computed outputs."""
         return self.outputs.assemble(results, leaves, tensors, arguments)
-
-
-@dataclass(eq=False)
-class FastPath:
-    """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
-
-    ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
-    ``bound`` for inference and ``held`` for training. ``graphs`` replay calls on a GPU.
-    ``outdated`` is memory that calls under way may still read.
-    """
-
-    entry: CompiledEntry
-    guard: FastGuard
-    tensors: list[torch.Tensor]
-    strides: Strides
-    bound: Bound | None = None
-    held: Held | None = None
-    pinned: Pinned | None = None
-    graphs: Graphs | None = None
-    outdated: list[torch.Tensor] = field(default_factory=list)
