@@ -35,6 +35,8 @@ EXTRAS = {
         "cloudpickle",
         "tornado",
     ],
+    # What `python -m benchmarks` measures beside PyTorch; what is missing is left out.
+    "benchmarks": ["transformers>=5", "onnx", "onnxruntime", "openvino"],
     # Graphviz for browsers: what interactive pages are laid out with.
     "draw": [DRAW],
     "notebooks": ["nbclient", "nbformat", "ipykernel"],

@@ -215,10 +215,12 @@ def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
 
 def _cache(known: argparse.Namespace, _rest: list[str]) -> int:
     from tvmbridge.cache import Store
+    from tvmbridge.kernels.table import clear_tables
 
     store = Store.of_now()
     if known.clear:
-        print(f"removed {store.clear()} files from {store.folder}")
+        count = store.clear() + clear_tables(store.folder)
+        print(f"removed {count} files from {store.folder}")
     elif known.size:
         print(f"{store.size()} bytes of at most {store.most} in {store.folder}")
     else:

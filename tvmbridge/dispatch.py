@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch import nn
@@ -38,6 +39,7 @@ def add_tvm_dispatch(
     options: CompileOptions | dict[str, Any] | None = None,
     on_fallback: Literal["warn", "silent", "raise"] | None = None,
     dynamic_shapes: Literal["auto"] | None = None,
+    freeze: bool | None = None,
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
@@ -63,6 +65,12 @@ def add_tvm_dispatch(
             symbolic code, which is compiled once, at the first such call: the dimensions that
             changed become symbols. Sizes of 0 and 1, and those that forward treats in another
             way, run the module's own forward. None, the default: code serves the sizes of samples.
+        freeze: the parameters and buffers of now are constants: what depends on them alone is
+            computed once, batch norm goes into convolutions, weights of products are packed for
+            the fastest library. For modules in eval mode on the CPU, called where autograd records
+            nothing. A call after one was written or replaced runs the module's own forward, until
+            the module is dispatched again; writes through ``.data`` are not seen. None, the
+            default, is False, or what an earlier dispatch of the module has set.
 
     Returns:
         ``module``.
@@ -70,7 +78,8 @@ def add_tvm_dispatch(
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
         ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
-            ``on_fallback`` or ``dynamic_shapes`` is another word.
+            ``on_fallback`` or ``dynamic_shapes`` is another word; ``freeze`` is True for a module
+            in train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
             active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
@@ -81,6 +90,8 @@ def add_tvm_dispatch(
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     chosen = CompileOptions.of(options)
+    if freeze is not None:
+        chosen = replace(chosen, freeze=freeze)
     policy = CheckPolicy.of_now(chosen.check)
     if on_fallback not in (None, *ON_FALLBACK):
         raise ValueError(f"on_fallback is {on_fallback!r}; choose one of {', '.join(ON_FALLBACK)}")
@@ -96,8 +107,15 @@ def add_tvm_dispatch(
     if surroundings is not None:
         raise CaptureError(f"add_tvm_dispatch cannot trace the module here: {surroundings}")
     installed = module.__dict__.get("forward")
+    if chosen.freeze:
+        _refuse_to_freeze(module, dynamic_shapes)
     if isinstance(installed, Dispatcher):
         dispatcher = installed
+        if freeze not in (None, dispatcher.options.freeze):
+            raise ValueError(
+                f"freeze is {freeze}, and an earlier dispatch of this module has set the contrary: "
+                "call remove_tvm_dispatch first"
+            )
         dispatcher.renew_after_fork()
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
@@ -116,10 +134,18 @@ def add_tvm_dispatch(
     return module
 
 
+def _refuse_to_freeze(module: nn.Module, dynamic_shapes: str | None) -> None:
+    if module.training:
+        raise ValueError("freeze=True is for evaluation: call module.eval() first")
+    if dynamic_shapes is not None:
+        raise ValueError("freeze=True compiles for the sizes of samples alone, not dynamic_shapes")
+
+
 def _compile_sample(
     dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Compile for a sample what is not there yet."""
+    dispatcher.drop_outdated()
     specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
     if mode is not None:
         dispatcher.compile(specialization, mode, *arguments)

@@ -12,7 +12,7 @@ from torch import nn
 from tests.dispatch_helpers import assert_same_step, eager, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.kernels.choice import faster_with_onednn
+from tvmbridge.kernels import table
 
 F = nn.functional
 
@@ -113,10 +113,11 @@ class Products(nn.Module):
         return self.q(x) * self.k(x)
 
 
-def test_compilation_draws_nothing() -> None:
-    faster_with_onednn.cache_clear()
+def test_compilation_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: dict[object, table.Table] = {}
+    monkeypatch.setattr(table, "_tables", tables)
     module, x = Products().train(), torch.randn(40, 24)
     before = torch.get_rng_state()
     add_tvm_dispatch(module, x)
     assert torch.equal(torch.get_rng_state(), before)
-    assert faster_with_onednn.cache_info().misses
+    assert tables  # something was measured

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tvmbridge.kernels import parallel
+from tvmbridge.kernels import parallel, table
 from tvmbridge.kernels.parallel import KINDS, Layers, faster, seconds, worthwhile
 
 LAYERS = Layers(rows=6, depth=16, widths=(8, 4, 4), dtype=torch.float32, threads=1)
@@ -31,6 +31,7 @@ def test_all_kinds_are_measured(kind: str, dtype: torch.dtype) -> None:
 def test_the_choice_follows_the_times(
     times: dict[str, tuple[float, float]], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(table, "_tables", {})
     monkeypatch.setattr(parallel, "seconds", lambda layers, kind: times[kind])
     assert worthwhile(LAYERS) is expected
     assert [faster(LAYERS, kind) for kind in KINDS] == [b < a for a, b in times.values()]

@@ -21,11 +21,11 @@ from typing import Any
 
 from tvmbridge.cache.key import CacheKey
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.machine import cache_folder
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "TVMBRIDGE_CACHE_DIR"
 SIZE = "TVMBRIDGE_CACHE_SIZE"
 DEFAULT_BYTES = 2 * 2**30
 MOST_BYTES = 2**30
@@ -50,16 +50,6 @@ class Kept:
 
     description: Mapping[str, Any]
     library: bytes
-
-
-def cache_folder() -> Path:
-    """The folder that the variable names, or that of the user's caches."""
-    named = os.environ.get(FOLDER)
-    if named:
-        return Path(named).expanduser()
-    caches = os.environ.get("XDG_CACHE_HOME", "")
-    base = Path(caches) if os.path.isabs(caches) else Path.home() / ".cache"
-    return base / "tvmbridge"
 
 
 def most_bytes() -> int:

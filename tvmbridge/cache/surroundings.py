@@ -17,12 +17,11 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tvmbridge.cache.key import digest_of
+from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
 from tvmbridge.records.library import log_dirs, named_log_dir
 from tvmbridge.records.meta import NAME as META
-from tvmbridge.records.meta import cpu_model
 
-SWITCH = "TVMBRIDGE_CACHE"
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Variables that TVM, LLVM and the libraries behind PyTorch's products may read.
 _PREFIXES = ("TVM_", "LLVM_", "ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_", "GOMP_")
@@ -33,7 +32,7 @@ def unusable(option: bool) -> str | None:
     """Why nothing is read from the cache, or kept in it; None: it is used."""
     if not option:
         return "the option cache is off"
-    if os.environ.get(SWITCH, "1") in ("0", "off", "false", "no"):
+    if caching_is_off():
         return f"{SWITCH} is {os.environ[SWITCH]}"
     if os.environ.get("TVMBRIDGE_DUMP"):
         return "TVMBRIDGE_DUMP asks for the module after each pass"

@@ -15,6 +15,7 @@ from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.combining import Packs
 from tvmbridge.compiler.durations import Stages
 from tvmbridge.compiler.executable import Bound, LoadedModule
+from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
@@ -47,7 +48,8 @@ class CompiledModule:
     ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
     the code was compiled and not found on disk. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
-    replayed as CUDA graphs where that is safe.
+    replayed as CUDA graphs where that is safe. ``freezing``: what ``forward`` takes in place of the
+    primals, where weights are frozen; else None.
     """
 
     captured: CapturedGraph
@@ -70,6 +72,7 @@ class CompiledModule:
     partial_backwards: PartialBackwards | NoPartialBackwards | None = None
     cuda_graphs: bool = False
     cache: str = ""
+    freezing: Freezing | None = None
 
     def forward(
         self, primals: Sequence[Any], strides: Strides = None, bound: Bound | None = None
@@ -141,11 +144,15 @@ def compile_module(
         options=options,
         records=records,
         measure=stages.measure,
-        packing=packing,
+        packing=None if options.freeze else packing,
         apart=apart,
         autocast=autocast,
     )
-    return build_lowered(lowered, options, records, stages)
+    if not options.freeze:
+        return build_lowered(lowered, options, records, stages)
+    with stages.measure("passes"):
+        lowered, freezing = freeze(lowered, options, records)
+    return replace(build_lowered(lowered, options, records, stages), freezing=freezing)
 
 
 def build_lowered(

@@ -15,6 +15,7 @@ from tvm import relax
 
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.torch_private import current_raw_stream
+from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
 # Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
 _ALIGNMENT_MASK = 63
@@ -107,7 +108,7 @@ class LoadedModule:
         self._unaligned = dict(unaligned or {})
         self._functions = {
             name: on_current_stream(vm[name], device)
-            for name in ("forward", "backward")
+            for name in ("forward", "backward", TRANSFORM)
             if _has(vm, name)
         }
         self._lock = threading.RLock()

@@ -43,6 +43,7 @@ class CompileOptions:
             ``"auto"`` does so in inference, and in training where the combined products were
             measured to be faster; ``"always"`` in both; ``"never"`` leaves the weights where they
             are.
+        freeze: take the weights for constants, in evaluation (see ``add_tvm_dispatch``).
         cuda_graphs: on a GPU, record the launches of a call once and replay them, where that is
             safe (docs/gpu.md).
         tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
@@ -78,6 +79,7 @@ class CompileOptions:
     cache: bool = True
     extra_passes: tuple[Any, ...] = ()
     check: str = "never"
+    freeze: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

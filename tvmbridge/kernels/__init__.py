@@ -13,6 +13,8 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.allocation import EMPTY, run_empty
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
+from tvmbridge.kernels.packed import PACKED_MATMUL, run_packed_matmul
+from tvmbridge.kernels.packed_convolution import PACKED_CONVOLUTION, run_packed_convolution
 from tvmbridge.kernels.sized import SIZED, with_sizes
 
 # Each is called with a spec, or its key, and tensors.
@@ -21,6 +23,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     EMPTY: run_empty,
     MATMUL: run_matmul,
     ONEDNN_MATMUL: run_onednn_matmul,
+    PACKED_MATMUL: run_packed_matmul,
+    PACKED_CONVOLUTION: run_packed_convolution,
 }
 
 

@@ -17,18 +17,23 @@ import torch
 
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.kernels.matmul import ONEDNN_MATMUL, View, matmul_spec, onednn_program, program
+from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
+from tvmbridge.kernels.table import choice
 
 # oneDNN's kernel allocates its result; only a clear gain pays for that.
 _GAIN = 0.9
-_REPEATS = 4
-_MOST_SECONDS = 0.15
+# Short ones are repeated more often: the best of a few may still be one that was interrupted.
+_REPEATS, _MOST_REPEATS = 4, 40
+_ENOUGH_SECONDS, _MOST_SECONDS = 0.03, 0.15
+# So many rows are compared with the product in float64.
+_MOST_ROWS = 32
+_ATEN, _ONEDNN = _LIBRARIES = ("aten", "onednn")
 
 Operand = tuple[tuple[int, ...], View]
 
 
-@functools.lru_cache(maxsize=4096)
 def faster_with_onednn(
-    left: Operand, right: Operand, result: tuple[int, ...], biased: bool, threads: int
+    left: Operand, right: Operand, result: tuple[int, ...], biased: bool
 ) -> bool:
     """Whether oneDNN's kernel is clearly faster for this float32 product than MKL's.
 
@@ -37,10 +42,15 @@ def faster_with_onednn(
         right: the same of the second.
         result: shape of the product; only two dimensions are measured.
         biased: whether a row is added.
-        threads: PyTorch's threads, on which the answer depends.
     """
     if len(result) != 2 or min(result) < 2 or not torch.backends.mkldnn.is_available():
         return False
+    question = f"float32 product {left} {right}{' biased' * biased}"
+    found = choice(question, _LIBRARIES, lambda: _faster_library(left, right, result, biased))
+    return found == _ONEDNN
+
+
+def _faster_library(left: Operand, right: Operand, result: tuple[int, ...], biased: bool) -> str:
     shapes = [left[0], right[0], *([(result[1],)] if biased else [])]
     operands = operands_to_measure(shapes, torch.float32)
     spec = matmul_spec((left[1], right[1]), result)
@@ -50,12 +60,35 @@ def faster_with_onednn(
         try:
             other = onednn(*operands)
         except RuntimeError:
-            return False
+            return _ATEN
         library(*operands, out)
-        if not torch.allclose(out, other, rtol=1e-4, atol=1e-4):
-            return False
+        if not as_precise(other, out, _exactly(left, right, operands)):
+            return _ATEN
         first, second = race([lambda: library(*operands, out), lambda: onednn(*operands)])
-    return second < _GAIN * first
+    return _ONEDNN if second < _GAIN * first else _ATEN
+
+
+def _exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The first rows of the product in float64."""
+    (a, b), rest = operands[:2], operands[2:]
+    a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))
+    return sum((r.double() for r in rest), a[:_MOST_ROWS] @ b)
+
+
+def _viewed(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    return tensor if view is None else tensor.as_strided(*view)
+
+
+def as_precise(found: torch.Tensor, usual: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether ``found`` is about as near to ``exact`` as the ``usual`` result is.
+
+    Libraries add in different orders, and so differ by some roundings; a product whose operands
+    are rounded to fewer digits is off by a thousand times as much.
+    """
+    rows = exact.shape[0]
+    errors = [(r[:rows].double() - exact).abs().max() for r in (found, usual)]
+    rounding = torch.finfo(usual.dtype).eps * exact.abs().max()
+    return bool(errors[0] <= 8 * torch.maximum(errors[1], rounding))
 
 
 def operands_to_measure(
@@ -70,12 +103,13 @@ def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
     """The best time of each candidate, run in turns."""
     best = [float("inf")] * len(candidates)
     started = time.perf_counter()
-    for _ in range(_REPEATS):
+    for number in range(_MOST_REPEATS):
         for i, candidate in enumerate(candidates):
             start = time.perf_counter()
             candidate()
             best[i] = min(best[i], time.perf_counter() - start)
-        if time.perf_counter() - started > _MOST_SECONDS:
+        elapsed = time.perf_counter() - started
+        if elapsed > (_ENOUGH_SECONDS if number + 1 >= _REPEATS else _MOST_SECONDS):
             break
     return best
 
@@ -88,6 +122,57 @@ def product_kernel(measure: bool, dtype: str, spec: str, shapes: Sequence[Any]) 
     views = [None if v is None else (tuple(v[0]), tuple(v[1])) for v in content["views"]]
     left, right = ((tuple(s), v) for s, v in zip(shapes[:2], views, strict=True))
     result = tuple(content["result"])
-    threads, biased = torch.get_num_threads(), len(shapes) > 2
-    fast = decided(Rule.MIDDLE, lambda: faster_with_onednn(left, right, result, biased, threads))
+    biased = len(shapes) > 2
+    fast = decided(Rule.MIDDLE, lambda: faster_with_onednn(left, right, result, biased))
     return ONEDNN_MATMUL if fast else ""
+
+
+def packing_of(rows: int, depth: int, columns: int, transposed: bool, measure: bool) -> str:
+    """The library to pack a frozen float32 weight for; "": it is read as it lies.
+
+    Args:
+        rows: of the other operand.
+        depth, columns: the product is (rows, depth) by (depth, columns).
+        transposed: the weight lies as (columns, depth).
+        measure: whether candidates may be measured; otherwise nothing is packed.
+    """
+    if not measure or min(rows, depth, columns) < 2:
+        return ""
+    question = f"packed float32 product {rows}x{depth}x{columns}{' transposed' * transposed}"
+    libraries = (*([ONEDNN] * torch.backends.mkldnn.is_available()), MKL)
+    if not torch.backends.mkl.is_available():
+        libraries = libraries[:-1]
+    return choice(
+        question,
+        ("", *libraries),
+        lambda: _fastest_packing(rows, depth, columns, transposed, libraries),
+    )
+
+
+def _fastest_packing(
+    rows: int, depth: int, columns: int, transposed: bool, libraries: Sequence[str]
+) -> str:
+    shape = (columns, depth) if transposed else (depth, columns)
+    x, weight = operands_to_measure([(rows, depth), shape], torch.float32)
+    x, weight = x - 0.5, weight - 0.5
+    right: Operand = (shape, ((depth, columns), (1, depth)) if transposed else None)
+    spec = matmul_spec((None, right[1]), (rows, columns))
+    usual, out = program(spec), torch.empty(rows, columns)
+    names, candidates = [""], list[Callable[[], Any]]([lambda: usual(x, weight, out)])
+    if faster_with_onednn(((rows, depth), None), right, (rows, columns), False):
+        onednn = onednn_program(spec)
+        candidates = [lambda: onednn(x, weight)]
+    with torch.no_grad():
+        usual(x, weight, out)
+        exact = x[:_MOST_ROWS].double() @ _viewed(weight, right[1]).double()
+        for library in libraries:
+            try:
+                packed = Packing(library, rows, transposed).pack(weight)
+                found = packed.run(x, None, "none", "")
+            except RuntimeError:
+                continue
+            if as_precise(found, out, exact):
+                names.append(library)
+                candidates.append(functools.partial(packed.run, x, None, "none", ""))
+        seconds = race(candidates)
+    return names[min(range(len(names)), key=seconds.__getitem__)]

@@ -16,10 +16,12 @@ import torch
 
 from tvmbridge.kernels.choice import Operand, faster_with_onednn, operands_to_measure, race
 from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
+from tvmbridge.kernels.table import choice
 
 # Only a clear gain pays for moving weights.
 _GAIN = 0.05
 KINDS = ("forward", "input", "weight")
+_YES, _NO = _ANSWERS = ("together", "apart")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ def seconds(layers: Layers, kind: str) -> tuple[float, float]:
 
 def worthwhile(layers: Layers) -> bool:
     """Whether a training step is clearly faster with combined products."""
+    return choice(f"all of {layers}", _ANSWERS, lambda: _answer(_worthwhile(layers))) == _YES
+
+
+def _worthwhile(layers: Layers) -> bool:
     apart, gained = 0.0, 0.0
     for kind in KINDS:
         separate, combined = seconds(layers, kind)
@@ -55,8 +61,16 @@ def worthwhile(layers: Layers) -> bool:
 
 def faster(layers: Layers, kind: str) -> bool:
     """Whether the products of one of :data:`KINDS` are faster combined."""
-    separate, combined = seconds(layers, kind)
-    return combined < separate
+
+    def measured() -> str:
+        separate, combined = seconds(layers, kind)
+        return _answer(combined < separate)
+
+    return choice(f"{kind} of {layers}", _ANSWERS, measured) == _YES
+
+
+def _answer(yes: bool) -> str:
+    return _YES if yes else _NO
 
 
 def _step(layers: Layers, kind: str, widths: Sequence[int]) -> Callable[[], object]:
@@ -92,9 +106,7 @@ def _product(
     """A product by the kernel that it would be given."""
     a, b = operands_to_measure((left[0], right[0]), dtype)
     spec = matmul_spec((left[1], right[1]), result)
-    if dtype is torch.float32 and faster_with_onednn(
-        left, right, result, False, torch.get_num_threads()
-    ):
+    if dtype is torch.float32 and faster_with_onednn(left, right, result, False):
         onednn = onednn_program(spec)
         return lambda: onednn(a, b)
     library, out = program(spec), torch.empty(result, dtype=dtype)

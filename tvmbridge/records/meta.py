@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import tvm
 from tvm.target import Target
 
+from tvmbridge.core.machine import cpu_model
 from tvmbridge.records.jsonlines import parse_json, read_own, replace_file
 from tvmbridge.schedules.target import core_count, usable_cores
 
@@ -69,17 +69,6 @@ def target_name(target: Target) -> str:
     if others:
         parts.append(hashlib.sha256(json.dumps(others).encode()).hexdigest()[:8])
     return "-".join(parts)
-
-
-def cpu_model() -> str:
-    """The processor's name, as the system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def read_meta(folder: Path) -> Meta | str:

@@ -18,8 +18,9 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.checks import Checks
-from tvmbridge.runtime.entry import CompiledEntry, FastPath
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,
@@ -149,7 +150,7 @@ class Dispatcher(ModuleCode, StandsForForward):
                 results = entry.run(leaves, tensors, arguments)
                 self._remember(specialization, entry, leaves, mode)
                 return results
-        why = reason or nearest(misfits) or "nothing is compiled"
+        why = reason or nearest(misfits) or self._without_code()
         if reason is None and not again and self.compiles_signatures and self._has_room(misfits):
             refused = self._specialize(known, args, kwargs, misfits)
             if refused is None:
@@ -181,6 +182,11 @@ class Dispatcher(ModuleCode, StandsForForward):
         self.tally.note(reason, settling=settling)
         return self.original(*args, **kwargs)
 
+    def _without_code(self) -> str:
+        if self.options.freeze:
+            return "this is a copy of a frozen module, which has no code"
+        return "nothing is compiled"
+
     def served(self) -> int:
         """The calls that compiled code has served."""
         return sum(entry.calls for s in self.all_specializations() for _, entry in s.compiled())
@@ -208,9 +214,10 @@ class Dispatcher(ModuleCode, StandsForForward):
         duplicate.compiles_signatures = self.compiles_signatures
         if self.any_size is not None:
             duplicate.any_size = AnySize(duplicate.compiler)
-        duplicate.specializations = tuple(
-            s.rebound(memo, duplicate.packing) for s in self.specializations
-        )
+        if not self.options.freeze:  # nobody compares the copy's weights with those that were
+            duplicate.specializations = tuple(
+                s.rebound(memo, duplicate.packing) for s in self.specializations
+            )
         duplicate.packing.claim_like(self.packing)
         duplicate.checker = None if self.checker is None else self.checker.renewed()
         return duplicate

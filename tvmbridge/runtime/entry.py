@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import without_autocast
@@ -22,16 +20,17 @@ from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.fast_path import FastPath
+from tvmbridge.runtime.frozen import FrozenWeights
 from tvmbridge.runtime.given_primals import GivenPrimals
-from tvmbridge.runtime.graphed import GraphedCode, Graphs
+from tvmbridge.runtime.graphed import GraphedCode
 from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
-from tvmbridge.runtime.second_order import Pinned, SecondOrder
-from tvmbridge.runtime.step import Held
+from tvmbridge.runtime.second_order import SecondOrder
 
 
 class CompiledEntry:
@@ -74,6 +73,12 @@ class CompiledEntry:
         self.packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
         ]
+        self.frozen: FrozenWeights | None = None
+        if compiled.freezing is not None:
+            tensors, first = state.tensors(), len(self.given.inputs)
+            self.frozen = FrozenWeights(
+                compiled.freezing, compiled.loaded, state.names, tensors, first
+            )
         self.training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self.second_order = SecondOrder(state, captured, self.mismatch)
         self.records_writes = self.training is not None and self.outputs.writes
@@ -124,6 +129,8 @@ class CompiledEntry:
             reason = self.outputs.mismatch(leaves, tensors)
         if reason is None and self._asks:
             reason = other_answer(self._asks, leaves, tensors)
+        if reason is None and self.frozen is not None:
+            reason = self.frozen.changed(tensors)
         return reason or self._layouts.mismatch(leaves, tensors)
 
     def fits_flags(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -171,7 +178,16 @@ class CompiledEntry:
         self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
     ) -> FastPath | None:
         written = self.outputs.written_tensors(leaves, tensors)
-        guard = FastGuard(self.state, signature, leaves, tensors, written, self.records_writes)
+        frozen = self.frozen
+        guard = FastGuard(
+            self.state,
+            signature,
+            leaves,
+            tensors,
+            written,
+            self.records_writes,
+            [] if frozen is None else frozen.pinned(tensors),
+        )
         first = len(self.given.inputs)
         held = dict(enumerate(tensors, start=first))
         packed = first + len(tensors) + len(self.given.noise)
@@ -193,6 +209,8 @@ class CompiledEntry:
                 fast.graphs = code.training(self.training, held_for)
         else:
             count = packed + len(self.packs)
+            if frozen is not None:
+                held, count = frozen.held(held)
             bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
             fast = FastPath(self, guard, list(tensors), strides, bound=bound)
             if code is not None:
@@ -259,6 +277,8 @@ class CompiledEntry:
         elif replayed is not None:
             results = replayed.outputs
         else:
+            if self.frozen is not None:
+                primals = self.frozen.arguments(primals)
             results = self.compiled.forward(primals, strides, fast.bound if fast else None)
         with self._counting:
             self.calls += 1
@@ -273,23 +293,3 @@ class CompiledEntry:
     ) -> Any:
         """Write mutations back, and rebuild what forward returns from the computed outputs."""
         return self.outputs.assemble(results, leaves, tensors, arguments)
-
-
-@dataclass(eq=False)
-class FastPath:
-    """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
-
-    ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
-    ``bound`` for inference and ``held`` for training. ``graphs`` replay calls on a GPU.
-    ``outdated`` is memory that calls under way may still read.
-    """
-
-    entry: CompiledEntry
-    guard: FastGuard
-    tensors: list[torch.Tensor]
-    strides: Strides
-    bound: Bound | None = None
-    held: Held | None = None
-    pinned: Pinned | None = None
-    graphs: Graphs | None = None
-    outdated: list[torch.Tensor] = field(default_factory=list)

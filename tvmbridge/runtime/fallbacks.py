@@ -25,6 +25,8 @@ _gone: list[str] = []
 
 _ADD = "call add_tvm_dispatch with these arguments too"
 _AGAIN = "call add_tvm_dispatch again, which compiles for the module as it is now"
+_FREEZE = "call add_tvm_dispatch with freeze=True again"
+_THAW = "call the module in eval mode under torch.no_grad(), or dispatch it without freeze=True"
 # What to do, by how a reason begins or by a part of it.
 _ADVICE = (
     ("the shape of an input", f"pad inputs to one shape, or {_ADD}"),
@@ -40,6 +42,9 @@ _ADVICE = (
     ("being traced", "call remove_tvm_dispatch before the module is traced"),
     ("checkpoint", "dispatch the submodules that the checkpoint calls"),
     ("max_specializations", "raise the option max_specializations"),
+    ("was frozen", _FREEZE),
+    ("weights are frozen", _THAW),
+    ("copy of a frozen", _FREEZE),
     ("changed", _AGAIN),
     ("replaced", _AGAIN),
     ("removed", _AGAIN),

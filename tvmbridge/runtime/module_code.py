@@ -19,8 +19,9 @@ from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.any_size import AnySize
-from tvmbridge.runtime.entry import CompiledEntry, FastPath
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import forward_of_class
 from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature, nearest
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 # fewer, since each of its values is a signature.
 _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
+
+_IN_TRAINING = "the weights are frozen, and the module is in train mode"
+_NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
 
 
 class ModuleCode:
@@ -77,6 +81,8 @@ class ModuleCode:
             return "the process was forked after dispatch"
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         needs_grad = recording and self.anything_requires_grad(specialization, leaves)
+        if self.options.freeze and (self.module.training or needs_grad):
+            return _NO_GRADIENTS if needs_grad else _IN_TRAINING
         return Mode.of_now(self.module.training, needs_grad)
 
     def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
@@ -196,6 +202,17 @@ class ModuleCode:
             found = self.any_size.specialization(known, args, kwargs)
             if found is not None:
                 yield found
+
+    def drop_outdated(self) -> None:
+        """Forget code whose frozen weights have changed since: with it goes their packed form."""
+        if not self.options.freeze:
+            return
+        for specialization in self.specializations:
+            for _, entry in specialization.compiled():
+                if entry.frozen is not None and entry.frozen.changed(entry.state.tensors()):
+                    specialization.remove(entry)
+        self.specializations = tuple(s for s in self.specializations if s.compiled())
+        self.forget_fast()
 
     def all_specializations(self) -> list[Specialization]:
         """Those for samples, and those for calls of other sizes."""

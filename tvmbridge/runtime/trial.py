@@ -33,6 +33,8 @@ def try_out(entry: CompiledEntry, leaves: Sequence[Any]) -> None:
 
 def _try(entry: CompiledEntry, primals: list[torch.Tensor], leaves: Sequence[Any]) -> None:
     if entry.training is None:
+        if entry.frozen is not None:
+            primals = entry.frozen.arguments(primals)
         _try_epilogue(entry, entry.compiled.forward(primals), leaves)
         return
     wanted = [primals[p].requires_grad_() for p in entry.training.gradient_of]

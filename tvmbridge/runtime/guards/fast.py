@@ -74,6 +74,7 @@ class FastGuard:
         tensors: of the module, at the call.
         written: those of them that the call writes.
         records_writes: whether autograd records a call that writes.
+        frozen: tensors that must not have been written, with their versions.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class FastGuard:
         tensors: Sequence[torch.Tensor],
         written: Sequence[torch.Tensor],
         records_writes: bool,
+        frozen: Sequence[tuple[torch.Tensor, int]] = (),
     ) -> None:
         self._lines: list[str] = []
         self._names: dict[str, Any] = {
@@ -102,6 +104,7 @@ class FastGuard:
         self._emit_tensors(signature, leaves)
         self._emit_surroundings(signature, records_writes)
         self._emit_module(state, [*tensors, *constants], signature)
+        self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
         self._emit_memory(signature, written)
         self.source = "def guard(args, kwargs):\n" + "".join(f"    {x}\n" for x in self._lines)
         self.source += "    return leaves\n"
@@ -184,10 +187,8 @@ class FastGuard:
         self, state: ModuleState, tensors: Sequence[torch.Tensor], signature: Signature
     ) -> None:
         """Its dictionaries, classes and addresses, and the values that it reads elsewhere."""
-        if state.constants:
-            written = self._name("versions", versions_of)
-            constants = self._name("constants", tuple(state.constants))
-            self._refuse_if(f"{written}({constants}) != {versions_of(tuple(state.constants))!r}")
+        constants = tuple(state.constants)
+        self._emit_versions("constants", constants, versions_of(constants) if constants else ())
         dicts = {id(d): d for d in state.watched_dicts()}
         further, slots, containers = state.values.beyond(dicts.keys())
         dicts.update((id(d), d) for d in further)
@@ -214,6 +215,14 @@ class FastGuard:
         self._refuse_if(f"not {self._name('unchanged', made.unchanged)}()")
         for container in containers:
             self._refuse_if(f"{self._name('changed', container.changed)}()")
+
+    def _emit_versions(
+        self, kind: str, tensors: Sequence[torch.Tensor], versions: Sequence[int]
+    ) -> None:
+        """How often tensors were written that must not have been."""
+        if tensors:
+            written, held = self._name("versions", versions_of), self._name(kind, tuple(tensors))
+            self._refuse_if(f"{written}({held}) != {self._name('known', tuple(versions))}")
 
     def _emit_memory(self, signature: Signature, written: Sequence[torch.Tensor]) -> None:
         """Arguments must not lie in memory that the call writes."""

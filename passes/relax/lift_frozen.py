@@ -1,0 +1,171 @@
+"""What depends on frozen weights alone is computed once, by a function of its own.
+
+Before (``w`` and ``s`` are frozen)::
+
+    def forward(x, w, s):
+        lv = w * s
+        y = R.matmul(x, R.permute_dims(lv))
+
+After::
+
+    def transform_params(w, s):
+        return (w * s,)
+
+    def forward(x, frozen_0):
+        y = R.matmul(x, R.permute_dims(frozen_0))
+
+Views and what is made larger stay where they are read, for they cost nothing there: reshapes,
+transposes that products alone read, broadcasts, and tensors of one number.
+
+Requires: one dataflow block. Guarantees: ``forward`` has its parameters in their order, without
+those frozen ones that it does not read, and behind them one for each result of
+``transform_params``, which is there if it has a result.
+Runs after: the graph passes. Runs before: PackProducts, DispatchKernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.utils import copy_with_new_vars
+
+from tvmbridge.passes.base import PassReport, RelaxPass, free_prefix
+
+TRANSFORM = "transform_params"
+
+_VIEWS = ("relax.reshape", "relax.expand_dims", "relax.squeeze")
+_MADE = ("relax.full", "relax.zeros", "relax.ones", "relax.broadcast_to")
+
+
+@dataclass(frozen=True)
+class LiftFrozen(RelaxPass):
+    """Compute what depends on some parameters of ``forward`` alone in ``transform_params``.
+
+    Args:
+        frozen: names of the parameters whose values do not change.
+        prefix: the new parameters are called ``prefix0``, ``prefix1`` ...
+    """
+
+    frozen: tuple[str, ...]
+    prefix: str = "frozen_"
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        forward = mod["forward"]
+        found = _found(forward, weights_alone(forward, self.frozen))
+        functions = {name.name_hint: f for name, f in mod.functions_items()}
+        if found.lifted:
+            report.rewrote(len(found.lifted))
+            functions[TRANSFORM] = _transform(forward, found)
+        functions["forward"] = self._without(forward, found)
+        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+    def _without(self, forward: relax.Function, found: _Found) -> relax.Function:
+        """``forward`` with parameters for what is lifted, and without frozen ones not read."""
+        prefix = free_prefix(self.prefix, [p.name for p in forward.params])
+        added = {v: relax.Var(f"{prefix}{i}", v.ty) for i, v in enumerate(found.lifted)}
+        body = _LiftMutator(added, found.left_out).visit_expr(forward.body)
+        read = set(relax.analysis.free_vars(body))
+        frozen = set(self.frozen)
+        parameters = [p for p in forward.params if p in read or p.name not in frozen]
+        parameters += added.values()
+        return relax.Function(
+            parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
+        )
+
+
+def bindings_of(function: relax.Function) -> dict[relax.Var, relax.Expr]:
+    """The values of a function's variables, in order."""
+    return {b.var: b.value for block in function.body.blocks for b in block.bindings}
+
+
+def weights_alone(function: relax.Function, frozen: Collection[str]) -> set[relax.Var]:
+    """The variables of ``function`` that depend on no other parameters than those ``frozen``."""
+    known = {p for p in function.params if p.name in frozen}
+    for var, value in bindings_of(function).items():
+        if known.issuperset(relax.analysis.free_vars(value)):
+            known.add(var)
+    return known
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The variables that are ``lifted``, and those whose bindings ``forward`` loses."""
+
+    lifted: tuple[relax.Var, ...]
+    left_out: frozenset[relax.Var]
+
+
+def _found(function: relax.Function, known: set[relax.Var]) -> _Found:
+    bound = bindings_of(function)
+    readers: dict[relax.Var, list[relax.Var | None]] = {}
+    for var, value in bound.items():
+        for read in relax.analysis.free_vars(value):
+            readers.setdefault(read, []).append(var)
+    for read in relax.analysis.free_vars(function.body.body):
+        readers.setdefault(read, []).append(None)
+    lifted: list[relax.Var] = []
+    stay: set[relax.Var | None] = {None, *(v for v in bound if v not in known)}
+    for var in reversed([v for v in bound if v in known]):
+        staying = [reader for reader in readers.get(var, ()) if reader in stay]
+        if not staying:
+            continue
+        if _costs_nothing(var, bound[var], [None if r is None else bound[r] for r in staying]):
+            stay.add(var)
+        else:
+            lifted.append(var)
+    return _Found(tuple(reversed(lifted)), frozenset(known - stay))
+
+
+def _costs_nothing(
+    var: relax.Var, value: relax.Expr, readers: Collection[relax.Expr | None]
+) -> bool:
+    """Whether ``value`` may as well be computed at each call, where ``readers`` read it."""
+    if not isinstance(var.ty, relax.TensorType) or not isinstance(value, relax.Call):
+        return True
+    name = getattr(value.op, "name", "")
+    if name == "relax.permute_dims":
+        return all(_is_product(reader) for reader in readers)
+    return name in _VIEWS or name in _MADE
+
+
+def _is_product(value: relax.Expr | None) -> bool:
+    return isinstance(value, relax.Call) and getattr(value.op, "name", "") == "relax.matmul"
+
+
+def _transform(forward: relax.Function, found: _Found) -> relax.Function:
+    """What computes the lifted values from the frozen parameters that they depend on."""
+    bound = bindings_of(forward)
+    needed: set[relax.Var] = set(found.lifted)
+    for var, value in reversed(bound.items()):
+        if var in needed:
+            needed.update(relax.analysis.free_vars(value))
+    parameters = [p for p in forward.params if p in needed]
+    bindings = [relax.VarBinding(v, value) for v, value in bound.items() if v in needed]
+    type_ = relax.TupleType([v.ty for v in found.lifted])
+    results = relax.Var("results", type_)
+    bindings.append(relax.VarBinding(results, relax.Tuple(found.lifted)))
+    body = relax.SeqExpr([relax.DataflowBlock(bindings)], results)
+    made = relax.Function(parameters, body, type_, is_pure=True)
+    return copy_with_new_vars(made).with_attr("global_symbol", TRANSFORM)
+
+
+@mutator
+class _LiftMutator(PyExprMutator):
+    def __init__(self, added: dict[relax.Var, relax.Var], left_out: frozenset[relax.Var]) -> None:
+        super().__init__()
+        self.added = added
+        self.left_out = left_out
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        if binding.var not in self.left_out:
+            super().visit_var_binding_(binding)
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.added.get(var, var)
+
+    def visit_dataflow_var_(self, var: relax.Var) -> relax.Expr:
+        return self.added.get(var, var)

@@ -1,0 +1,187 @@
+"""Convolutions with frozen weights read them packed, in a network whose channels lie last.
+
+Before, as ``relax.transform.ConvertLayout`` leaves it (``w`` and ``b`` are frozen)::
+
+    lv = R.nn.conv2d(x, w, data_layout="NHWC")
+    row = R.permute_dims(R.reshape(b, (1, 8, 1, 1)), axes=[0, 2, 3, 1])
+    y = R.add(lv, row)
+
+After::
+
+    y = R.call_pure_packed("tvmbridge.packed_convolution", spec, x, packed_0, b)
+
+where ``packed_0``, a new parameter, stands for the packed weight.
+
+Requires: that all two-dimensional convolutions are such as :func:`packable_convolutions` says.
+Guarantees: none of them is left, and there is one new parameter for each of the packings.
+Runs after: LiftFrozen, PackProducts. Runs before: DispatchConvolutions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.kernels.aten_call import packed_call
+from tvmbridge.kernels.convolution import Convolution
+from tvmbridge.kernels.packed_convolution import PACKED_CONVOLUTION, PackedForm
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, shape_of, with_span
+from tvmbridge.passes.relax.lift_frozen import bindings_of
+from tvmbridge.passes.relax.parallel_products import is_call
+
+_VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims")
+Packings = tuple[tuple[str, PackedForm], ...]
+
+
+def packable_convolutions(
+    forward: relax.Function, frozen: tuple[str, ...]
+) -> list[tuple[str, PackedForm]] | str:
+    """The weights of all convolutions of pictures, and their forms; or why one is none of these."""
+    found = []
+    for value in bindings_of(forward).values():
+        if not is_call(value, "relax.nn.conv2d"):
+            continue
+        form = Convolution.of(value)
+        data, weight = value.args
+        shapes = shape_of(data), shape_of(weight)
+        if form is None or shapes[0] is None or shapes[1] is None:
+            return "PyTorch has no such convolution"
+        if not isinstance(weight, relax.Var) or weight.name not in frozen:
+            return "a weight is computed at each call"
+        if dtype_of(value) != "float32":
+            return f"the dtype is {dtype_of(value)}"
+        options = (form.stride, form.padding, form.dilation, form.groups)
+        found.append((weight.name, PackedForm(shapes[0], shapes[1], *options)))
+    return found
+
+
+def otherwise_laid_out(forward: relax.Function) -> bool:
+    """Whether another operator than a convolution was told that channels lie last."""
+    for value in bindings_of(forward).values():
+        if isinstance(value, relax.Call) and not is_call(value, "relax.nn.conv2d"):
+            for name in ("layout", "data_layout"):
+                if str(getattr(value.attrs, name, "NC")).find("C") > 1:
+                    return True
+    return False
+
+
+@dataclass(frozen=True)
+class PackConvolutions(RelaxPass):
+    """Call the kernel that reads packed weights.
+
+    Args:
+        packings: the weights by name, and the forms of the convolutions that read them.
+        prefix: the new parameters are called ``prefix0``, ``prefix1`` ... in the order of packings.
+    """
+
+    packings: Packings
+    prefix: str = "packed_weight_"
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        functions = {name.name_hint: f for name, f in mod.functions_items()}
+        functions["forward"] = self._packed(mod["forward"], report)
+        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+    def _packed(self, forward: relax.Function, report: PassReport) -> relax.Function:
+        prefix = free_prefix(self.prefix, [p.name for p in forward.params])
+        type_ = relax.TensorType([1], "int64")
+        tickets = {p: relax.Var(f"{prefix}{i}", type_) for i, p in enumerate(self.packings)}
+        body = _PackMutator(forward, tickets, report).visit_expr(forward.body)
+        parameters = [*forward.params, *tickets.values()]
+        return relax.Function(
+            parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
+        )
+
+
+def _form_of(call: relax.Call) -> PackedForm:
+    attrs = call.attrs
+    batch, height, width, channels = shape_of(call.args[0]) or ()
+    return PackedForm(
+        (batch, channels, height, width),
+        shape_of(call.args[1]) or (),
+        tuple(int(s) for s in attrs.strides),
+        tuple(int(p) for p in attrs.padding)[:2],
+        tuple(int(d) for d in attrs.dilation),
+        int(attrs.groups),
+    )
+
+
+@mutator
+class _PackMutator(PyExprMutator):
+    def __init__(
+        self,
+        forward: relax.Function,
+        tickets: dict[tuple[str, PackedForm], relax.Var],
+        report: PassReport,
+    ) -> None:
+        super().__init__()
+        self.bound = bindings_of(forward)
+        self.tickets = tickets
+        self.report = report
+        self.uses: Counter[relax.Var] = Counter(
+            read for v in self.bound.values() for read in relax.analysis.free_vars(v)
+        )
+        self.uses.update(relax.analysis.free_vars(forward.body.body))
+        # By the variable of the sum: the bare result, and the vector that is added to it.
+        self.biased: dict[relax.Var, tuple[relax.Var, relax.Var]] = {}
+        for var, value in self.bound.items():
+            self._note_bias(var, value)
+        self.bare = {bare for bare, _ in self.biased.values()}
+
+    def _note_bias(self, var: relax.Var, value: relax.Expr) -> None:
+        if not isinstance(value, relax.Call) or not is_call(value, "relax.add"):
+            return
+        for bare, row in (value.args, value.args[::-1]):
+            found = self.bound.get(bare) if isinstance(bare, relax.Var) else None
+            bias = self._vector(row, shape_of(bare))
+            if self._ticket(found) is not None and bias is not None and self.uses[bare] == 1:
+                self.biased[var] = bare, bias
+                return
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        # The addition that alone reads the bare result calls the kernel for both.
+        if binding.var in self.bare:
+            return
+        bare, bias = self.biased.get(binding.var, (None, None))
+        packed = self._called(binding.value if bare is None else self.bound[bare], bias)
+        if packed is None:
+            super().visit_var_binding_(binding)
+            return
+        packed = self.builder_.normalize(with_span(packed, binding.value.span))
+        self.builder_.emit_normalized(relax.VarBinding(binding.var, packed))
+
+    def _called(self, value: relax.Expr | None, bias: relax.Var | None) -> relax.Expr | None:
+        if not isinstance(value, relax.Call) or not is_call(value, "relax.nn.conv2d"):
+            return None
+        ticket = self._ticket(value)
+        if ticket is None:
+            self.report.decline("relax.nn.conv2d", "not among the packings")
+            return None
+        self.report.rewrote()
+        operands = [self.visit_expr(value.args[0]), ticket, *([] if bias is None else [bias])]
+        return packed_call(PACKED_CONVOLUTION, _form_of(value).spec, operands, value.ty)
+
+    def _ticket(self, value: relax.Expr | None) -> relax.Var | None:
+        """The packed weight of a convolution; None where ``value`` is no such one."""
+        if not isinstance(value, relax.Call) or not is_call(value, "relax.nn.conv2d"):
+            return None
+        weight = value.args[1]
+        if value.attrs.data_layout != "NHWC" or not isinstance(weight, relax.Var):
+            return None
+        return self.tickets.get((weight.name, _form_of(value)))
+
+    def _vector(self, row: relax.Expr, result: tuple[int, ...] | None) -> relax.Var | None:
+        if result is None or len(result) != 4 or shape_of(row) != (1, 1, 1, result[3]):
+            return None
+        while isinstance(row, relax.Var):
+            if shape_of(row) == (result[3],):
+                return row
+            value = self.bound.get(row)
+            if not isinstance(value, relax.Call) or not any(is_call(value, n) for n in _VIEWS):
+                return None
+            row = value.args[0]
+        return None

@@ -1,0 +1,199 @@
+"""Products with frozen weights read them packed, and take bias and activation along.
+
+Before (``w`` is frozen)::
+
+    lv = R.matmul(x, R.permute_dims(w))
+    lv1 = R.reshape(R.add(lv, b), (1, 14, 3072))
+    y = R.nn.gelu(lv1)
+
+After::
+
+    lv = R.call_pure_packed("tvmbridge.packed_matmul", spec, x, packed_0, b)
+    y = R.reshape(lv, (1, 14, 3072))
+
+where ``packed_0``, a new parameter, stands for the packed weight (``tvmbridge.kernels.packed``).
+
+Requires: products as :func:`frozen_products` finds them. Guarantees: one new parameter for each of
+the packings. Runs after: LiftFrozen. Runs before: DispatchKernels.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.kernels.aten_call import packed_call
+from tvmbridge.kernels.packed import NOTHING, ONEDNN, PACKED_MATMUL, Packing, packed_spec
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, shape_of, with_span
+from tvmbridge.passes.relax.lift_frozen import bindings_of
+from tvmbridge.passes.relax.parallel_products import is_call
+
+# oneDNN's relu makes 0 of NaN, and is none of them.
+_ACTIVATIONS = {
+    "relax.nn.gelu": ("gelu", "none"),
+    "relax.nn.gelu_tanh": ("gelu", "tanh"),
+}
+
+
+@dataclass(frozen=True)
+class FrozenProduct:
+    """A product whose right operand is the frozen parameter ``weight``, or that transposed."""
+
+    weight: str
+    transposed: bool
+    rows: int
+    depth: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class PackProducts(RelaxPass):
+    """Call kernels that read packed weights.
+
+    Args:
+        packings: the products by the weight's name, and how the weight of each is packed.
+        prefix: the new parameters are called ``prefix0``, ``prefix1`` ... in the order of packings.
+    """
+
+    packings: tuple[tuple[str, Packing], ...]
+    prefix: str = "packed_"
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        functions = {name.name_hint: f for name, f in mod.functions_items()}
+        functions["forward"] = self._packed(mod["forward"], report)
+        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+    def _packed(self, forward: relax.Function, report: PassReport) -> relax.Function:
+        prefix = free_prefix(self.prefix, [p.name for p in forward.params])
+        type_ = relax.TensorType([1], "int64")
+        tickets = {p: relax.Var(f"{prefix}{i}", type_) for i, p in enumerate(self.packings)}
+        chains = {}
+        for found in _chains(forward):
+            product = found.product
+            for packing, ticket in tickets.items():
+                if packing[0] == product.weight and _fits(product, packing[1]):
+                    last, then = found.end(packing[1])
+                    chains[last] = _Packed(found, then, ticket)
+                    report.rewrote()
+        body = _PackMutator(chains).visit_expr(forward.body)
+        parameters = [*forward.params, *tickets.values()]
+        return relax.Function(
+            parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
+        )
+
+
+def _fits(product: FrozenProduct, packing: Packing) -> bool:
+    return (product.rows, product.transposed) == (packing.rows, packing.transposed)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A product and what follows it: a bias, up to ``sum``, and an activation, up to ``last``."""
+
+    product: FrozenProduct
+    call: relax.Call
+    bias: relax.Expr | None
+    sum: relax.Var
+    then: tuple[str, str]
+    last: relax.Var
+
+    def end(self, packing: Packing) -> tuple[relax.Var, tuple[str, str]]:
+        """The variable that the kernel's result takes the place of, and its activation."""
+        return (self.last, self.then) if packing.library == ONEDNN else (self.sum, NOTHING)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    chain: _Chain
+    then: tuple[str, str]
+    ticket: relax.Var
+
+
+def frozen_products(forward: relax.Function, frozen: tuple[str, ...]) -> tuple[FrozenProduct, ...]:
+    """The products of ``forward`` that read one of the parameters ``frozen`` as a matrix."""
+    found = {c.product: None for c in _chains(forward) if c.product.weight in frozen}
+    return tuple(found)
+
+
+def _chains(forward: relax.Function) -> list[_Chain]:
+    bound = bindings_of(forward)
+    uses: Counter[relax.Var] = Counter()
+    reader: dict[relax.Var, relax.Var] = {}
+    for var, value in bound.items():
+        for read in relax.analysis.free_vars(value):
+            uses[read] += 1
+            reader[read] = var
+    uses.update(relax.analysis.free_vars(forward.body.body))
+    parameters = set(forward.params)
+
+    def only_reader(var: relax.Var) -> relax.Var | None:
+        return reader.get(var) if uses[var] == 1 else None
+
+    found = []
+    for var, value in bound.items():
+        product = _product(value, bound, parameters) if is_call(value, "relax.matmul") else None
+        if product is None:
+            continue
+        sum_, bias = var, None
+        after = only_reader(var)
+        if after is not None and is_call(bound[after], "relax.add"):
+            operand, row = bound[after].args
+            if operand.same_as(var) and shape_of(row) == (product.columns,):
+                sum_, bias = after, row
+        after = only_reader(sum_)
+        if after is not None and is_call(bound[after], "relax.reshape"):
+            after = only_reader(after)
+        then = NOTHING if after is None else _activation(bound[after])
+        last = sum_ if after is None or then is NOTHING else after
+        found.append(_Chain(product, value, bias, sum_, then, last))
+    return found
+
+
+def _activation(value: relax.Expr) -> tuple[str, str]:
+    return _ACTIVATIONS.get(getattr(getattr(value, "op", None), "name", ""), NOTHING)
+
+
+def _product(
+    call: relax.Call, bound: dict[relax.Var, relax.Expr], parameters: set[relax.Var]
+) -> FrozenProduct | None:
+    left, right = call.args
+    shapes = shape_of(left), shape_of(right)
+    if None in shapes or len(shapes[0] or ()) != 2 or len(shapes[1] or ()) != 2:
+        return None
+    if {dtype_of(e) for e in (left, right, call)} != {"float32"}:
+        return None
+    value = bound.get(right) if isinstance(right, relax.Var) else None
+    transposed = is_call(value, "relax.permute_dims")
+    weight = value.args[0] if transposed and isinstance(value, relax.Call) else right
+    if weight not in parameters:
+        return None
+    (rows, depth), (_, columns) = shapes  # type: ignore[misc]
+    return FrozenProduct(weight.name, transposed, rows, depth, columns)
+
+
+@mutator
+class _PackMutator(PyExprMutator):
+    def __init__(self, chains: dict[relax.Var, _Packed]) -> None:
+        super().__init__()
+        self.chains = chains
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        packed = self.chains.get(binding.var)
+        if packed is None:
+            super().visit_var_binding_(binding)
+            return
+        chain = packed.chain
+        operands = [self.visit_expr(chain.call.args[0]), packed.ticket]
+        if chain.bias is not None:
+            operands.append(self.visit_expr(chain.bias))
+        spec = packed_spec(chain.product.rows, packed.then)
+        value = packed_call(PACKED_MATMUL, spec, operands, chain.sum.ty)
+        shape = shape_of(binding.var)
+        if shape != shape_of(chain.sum):
+            value = relax.op.reshape(self.builder_.emit(value), list(shape or ()))
+        value = self.builder_.normalize(with_span(value, binding.value.span))
+        self.builder_.emit_normalized(relax.VarBinding(binding.var, value))

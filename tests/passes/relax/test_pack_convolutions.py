@@ -1,0 +1,127 @@
+"""PackConvolutions: convolutions of pictures whose channels lie last read packed weights."""
+
+# ruff: noqa: ANN201  (the Relax functions here are TVM script)
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import tvm
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+from tests.relax_helpers import (
+    CompiledFunctions,
+    apply_pass,
+    assert_changes_nothing,
+    assert_leaves_its_input,
+    operators,
+)
+from tvmbridge.kernels.packed_convolution import PackedForm, packed_is_faster
+from tvmbridge.passes.relax.pack_convolutions import (
+    PackConvolutions,
+    otherwise_laid_out,
+    packable_convolutions,
+)
+from tvmbridge.pipeline import tidy_passes
+
+FORM = PackedForm((2, 4, 5, 6), (6, 2, 3, 3), (1, 2), (1, 0), (1, 1), 2)
+PACK = PackConvolutions((("w", FORM),))
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
+)
+
+
+@I.ir_module
+class Plain:
+    @R.function
+    def forward(
+        x: R.Tensor((2, 4, 5, 6), "float32"),
+        w: R.Tensor((6, 2, 3, 3), "float32"),
+        b: R.Tensor((6,), "float32"),
+    ):
+        with R.dataflow():
+            bare = R.nn.conv2d(x, w, strides=[1, 2], padding=[1, 0, 1, 0], groups=2)
+            row = R.reshape(b, R.shape([1, 6, 1, 1]))
+            y = R.add(bare, row)
+            z = R.nn.relu(y)
+            gv = (z,)
+            R.output(gv)
+        return gv
+
+
+@I.ir_module
+class Pooled:
+    @R.function
+    def forward(x: R.Tensor((2, 4, 4, 6), "float32")):
+        with R.dataflow():
+            y = R.nn.max_pool2d(x, (2, 2), layout="NHWC")
+            gv = (y,)
+            R.output(gv)
+        return gv
+
+
+def _before() -> tvm.IRModule:
+    """``Plain`` with channels last."""
+    mod = relax.transform.ConvertLayout({"relax.nn.conv2d": ["NHWC", "OIHW"]})(Plain)
+    return _tidy(mod)
+
+
+def _tidy(mod: tvm.IRModule) -> tvm.IRModule:
+    for pass_ in tidy_passes():
+        mod = pass_(mod)
+    return mod
+
+
+def test_structure() -> None:
+    after, report = apply_pass(PACK, _before())
+    assert (report.rewrites, report.declined) == (1, [])
+    found = operators(_tidy(after))
+    assert found.count("relax.call_pure_packed") == 1
+    assert "relax.nn.conv2d" not in found
+    assert "relax.add" not in found
+    assert [p.name for p in after["forward"].params] == ["x", "w", "b", "packed_weight_0"]
+
+
+def test_values() -> None:
+    x, w, b = torch.randn(2, 4, 5, 6), torch.randn(6, 2, 3, 3), torch.randn(6)
+    packed = FORM.pack(w)
+    (found,) = CompiledFunctions(_tidy(PACK(_before())))("forward", x, w, b, packed.ticket)
+    exact = torch.nn.functional.conv2d(
+        x.double(), w.double(), b.double(), (1, 2), (1, 0), groups=2
+    ).relu()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_others_are_declined() -> None:
+    other = dataclasses.replace(FORM, stride=(1, 1))
+    _, report = apply_pass(PackConvolutions((("w", other),)), _before())
+    assert report.declined == ["relax.nn.conv2d: not among the packings"]
+    assert report.rewrites == 0
+
+
+def test_its_input_is_untouched() -> None:
+    assert_leaves_its_input(PACK, _before())
+
+
+def test_twice_is_once() -> None:
+    assert_changes_nothing(PackConvolutions(()), _tidy(PACK(_before())))
+
+
+def test_what_is_packable() -> None:
+    assert packable_convolutions(Plain["forward"], ("w", "b")) == [("w", FORM)]
+    assert packable_convolutions(Plain["forward"], ("b",)) == "a weight is computed at each call"
+
+
+def test_layouts_of_other_operators() -> None:
+    assert otherwise_laid_out(Pooled["forward"])
+    assert not otherwise_laid_out(_before()["forward"])
+
+
+def test_nothing_is_chosen_unmeasured() -> None:
+    assert not packed_is_faster([FORM], measure=False)
+    assert not packed_is_faster([], measure=True)

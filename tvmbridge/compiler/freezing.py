@@ -1,0 +1,198 @@
+"""Freezing: what depends on the module's weights alone is computed once, and not at each call.
+
+Batch norm goes into the convolutions before it, products with a common operand become one, and
+the rest of what depends on weights alone becomes a function of its own, ``transform_params``. Its
+results, and packed weights of products, are arguments of ``forward``: compiled code has no
+values of weights in it, so that it can be kept for another process and other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import tvm
+from tvm import relax
+
+from tvmbridge.compiler.lowering import LoweredModule
+from tvmbridge.core.errors import BuildError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import CapturedGraph, OutputKind, PassRecord
+from tvmbridge.kernels.choice import packing_of
+from tvmbridge.kernels.packed import Packing
+from tvmbridge.kernels.packed_convolution import PackedForm, packed_is_faster
+from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
+from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
+from tvmbridge.passes.relax.lift_frozen import TRANSFORM, LiftFrozen
+from tvmbridge.passes.relax.pack_convolutions import (
+    PackConvolutions,
+    Packings,
+    otherwise_laid_out,
+    packable_convolutions,
+)
+from tvmbridge.passes.relax.pack_products import PackProducts, frozen_products
+from tvmbridge.passes.relax.parallel_products import ParallelProducts
+from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+
+_LAYOUTS = {
+    "relax.nn.conv2d": ["NHWC", "OIHW"],
+    # There is no packed kernel for it.
+    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+}
+
+
+@dataclass(frozen=True)
+class FrozenValue:
+    """An argument of ``forward`` that is the same at each call.
+
+    It is the primal at this place, or the result of ``transform_params`` with this number; packed,
+    where ``packing`` is not None.
+    """
+
+    primal: int | None
+    result: int | None
+    packing: Packing | PackedForm | None = None
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """What compiled code takes in place of the primals.
+
+    ``frozen`` are the names of the module's tensors whose values must not change, ``kept`` the
+    places of the primals that ``forward`` takes, first; behind them are ``values``. ``transformed``
+    are the places of the primals that ``transform_params`` takes; it is there if it has results.
+    """
+
+    frozen: frozenset[str]
+    kept: tuple[int, ...]
+    transformed: tuple[int, ...]
+    values: tuple[FrozenValue, ...]
+
+
+def freeze(
+    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+) -> tuple[LoweredModule, Freezing]:
+    """``lowered``, of inference, with its weights frozen, and what its functions take.
+
+    Raises:
+        BuildError: a tensor is of a kind that cannot be frozen, or not on the CPU.
+    """
+    captured = lowered.captured
+    if captured.device.type != "cpu":
+        raise BuildError(f"freeze=True is for modules on the CPU, not on {captured.device}")
+    targets = _frozen_targets(captured)
+    names = tuple(targets)
+    primals = [p.name for p in lowered.mod["forward"].params]
+    mod = run_passes(lowered.mod, _folding_passes(names, options), records)
+    mod = run_passes(mod, [LiftFrozen(names), *tidy_passes()], records)
+    lifted = [p.name for p in mod["forward"].params if p.name not in primals]
+    mod, packings = _packed(mod, (*names, *lifted), options, records)
+    mod, forms = _channels_last(mod, (*names, *lifted), options, records)
+    mod, sources = _without_unread(mod, (*names, *lifted))
+    # In the order of forward's parameters, of which the tickets are the last.
+    values = [FrozenValue(None, lifted.index(n)) for n in sources if n in lifted]
+    packed: list[tuple[str, Packing | PackedForm]] = [*packings, *forms]
+    for name, packing in packed:
+        of_result = lifted.index(name) if name in lifted else None
+        values.append(
+            FrozenValue(None if name in lifted else primals.index(name), of_result, packing)
+        )
+    transformed = [p.name for p in mod[TRANSFORM].params] if lifted else []
+    plan = Freezing(
+        frozenset(targets.values()),
+        tuple(primals.index(n) for n in sources if n in primals),
+        tuple(map(primals.index, transformed)),
+        tuple(values),
+    )
+    return replace(lowered, mod=mod), plan
+
+
+def _frozen_targets(captured: CapturedGraph) -> dict[str, str]:
+    """The names in the module of the tensors that are frozen, by those in the graph.
+
+    What forward itself writes is not.
+    """
+    written = {o.target for o in captured.outputs if o.kind is OutputKind.BUFFER_MUTATION}
+    found = {}
+    for descriptor in captured.inputs:
+        if descriptor.kind.is_of_module and descriptor.target not in written:
+            if descriptor.spec.dtype.is_complex:
+                raise BuildError(f"freeze=True: {descriptor.target} is complex")
+            found[descriptor.name] = descriptor.target or ""
+    return found
+
+
+def _folding_passes(names: tuple[str, ...], options: CompileOptions) -> list[AnyPass]:
+    passes: list[AnyPass] = [FoldBatchNorm(names)]
+    if options.combine_matmuls != "never":
+
+        def weight_refusal(name: str) -> str | None:
+            return None if name in names else "its right operand is not frozen"
+
+        def group_refusal(group: ParallelProducts) -> str | None:
+            return None if all(group.names) else "parameters and constants are mixed"
+
+        passes.append(
+            CombineParallelBatchMatmul(weight_refusal=weight_refusal, group_refusal=group_refusal)
+        )
+    return [*passes, *tidy_passes()]
+
+
+def _packed(
+    mod: tvm.IRModule,
+    frozen: tuple[str, ...],
+    options: CompileOptions,
+    records: list[PassRecord],
+) -> tuple[tvm.IRModule, tuple[tuple[str, Packing], ...]]:
+    """``mod`` with products that read packed weights, and how each of these is packed."""
+    packings = []
+    for found in frozen_products(mod["forward"], frozen):
+        shape = (found.rows, found.depth, found.columns)
+        library = packing_of(*shape, found.transposed, options.measure_kernels)
+        if library:
+            packings.append((found.weight, Packing(library, found.rows, found.transposed)))
+    if packings:
+        mod = run_passes(mod, [PackProducts(tuple(packings)), *tidy_passes()], records)
+    return mod, tuple(packings)
+
+
+def _channels_last(
+    mod: tvm.IRModule,
+    frozen: tuple[str, ...],
+    options: CompileOptions,
+    records: list[PassRecord],
+) -> tuple[tvm.IRModule, Packings]:
+    """``mod`` with channels last and packed weights of convolutions, if that is faster in all."""
+    found = packable_convolutions(mod["forward"], frozen)
+    if isinstance(found, str) or not packed_is_faster(
+        [f for _, f in found], options.measure_kernels
+    ):
+        return mod, ()
+    forms = tuple(dict.fromkeys(found))
+    # Only what runs at each call: the weights' function has no convolutions.
+    forward = tvm.IRModule({"forward": mod["forward"]})
+    convert = relax.transform.ConvertLayout(_LAYOUTS)
+    forward = run_passes(forward, [convert, *tidy_passes()], records)
+    if otherwise_laid_out(forward["forward"]):
+        return mod, ()
+    forward = run_passes(forward, [PackConvolutions(forms), *tidy_passes()], records)
+    functions = {name.name_hint: f for name, f in mod.functions_items()}
+    functions["forward"] = forward["forward"]
+    return tvm.IRModule(functions, attrs=mod.attrs), forms
+
+
+def _without_unread(mod: tvm.IRModule, frozen: Collection[str]) -> tuple[tvm.IRModule, list[str]]:
+    """``mod`` where ``forward`` takes of ``frozen`` what it reads; the names of what it takes."""
+    forward = mod["forward"]
+    read = set(relax.analysis.free_vars(forward.body))
+    parameters = [p for p in forward.params if p in read or p.name not in frozen]
+    functions = {name.name_hint: f for name, f in mod.functions_items()}
+    functions["forward"] = relax.Function(
+        parameters,
+        forward.body,
+        forward.ret_ty,
+        forward.is_pure,
+        forward.attrs,
+        forward.span,
+    )
+    return tvm.IRModule(functions, attrs=mod.attrs), [p.name for p in parameters]

@@ -1,0 +1,133 @@
+"""The table of choices: which candidate was the fastest on this machine, kept on disk.
+
+A choice is made once, by measurement, and then holds in every process: code in the cache depends on
+choices, and a run should not differ from the one before it by how busy the machine was. The table
+is JSON in the cache folder, one file for each processor, build of PyTorch and setting of its
+libraries; with ``TVMBRIDGE_CACHE=0`` it is the process's own. What is damaged, or may have been
+written by somebody else, is told once and not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model
+from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_MOST_BYTES = 16 * 2**20
+_PREFIXES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")
+PATTERN = "choices-*.json"
+
+
+class Table:
+    """The choices of one file.
+
+    Args:
+        path: the file; None: they are kept in this process alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._known: dict[str, str] | None = None
+
+    def choice(self, question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
+        """The answer to ``question``: the one known, or what ``measure()`` says, which is kept."""
+        with self._lock:
+            if self._known is None:
+                self._known = self._read()
+            found = self._known.get(question)
+            if found is not None and found in among:
+                return found
+            found = measure()
+            # What another process has found out meanwhile holds in this one as well.
+            on_disk = self._read()
+            if on_disk.get(question) in among:
+                found = on_disk[question]
+            self._known = {**self._known, **on_disk, question: found}
+            self._write(self._known)
+            return found
+
+    def _read(self) -> dict[str, str]:
+        if self.path is None:
+            return {}
+        try:
+            reason = distrust(self.path.parent.stat())
+            if reason is not None:
+                raise UntrustedFileError(f"{self.path.parent} {reason}")
+            content = json.loads(read_own(self.path, _MOST_BYTES))
+            if content["version"] != _VERSION:
+                return {}
+            return {str(k): str(v) for k, v in dict(content["choices"]).items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            logger.warning("choices in %s are not used: %s", self.path, error)
+            self.path = None
+            return {}
+
+    def _write(self, choices: dict[str, str]) -> None:
+        if self.path is None:
+            return
+        content = {"version": _VERSION, "choices": dict(sorted(choices.items()))}
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(self.path, json.dumps(content, indent=1).encode())
+        except OSError as error:
+            logger.warning("choices cannot be kept in %s: %s", self.path, error)
+            self.path = None
+
+
+_tables: dict[Path | None, Table] = {}
+
+
+def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
+    """The answer to ``question`` on this machine, one of ``among``; measured where not known.
+
+    The number of PyTorch's threads is a part of the question.
+    """
+    path = None if caching_is_off() else cache_folder() / f"choices-{_surroundings()}.json"
+    table = _tables.setdefault(path, Table(path))
+    return table.choice(f"{question}, {torch.get_num_threads()} threads", among, measure)
+
+
+def clear_tables(folder: Path) -> int:
+    """Remove the tables in ``folder``, and forget them; how many files there were."""
+    _tables.clear()
+    count = 0
+    for path in folder.glob(PATTERN) if folder.is_dir() else ():
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            count += 1
+    return count
+
+
+def _surroundings() -> str:
+    """Stands for what choices depend on beside the question."""
+    variables = sorted((n, v) for n, v in os.environ.items() if n.upper().startswith(_PREFIXES))
+    backends = torch.backends
+    what = (
+        cpu_model(),
+        backends.cpu.get_cpu_capability(),
+        torch.__version__,
+        str(torch.version.git_version),
+        backends.mkldnn.is_available(),
+        backends.mkldnn.enabled,
+        backends.mkl.is_available(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        variables,
+    )
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]

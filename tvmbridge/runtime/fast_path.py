@@ -1,0 +1,38 @@
+"""What was made ready once for calls that a fast guard lets pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from tvmbridge.compiler.executable import Bound
+from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.runtime.graphed import Graphs
+from tvmbridge.runtime.guards.fast import FastGuard
+from tvmbridge.runtime.second_order import Pinned
+from tvmbridge.runtime.step import Held
+
+if TYPE_CHECKING:
+    from tvmbridge.runtime.entry import CompiledEntry
+
+
+@dataclass(eq=False)
+class FastPath:
+    """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
+
+    ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
+    ``bound`` for inference and ``held`` for training. ``graphs`` replay calls on a GPU.
+    ``outdated`` is memory that calls under way may still read.
+    """
+
+    entry: CompiledEntry
+    guard: FastGuard
+    tensors: list[torch.Tensor]
+    strides: Strides
+    bound: Bound | None = None
+    held: Held | None = None
+    pinned: Pinned | None = None
+    graphs: Graphs | None = None
+    outdated: list[torch.Tensor] = field(default_factory=list)

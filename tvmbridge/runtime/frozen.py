@@ -1,0 +1,110 @@
+"""Frozen weights: values made of them once, and whether the weights are still what they were."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tvmbridge.compiler.executable import LoadedModule, prepare
+from tvmbridge.compiler.freezing import Freezing
+from tvmbridge.core.errors import BuildError
+from tvmbridge.kernels.packed import Packed
+from tvmbridge.passes.relax.lift_frozen import TRANSFORM
+
+_AGAIN = "dispatch it again"
+
+
+class FrozenWeights:
+    """What compiled code takes in place of a module's weights.
+
+    Args:
+        plan: what it takes.
+        loaded: the code.
+        names: of the module's tensors.
+        tensors: these, of now.
+        first: the place of the first of them among the primals.
+
+    Raises:
+        BuildError: writes into one of the tensors are not counted.
+    """
+
+    def __init__(
+        self,
+        plan: Freezing,
+        loaded: LoadedModule,
+        names: Sequence[str],
+        tensors: Sequence[torch.Tensor | None],
+        first: int,
+    ) -> None:
+        self._plan = plan
+        self.slots = [i for i, name in enumerate(names) if name in plan.frozen]
+        self._names = [names[i] for i in self.slots]
+        found = [tensors[i] for i in self.slots]
+        for name, tensor in zip(self._names, found, strict=True):
+            if tensor is None or tensor.is_inference():
+                raise BuildError(
+                    f"freeze=True: writes into {name} cannot be seen, since it was made in "
+                    "inference mode, or is yet to be made"
+                )
+        plain = [t for t in found if t is not None]
+        self._tensors = list(map(weakref.ref, plain))
+        # Before they are read: what is written meanwhile is seen.
+        self._versions = tuple(t._version for t in plain)
+        self._pointers = [t.data_ptr() for t in plain]
+        self._packed: list[Packed] = []
+        self.values = self._made(loaded, tensors, first)
+        self._kept = plan.kept
+
+    def _made(
+        self, loaded: LoadedModule, tensors: Sequence[torch.Tensor | None], first: int
+    ) -> list[torch.Tensor]:
+        plan = self._plan
+        given: list[Any] = [None] * first + [None if t is None else t.detach() for t in tensors]
+        results: list[Any] = []
+        if any(v.result is not None for v in plan.values):
+            results = loaded.run(TRANSFORM, [given[p] for p in plan.transformed])
+        values = []
+        for value in plan.values:
+            source = given[value.primal] if value.primal is not None else results[value.result or 0]
+            if value.packing is None:
+                values.append(prepare(source))
+            else:
+                packed = value.packing.pack(source)
+                self._packed.append(packed)
+                values.append(prepare(packed.ticket))
+        return values
+
+    def changed(self, tensors: Sequence[torch.Tensor | None]) -> str | None:
+        """Which of the module's ``tensors`` of now is not what was frozen, and in what."""
+        now = [tensors[i] for i in self.slots]
+        for name, tensor, known, version, pointer in zip(
+            self._names, now, self._tensors, self._versions, self._pointers, strict=True
+        ):
+            if tensor is None or tensor is not known():
+                return f"{name} was replaced since it was frozen: {_AGAIN}"
+            if tensor.data_ptr() != pointer:
+                return f"the memory of {name} was exchanged since it was frozen: {_AGAIN}"
+            if tensor._version != version:
+                return f"{name} was written since it was frozen: {_AGAIN}"
+        return None
+
+    def pinned(self, tensors: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+        """The frozen ones among the module's ``tensors``, with their versions when frozen."""
+        return list(zip([tensors[i] for i in self.slots], self._versions, strict=True))
+
+    def arguments(self, primals: Sequence[Any]) -> list[Any]:
+        """What ``forward`` takes where the primals are these."""
+        return [*(primals[p] for p in self._kept), *self.values]
+
+    def held(self, held: Mapping[int, torch.Tensor]) -> tuple[dict[int, torch.Tensor], int]:
+        """Arguments of ``forward`` that stay the same from call to call, and how many it takes.
+
+        Args:
+            held: primals that do, by their places.
+        """
+        kept = {i: held[p] for i, p in enumerate(self._kept) if p in held}
+        values = dict(enumerate(self.values, start=len(self._kept)))
+        return {**kept, **values}, len(self._kept) + len(self.values)
