@@ -122,5 +122,8 @@ setup(
     },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["tvmbridge = tvmbridge.cli:main"]},
+    entry_points={
+        "console_scripts": ["tvmbridge = tvmbridge.cli:main"],
+        "torch_dynamo_backends": ["tvmbridge = tvmbridge.dynamo:tvmbridge"],
+    },
 )

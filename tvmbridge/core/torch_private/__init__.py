@@ -109,6 +109,25 @@ def symbolic_shapes() -> Any:
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
+def graph_breaks() -> dict[str, int]:
+    """How often TorchDynamo broke a graph in this process, by the reason."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    return dict(counters.get("graph_break", {}))
+
+
+def captured_in() -> str:
+    """What TorchDynamo captures now: the class of the module of a method, or a function's name."""
+    translators = importlib.import_module("torch._dynamo.symbolic_convert")
+    try:
+        root = translators.InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return "graph"
+    names = root.f_code.co_varnames
+    first = root.f_locals.get(names[0]) if names else None
+    name = type(first).__name__ if isinstance(first, torch.nn.Module) else root.f_code.co_name
+    return name if name.isidentifier() else "graph"
+
+
 def free_cublas_workspaces() -> None:
     """Let cuBLAS allocate its workspaces anew, in builds of PyTorch for GPUs."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -1,0 +1,15 @@
+"""The backend of ``torch.compile``: graphs that TorchDynamo captures, on the code of a dispatch."""
+
+from __future__ import annotations
+
+from tvmbridge.dynamo.backend import tvmbridge
+from tvmbridge.dynamo.compile import compile
+from tvmbridge.dynamo.report import CompileReport, GraphReport, compile_report
+
+__all__ = [
+    "CompileReport",
+    "GraphReport",
+    "compile",
+    "compile_report",
+    "tvmbridge",
+]
