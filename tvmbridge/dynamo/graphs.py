@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 
 from tvmbridge.core.torch_private import captured_in
+from tvmbridge.dynamo.spelling import as_python_writes
 
 # Nothing that these nodes do is an operator.
 _NO_OPERATORS = ("getitem", "size", "sym_size", "_set_grad_enabled", "item")
@@ -89,6 +90,7 @@ def _running(name: str, owner: nn.Module, graph: fx.Graph) -> tuple[type[nn.Modu
 
     All modules of it have the same code; those that PyTorch makes of a graph have a class each.
     """
+    as_python_writes(graph)
     constants: dict[str, Any] = {}
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module"):
@@ -96,18 +98,20 @@ def _running(name: str, owner: nn.Module, graph: fx.Graph) -> tuple[type[nn.Modu
             if hasattr(owner, first):
                 constants[first] = _constant(first, getattr(owner, first))
     code = graph.python_code("self")
-    body: dict[str, Any] = {}
+    body = dict(code.globals)
     file = f"<tvmbridge graph {next(_numbers)} of {name}>"
-    exec(compile(code.src, file, "exec"), code.globals, body)
+    exec(compile(code.src, file, "exec"), body)
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
-    return type(name, (nn.Module,), {"forward": body["forward"]}), constants
+    # Operators that take a region read these two of it.
+    read = {"graph": graph, "meta": getattr(owner, "meta", {})}
+    return type(name, (nn.Module,), {"forward": body["forward"], **read}), constants
 
 
 def _constant(name: str, value: Any) -> Any:
     """``value``; the region of an operator that runs one as a module of a class of its own."""
     if not isinstance(value, fx.GraphModule):
         return value
-    class_, constants = _running(name, value, value.graph)
+    class_, constants = _running(name, value, copy.deepcopy(value.graph))
     region = class_()
     for inner, held in constants.items():
         _hold(region, inner, held)

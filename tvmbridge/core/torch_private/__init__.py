@@ -21,6 +21,7 @@ import torch._prims_common
 import torch._subclasses.fake_tensor
 import torch._subclasses.meta_utils
 import torch._utils
+import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
 import torch.utils._device
@@ -39,6 +40,9 @@ OpOverload = torch._ops.OpOverload
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 core_aten_decompositions = torch._decomp.core_aten_decompositions
 wrap_with_autocast = torch._higher_order_ops.wrap.wrap_with_autocast
+tag_activation_checkpoint = torch._higher_order_ops.wrap.tag_activation_checkpoint
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
 make_contiguous_strides_for = torch._prims_common.make_contiguous_strides_for
 suggest_memory_format = torch._prims_common.suggest_memory_format
 has_storage = torch._C._has_storage
