@@ -124,6 +124,9 @@ setup(
     extras_require=EXTRAS,
     entry_points={
         "console_scripts": ["tvmbridge = tvmbridge.cli:main"],
-        "torch_dynamo_backends": ["tvmbridge = tvmbridge.dynamo:tvmbridge"],
+        "torch_dynamo_backends": [
+            f"{name} = tvmbridge.dynamo:{name}"
+            for name in ("tvmbridge", "tvmbridge_aot", "tvmbridge_eager")
+        ],
     },
 )

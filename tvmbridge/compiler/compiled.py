@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import tvm
@@ -28,6 +28,9 @@ from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage
 from tvmbridge.records.pending import note_missing
+
+# Graphs, the records of passes and how residuals are bundled, to code.
+Building: TypeAlias = Callable[..., Built]
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ def compile_module(
     apart: bool = True,
     packing: Packing | None = None,
     autocast: Autocast = (),
+    building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
@@ -125,6 +129,7 @@ def compile_module(
         apart: trace a stand-in, so that other threads may run the module meanwhile.
         packing: says which parameters may be moved to lie side by side; None: none of them.
         autocast: under which forward is called.
+        building: makes, of a target, the options and a device, what builds the graphs.
 
     Raises:
         NotApartError: forward reaches the module itself, so that no stand-in can be traced.
@@ -145,7 +150,7 @@ def compile_module(
         apart=apart,
         autocast=autocast,
     )
-    return build_lowered(lowered, options, records, stages)
+    return build_lowered(lowered, options, records, stages, building)
 
 
 def build_lowered(
@@ -153,8 +158,9 @@ def build_lowered(
     options: CompileOptions,
     records: list[PassRecord],
     stages: Stages | None = None,
+    building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
-    """Build what :func:`lower_module` made and load it.
+    """Build what :func:`lower_module` made and load it; arguments as of :func:`compile_module`.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
@@ -165,13 +171,13 @@ def build_lowered(
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
     device = lowered.captured.device
     with stages.measure("build"):
-        building = CachedBuild(lowered.target, options, device)
-        built = building(mod, records, None if parts is None else parts.bundle)
+        build = building(lowered.target, options, device)
+        built = build(mod, records, None if parts is None else parts.bundle)
         if options.tuning_records:
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     partial_backwards = None
     if parts is not None:
-        partial_backwards = PartialBackwards(parts, building, lowered.layouts.gradients, device)
+        partial_backwards = PartialBackwards(parts, build, lowered.layouts.gradients, device)
     return replace(
         assembled(lowered, mod, parts, built, records, stages),
         cuda_graphs=options.cuda_graphs and device.type == "cuda",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tvmbridge.dynamo.backend import tvmbridge
+from tvmbridge.dynamo.backend import tvmbridge, tvmbridge_aot, tvmbridge_eager
 from tvmbridge.dynamo.compile import compile
 from tvmbridge.dynamo.report import CompileReport, GraphReport, compile_report
 
@@ -12,4 +12,6 @@ __all__ = [
     "compile",
     "compile_report",
     "tvmbridge",
+    "tvmbridge_aot",
+    "tvmbridge_eager",
 ]

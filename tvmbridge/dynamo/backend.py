@@ -14,6 +14,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.graphs import DynamoGraph, read_graph
 from tvmbridge.dynamo.report import forget, keep
+from tvmbridge.dynamo.stops import captured_graph, differentiated_graph
 
 logger = logging.getLogger(__name__)
 
@@ -90,4 +91,33 @@ def _called(
     return keep(compiled(graph, chosen.compile))
 
 
-tvmbridge.reset = forget  # type: ignore[attr-defined]  # which torch.compiler.reset() calls
+def tvmbridge_eager(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Called:
+    """As :func:`tvmbridge`, up to the capture: PyTorch runs and differentiates what was captured.
+
+    To find where a difference of numbers comes from; it is slow.
+    """
+    return _called(graph_module, options, mode, captured_graph)
+
+
+def tvmbridge_aot(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Called:
+    """As :func:`tvmbridge`, up to forward and backward, whose operators PyTorch runs one by one.
+
+    To find where a difference of numbers comes from; it is slow.
+    """
+    return _called(graph_module, options, mode, differentiated_graph)
+
+
+for backend in (tvmbridge, tvmbridge_eager, tvmbridge_aot):
+    backend.reset = forget  # type: ignore[attr-defined]  # which torch.compiler.reset() calls

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
+from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.dynamo.graphs import DynamoGraph
@@ -39,11 +40,18 @@ class CompiledGraph:
     Args:
         graph: the graph.
         options: how it is compiled.
+        compile_: makes the code, as :func:`compile_module` does.
     """
 
-    def __init__(self, graph: DynamoGraph, options: CompileOptions) -> None:
+    def __init__(
+        self,
+        graph: DynamoGraph,
+        options: CompileOptions,
+        compile_: Callable[..., CompiledModule] = compile_module,
+    ) -> None:
         self.graph = graph
         self.options = options
+        self._compile = compile_
         self._held_of, self._given_of = graph.held_of(), graph.given_of()
         self._known: dict[tuple[int, ...], _Held] = {}
         self._last: _Held | None = None
@@ -82,6 +90,7 @@ class CompiledGraph:
         module = self.graph.module(tensors)
         register_containers(module)
         dispatcher = Dispatcher(module, None, None, self.options, "silent")
+        dispatcher.compiler = replace(dispatcher.compiler, compile_module=self._compile)
         dispatcher.compiles_signatures = True
         if self.graph.symbolic:
             dispatcher.any_size = AnySize(dispatcher.compiler)

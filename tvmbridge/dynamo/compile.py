@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -34,8 +33,7 @@ def compile(
         ValueError: an option has a value that is not among its choices.
     """
     BackendOptions.of(options)
-    backend = functools.partial(tvmbridge, options=options) if options else tvmbridge
     compiled: Compiled = torch.compile(
-        model, backend=backend, fullgraph=fullgraph, dynamic=dynamic
+        model, backend=tvmbridge, fullgraph=fullgraph, dynamic=dynamic, options=options
     )
     return compiled

@@ -70,8 +70,10 @@ class CompileReport:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing broke graphs, and compiled code has served every call."""
-        return not self.breaks and all(graph.whole for graph in self.graphs)
+        """Whether there are graphs, nothing broke one, and compiled code has served every call."""
+        if self.breaks or not self.graphs:
+            return False
+        return all(graph.whole for graph in self.graphs)
 
     @property
     def share(self) -> float:
@@ -110,7 +112,7 @@ def compile_report() -> CompileReport:
 
     Graphs that Dynamo has dropped with the function that they come from are not in it.
     """
-    breaks = Counter(graph_breaks())
+    breaks = graph_breaks()
     breaks.subtract(_breaks_before)
     return CompileReport(
         graphs=tuple(_report(called) for _, called in sorted(_graphs.items())),

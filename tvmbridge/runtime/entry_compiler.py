@@ -40,6 +40,7 @@ class Compiler:
         target: what is compiled for; None is this machine's CPU.
         options: how it is compiled.
         packing: the module's packed weights.
+        compile_module: makes the code.
     """
 
     module: nn.Module
@@ -47,6 +48,7 @@ class Compiler:
     target: Any
     options: CompileOptions
     packing: Packing
+    compile_module: Callable[..., CompiledModule] = compile_module
 
     def entry(
         self,
@@ -128,7 +130,7 @@ class Compiler:
     ) -> CompiledModule:
         """Code from the trace of a stand-in, or of the module itself where there can be none."""
         compile_ = functools.partial(
-            compile_module,
+            self.compile_module,
             self.module,
             args,
             kwargs,

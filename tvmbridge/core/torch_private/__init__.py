@@ -8,6 +8,7 @@ of the table. What takes long to import is a function here, called where it is n
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -113,10 +114,13 @@ def symbolic_shapes() -> Any:
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
-def graph_breaks() -> dict[str, int]:
+def graph_breaks() -> Counter[str]:
     """How often TorchDynamo broke a graph in this process, by the reason."""
     counters = importlib.import_module("torch._dynamo.utils").counters
-    return dict(counters.get("graph_break", {}))
+    found: Counter[str] = Counter()
+    for reason, count in counters.get("graph_break", {}).items():
+        found[reason.partition("\n")[0]] += count
+    return found
 
 
 def captured_in() -> str:
