@@ -87,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         options.out.write_text(json.dumps(rows, indent=1))
 
-    run_entries(entries, record, workers=options.workers, timeout=options.timeout, door=options.door)
+    run_entries(
+        entries, record, workers=options.workers, timeout=options.timeout, door=options.door
+    )
     print(_summary(rows))
     return 1 if any(row["result"] in _BAD for row in rows.values()) else 0
 

@@ -149,7 +149,9 @@ def test_sizes_that_change(dynamic: bool | None) -> None:
     assert report.whole
     # From the second size on one graph, and from its second size on one code.
     assert len(report.graphs) == (2 if dynamic is None else 1)
-    assert len(report.graphs[-1].dispatches[0].specializations) == len(sizes) - len(report.graphs) + 1
+    assert (
+        len(report.graphs[-1].dispatches[0].specializations) == len(sizes) - len(report.graphs) + 1
+    )
 
 
 def test_modules_of_one_class_share_code() -> None:

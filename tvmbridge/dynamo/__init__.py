@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tvmbridge.dynamo.backend import tvmbridge, tvmbridge_aot, tvmbridge_eager
-from tvmbridge.dynamo.compile import compile
+from tvmbridge.dynamo.public import compile
 from tvmbridge.dynamo.report import CompileReport, GraphReport, compile_report
 
 __all__ = [

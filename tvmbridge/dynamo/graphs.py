@@ -73,9 +73,7 @@ class DynamoGraph:
         if not self.numbers:
             return pick
         numbers = frozenset(i for i, p in enumerate(self.given) if p in self.numbers)
-        return lambda args: tuple(
-            v.item() if i in numbers else v for i, v in enumerate(pick(args))
-        )
+        return lambda args: tuple(v.item() if i in numbers else v for i, v in enumerate(pick(args)))
 
 
 def _hold(module: nn.Module, name: str, value: Any) -> None:
@@ -85,7 +83,9 @@ def _hold(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-def _running(name: str, owner: nn.Module, graph: fx.Graph) -> tuple[type[nn.Module], dict[str, Any]]:
+def _running(
+    name: str, owner: nn.Module, graph: fx.Graph
+) -> tuple[type[nn.Module], dict[str, Any]]:
     """A class of modules that run ``graph``, and what of ``owner`` these need.
 
     All modules of it have the same code; those that PyTorch makes of a graph have a class each.
@@ -132,42 +132,42 @@ def read_graph(dynamo: fx.GraphModule) -> DynamoGraph:
     graph = copy.deepcopy(dynamo.graph)
     placeholders = graph.find_nodes(op="placeholder")
     inputs = [_Input(place, node) for place, node in enumerate(placeholders)]
-    sizes = _sizes(inputs)
     held = [i for i in inputs if i.is_held]
-    taken = {node.target for node in graph.nodes if node.op in ("get_attr", "call_module")}
-    names = []
-    for each in held:
-        name = each.node.name
-        while name in taken:
-            name += "_"
-        names.append(name)
-        _replace(graph, each.node, lambda name=name: graph.get_attr(name))
-    given, numbers = [], []
+    names = _names(graph, held)
+    for each, name in zip(held, names, strict=True):
+        _replace(graph, each.node, "get_attr", name)
+    sizes = _sizes(inputs)
     for each in inputs:
-        if each.is_held:
-            continue
-        where = sizes.get(each.symbol) if each.symbol is not None else None
-        if where is not None:
-            tensor, dimension = where
-            _replace(graph, each.node, lambda t=tensor, d=dimension: graph.call_method("size", (t, d)))
-            continue
-        given.append(each.place)
+        if each.symbol in sizes:
+            _replace(graph, each.node, "call_method", "size", sizes[each.symbol])
         if each.is_number:
-            numbers.append(each.place)
             for user in list(each.node.users):
                 user.replace_all_uses_with(each.node)
                 graph.erase_node(user)
+    given = [i for i in inputs if not i.is_held and i.symbol not in sizes]
     module_class, constants = _running(captured_in(), dynamo, graph)
     return DynamoGraph(
         module_class=module_class,
         constants=constants,
         held=tuple(i.place for i in held),
-        names=tuple(names),
-        given=tuple(given),
-        numbers=tuple(numbers),
+        names=names,
+        given=tuple(i.place for i in given),
+        numbers=tuple(i.place for i in given if i.is_number),
         symbolic=any(i.symbol is not None for i in inputs),
         operators=_count(dynamo),
     )
+
+
+def _names(graph: fx.Graph, held: Sequence[_Input]) -> tuple[str, ...]:
+    """Names of attributes for the tensors that the captured model holds."""
+    taken = {node.target for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    names = []
+    for each in held:
+        name = each.node.name
+        while name in taken or hasattr(nn.Module, name):
+            name += "_"
+        names.append(name)
+    return tuple(names)
 
 
 class _Input:
@@ -189,9 +189,9 @@ class _Input:
         self.symbol = str(self.example) if isinstance(self.example, torch.SymInt) else None
 
 
-def _sizes(inputs: Sequence[_Input]) -> dict[str, tuple[fx.Node, int]]:
+def _sizes(inputs: Sequence[_Input]) -> dict[str | None, tuple[fx.Node, int]]:
     """Which dimension of which argument each symbol is the size of."""
-    found: dict[str, tuple[fx.Node, int]] = {}
+    found: dict[str | None, tuple[fx.Node, int]] = {}
     for each in inputs:
         if not isinstance(each.example, torch.Tensor) or each.is_held or each.is_number:
             continue
@@ -201,11 +201,13 @@ def _sizes(inputs: Sequence[_Input]) -> dict[str, tuple[fx.Node, int]]:
     return found
 
 
-def _replace(graph: fx.Graph, node: fx.Node, make: Callable[[], fx.Node]) -> None:
-    """Put what ``make`` makes, behind all placeholders, in place of a placeholder."""
+def _replace(
+    graph: fx.Graph, node: fx.Node, op: str, target: str, args: tuple[Any, ...] = ()
+) -> None:
+    """Put another node, behind all placeholders, in place of a placeholder."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
-        made = make()
+        made = graph.create_node(op, target, args)
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
     graph.erase_node(node)

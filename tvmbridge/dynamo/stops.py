@@ -74,9 +74,7 @@ class _Machine(dict[str, Callable[..., list[Any]]]):
         raise AttributeError(name)
 
 
-def _running(
-    name: str, function: Any, bundle: BundleResiduals | None
-) -> Callable[..., list[Any]]:
+def _running(name: str, function: Any, bundle: BundleResiduals | None) -> Callable[..., list[Any]]:
     def run(*arguments: Any) -> list[Any]:
         given = [_tensor(a) for a in arguments]
         if bundle is not None and name == "backward":

@@ -115,10 +115,11 @@ def symbolic_shapes() -> Any:
 
 
 def graph_breaks() -> Counter[str]:
-    """How often TorchDynamo broke a graph in this process, by the reason."""
+    """How often TorchDynamo stopped capturing in this process, by the first line of the reason."""
     counters = importlib.import_module("torch._dynamo.utils").counters
     found: Counter[str] = Counter()
-    for reason, count in counters.get("graph_break", {}).items():
+    # Most are in both: where a function is left to Python whole, or branches, in the second alone.
+    for reason, count in (counters["graph_break"] | counters["unimplemented"]).items():
         found[reason.partition("\n")[0]] += count
     return found
 

@@ -33,7 +33,7 @@ def compile(
         ValueError: an option has a value that is not among its choices.
     """
     BackendOptions.of(options)
-    compiled: Compiled = torch.compile(
+    compiled: Any = torch.compile(
         model, backend=tvmbridge, fullgraph=fullgraph, dynamic=dynamic, options=options
     )
     return compiled
