@@ -46,7 +46,7 @@ class CompiledModule:
     and must be copied before they are handed out. ``layouts`` are those of results that eager
     PyTorch does not return contiguous. ``joint`` names the source of the joint function (None where
     nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
-    ``recorded``: it serves calls that autograd records.
+    ``recorded``: it serves calls that autograd records. ``origin`` is the class of the module.
     ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
     the code was compiled and not found on disk. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
@@ -55,6 +55,7 @@ class CompiledModule:
 
     captured: CapturedGraph
     recorded: bool
+    origin: str
     packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
@@ -199,6 +200,7 @@ def assembled(
     return CompiledModule(
         captured=lowered.captured,
         recorded=lowered.recorded,
+        origin=lowered.origin,
         packs=lowered.packs,
         split=parts,
         loaded=LoadedModule(built.machine, built.unaligned, lowered.captured.device),
