@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 from torch._inductor.output_code import CompiledFxGraph
 
 import tvmbridge
@@ -79,15 +78,12 @@ def dynamo_alone(graph: Any, _: Any) -> Callable[..., Any]:
 
 def inference(name: str, rounds: int) -> list[Row]:
     """Calls without gradients."""
-    made: list[nn.Module] = []
     steps: list[Callable[[], object]] = []
     for each in (dynamo_alone, "inductor", backend):
         torch.manual_seed(0)
         module, sample = _MODULES[name]()
-        made.append(module.eval())
-        compiled = torch.compile(module, backend=each)
+        compiled = torch.compile(module.eval(), backend=each)
         steps.append(lambda compiled=compiled, x=sample: compiled(x))
-        torch.compiler.reset() if False else None
     with torch.no_grad():
         return _rows(f"inference, {name}", steps, rounds)
 

@@ -71,7 +71,7 @@ class CompiledGraph:
         held.last_call = self._calls = self._calls + 1
         if not self._calls % _CALLS_TO_FORGET:
             self._forget()
-        return held.dispatcher(*self._given_of(args))
+        return held.dispatcher.call_by_dynamo(self._given_of(args))
 
     def _find_or_add(self, tensors: tuple[torch.Tensor, ...]) -> _Held:
         with self._changing:
