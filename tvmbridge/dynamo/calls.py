@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.compiler.compiled import CompiledModule, compile_module
+from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.dynamo.graphs import DynamoGraph
@@ -40,18 +40,18 @@ class CompiledGraph:
     Args:
         graph: the graph.
         options: how it is compiled.
-        compile_: makes the code, as :func:`compile_module` does.
+        instead: makes the code in place of :func:`compile_module`.
     """
 
     def __init__(
         self,
         graph: DynamoGraph,
         options: CompileOptions,
-        compile_: Callable[..., CompiledModule] = compile_module,
+        instead: Callable[..., CompiledModule] | None = None,
     ) -> None:
         self.graph = graph
         self.options = options
-        self._compile = compile_
+        self._instead = instead
         self._held_of, self._given_of = graph.held_of(), graph.given_of()
         self._known: dict[tuple[int, ...], _Held] = {}
         self._last: _Held | None = None
@@ -90,7 +90,7 @@ class CompiledGraph:
         module = self.graph.module(tensors)
         register_containers(module)
         dispatcher = Dispatcher(module, None, None, self.options, "silent")
-        dispatcher.compiler = replace(dispatcher.compiler, compile_module=self._compile)
+        dispatcher.compiler = replace(dispatcher.compiler, instead=self._instead)
         dispatcher.compiles_signatures = True
         if self.graph.symbolic:
             dispatcher.any_size = AnySize(dispatcher.compiler)

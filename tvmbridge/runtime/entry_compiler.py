@@ -41,7 +41,7 @@ class Compiler:
         target: what is compiled for; None is this machine's CPU.
         options: how it is compiled.
         packing: the module's packed weights.
-        compile_module: makes the code.
+        instead: makes the code in place of :func:`compile_module`.
     """
 
     module: nn.Module
@@ -49,7 +49,7 @@ class Compiler:
     target: Any
     options: CompileOptions
     packing: Packing
-    compile_module: Callable[..., CompiledModule] = compile_module
+    instead: Callable[..., CompiledModule] | None = None
 
     def entry(
         self,
@@ -135,7 +135,7 @@ class Compiler:
     ) -> CompiledModule:
         """Code from the trace of a stand-in, or of the module itself where there can be none."""
         compile_ = functools.partial(
-            self.compile_module,
+            self.instead or compile_module,
             self.module,
             args,
             kwargs,
