@@ -100,7 +100,15 @@ class Cast(Layer):
         return self.norm(y.float()).sum(-1)
 
 
-MODULES = [Plain, Normed, Drawing, Aliasing, Unrecorded, Custom, Repeated, Cast]
+SLOW = pytest.mark.slow
+MODULES = [
+    Normed,
+    Drawing,
+    Aliasing,
+    Custom,
+    Cast,
+    *(pytest.param(kind, marks=SLOW) for kind in (Plain, Unrecorded, Repeated)),
+]
 
 
 def inputs(*, grad: bool = True) -> torch.Tensor:
@@ -130,7 +138,9 @@ def test_inference_and_modes() -> None:
 
 
 @pytest.mark.parametrize("backend", [dynamo.tvmbridge_eager, dynamo.tvmbridge_aot])
-@pytest.mark.parametrize("kind", [Normed, Aliasing, Custom])
+@pytest.mark.parametrize(
+    "kind", [Custom, *(pytest.param(kind, marks=SLOW) for kind in (Normed, Aliasing))]
+)
 def test_backends_that_stop_early(kind: type[nn.Module], backend: Any) -> None:
     assert_same(kind(), [[inputs()], [inputs()]], backend=backend)
     (graph,) = tvmbridge.compile_report().graphs
@@ -141,7 +151,7 @@ def test_backends_that_stop_early(kind: type[nn.Module], backend: Any) -> None:
         assert "stops after the capture" in next(iter(graph.eager_calls))
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=SLOW)])
 def test_sizes_that_change(dynamic: bool | None) -> None:
     sizes = [4, 5, 7, 9]
     assert_same(Plain(), [[torch.randn(n, 8)] for n in sizes], dynamic=dynamic)

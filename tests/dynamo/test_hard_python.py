@@ -150,13 +150,11 @@ WHOLE = [
     Generators,
     Closures,
     DataClasses,
-    Keywords,
     Lists,
     Attributes,
-    Tries,
-    Recursion,
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Keywords, Tries, Recursion)),
 ]
-BROKEN = [Branches, Printing, Numbers]
+BROKEN = [Branches, Printing, pytest.param(Numbers, marks=pytest.mark.slow)]
 
 
 def calls() -> list[list[Any]]:
