@@ -124,5 +124,11 @@ setup(
     },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["tvmbridge = tvmbridge.cli:main"]},
+    entry_points={
+        "console_scripts": ["tvmbridge = tvmbridge.cli:main"],
+        "torch_dynamo_backends": [
+            f"{name} = tvmbridge.dynamo:{name}"
+            for name in ("tvmbridge", "tvmbridge_aot", "tvmbridge_eager")
+        ],
+    },
 )

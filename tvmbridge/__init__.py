@@ -18,6 +18,7 @@ __all__ = [
     "CapturedGraph",
     "ComparisonReport",
     "CompileOptions",
+    "CompileReport",
     "Departure",
     "DispatchReport",
     "ExplainReport",
@@ -30,6 +31,8 @@ __all__ = [
     "add_tvm_dispatch",
     "capture",
     "compare",
+    "compile",
+    "compile_report",
     "dispatch_report",
     "explain",
     "remove_tvm_dispatch",
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from tvmbridge.core.options import CompileOptions
     from tvmbridge.core.types import CapturedGraph
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+    from tvmbridge.dynamo import CompileReport, compile, compile_report
     from tvmbridge.frontend import to_relax
     from tvmbridge.graph_capture.capture import capture
     from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
@@ -78,6 +82,7 @@ _HOMES = MappingProxyType(
         "core.options": ("CompileOptions",),
         "core.types": ("CapturedGraph",),
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
+        "dynamo": ("CompileReport", "compile", "compile_report"),
         "frontend": ("to_relax",),
         "graph_capture.capture": ("capture",),
         "inspect.compare": ("ComparisonReport", "Departure", "compare"),

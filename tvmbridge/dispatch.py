@@ -219,7 +219,11 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     Raises:
         ValueError: the module is not dispatched.
     """
-    dispatcher = _dispatcher_of(module)
+    return report_of(_dispatcher_of(module))
+
+
+def report_of(dispatcher: Dispatcher) -> DispatchReport:
+    """What the dispatch of a module has compiled, served and refused so far."""
     reports = [
         SpecializationReport(
             mode=str(mode),

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.architectures.check import MODES, Outcome
+from tests.architectures.check import DOORS, MODES, Outcome
 from tests.architectures.runner import Entry, run_entries
 from tests.architectures.table import architectures
 
@@ -22,6 +22,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures; all of them by default")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--door", choices=DOORS, default=DOORS[0], help="to compiled code")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float64"])
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
@@ -86,7 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         options.out.write_text(json.dumps(rows, indent=1))
 
-    run_entries(entries, record, workers=options.workers, timeout=options.timeout)
+    run_entries(
+        entries, record, workers=options.workers, timeout=options.timeout, door=options.door
+    )
     print(_summary(rows))
     return 1 if any(row["result"] in _BAD for row in rows.values()) else 0
 

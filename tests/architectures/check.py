@@ -21,6 +21,8 @@ from tests.architectures.table import Architecture, architectures, ids
 from tvmbridge.core.errors import BridgeError
 
 MODES = ("eval", "train", "cache")
+# How a model comes to compiled code: by add_tvm_dispatch, or by torch.compile's backend.
+DOORS = ("dispatch", "compile")
 
 
 @dataclass
@@ -29,7 +31,8 @@ class Outcome:
 
     ``result`` is *whole* (TVM served every call and all agrees), *refused* (for the reason that the
     table gives), *wrong* or *error* (refused for another reason, too); a process that crashed or
-    took too long is *crash* or *timeout*.
+    took too long is *crash* or *timeout*. Through torch.compile it may also be *breaks* (TVM served
+    every graph, of several) or *eager* (PyTorch ran a graph, or all of it).
     """
 
     name: str
@@ -46,8 +49,9 @@ class Outcome:
 Step = Callable[[nn.Module], Any]
 
 
-def check(name: str, mode: str, dtype: str) -> Outcome:
+def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
     """Run ``name`` both ways and compare results, gradients, buffers and generators."""
+    prepare = {"dispatch": _dispatch, "compile": _compile}[door]
     architecture = architectures()[name]
     step = {"eval": _evaluate, "train": _train, "cache": _generate}[mode]
     outcome = Outcome(name, mode, dtype, "whole")
@@ -55,16 +59,16 @@ def check(name: str, mode: str, dtype: str) -> Outcome:
         with _watching() as watch:
             expected = step(architecture, _model(architecture, mode, dtype), _nothing)
         model = _model(architecture, mode, dtype)
-        found = step(architecture, model, _dispatch)
+        found = step(architecture, model, prepare)
     except BridgeError as error:
         reason = architecture.outcomes().get("refused")
         known = reason is not None and reason in str(error)
         outcome.result = "refused" if known else "error"
         outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return outcome
-    _report(model, outcome)
+    _report(model, outcome) if door == "dispatch" else _report_graphs(outcome)
     tolerance = TOLERANCES[torch.float32 if watch.rounds else getattr(torch, dtype)]
-    for what in expected if outcome.result == "whole" else ():
+    for what in expected if outcome.result in ("whole", "breaks", "eager") else ():
         departure = difference(found[what], expected[what], tolerance)
         if departure:
             outcome.result, outcome.reason = "wrong", f"{what}{departure}"
@@ -80,6 +84,20 @@ def _report(model: nn.Module, outcome: Outcome) -> None:
     outcome.native, outcome.aten = last.native_operators, last.aten_operators
     outcome.seconds = sum(sum(s.seconds.values()) for s in report.specializations)
     outcome.joint = f"{last.joint}: {last.joint_reason}" if last.joint else ""
+
+
+def _report_graphs(outcome: Outcome) -> None:
+    report = tvmbridge.compile_report()
+    # Of a graph without operators there is nothing to compile.
+    left = [reason for graph in report.graphs if graph.operators for reason in graph.eager_calls]
+    if left or not report.graphs:
+        outcome.result, outcome.reason = "eager", "; ".join(dict.fromkeys(left)) or "no graph"
+    elif report.breaks:
+        outcome.result = "breaks"
+        outcome.reason = "; ".join(f"{count} x {why}" for why, count in report.breaks.items())
+    for graph in report.graphs:
+        for dispatch in graph.dispatches:
+            outcome.seconds += sum(sum(s.seconds.values()) for s in dispatch.specializations)
 
 
 def _model(architecture: Architecture, mode: str, dtype: str) -> nn.Module:
@@ -106,6 +124,14 @@ def _nothing(model: nn.Module, sample: Mapping[str, Any]) -> None:
 
 def _dispatch(model: nn.Module, sample: Mapping[str, Any]) -> None:
     tvmbridge.add_tvm_dispatch(model, (), sample_kwargs=sample)
+
+
+def _compile(model: nn.Module, sample: Mapping[str, Any]) -> None:
+    from tvmbridge.dynamo import tvmbridge as backend
+
+    if model._compiled_call_impl is None:
+        torch.compiler.reset()
+        model.compile(backend=backend, options={"smallest_graph": 1})
 
 
 def _evaluate(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:

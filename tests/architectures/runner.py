@@ -33,6 +33,7 @@ def run_entries(
     *,
     workers: int = 1,
     timeout: float = 300.0,
+    door: str = "dispatch",
 ) -> None:
     """Check ``entries``; ``record`` gets each outcome as it comes.
 
@@ -41,6 +42,7 @@ def run_entries(
         record: called from one thread at a time.
         workers: how many processes at a time.
         timeout: seconds for one entry.
+        door: how models come to compiled code.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "tvm", "transformers", "tests.architectures.check"])
@@ -55,7 +57,7 @@ def run_entries(
                 entry = waiting.get_nowait()
             except queue.Empty:
                 return
-            outcome = _run(context, entry, timeout)
+            outcome = _run(context, entry, timeout, door)
             with lock:
                 record(outcome)
 
@@ -67,10 +69,10 @@ def run_entries(
 
 
 def _run(
-    context: multiprocessing.context.ForkServerContext, entry: Entry, timeout: float
+    context: multiprocessing.context.ForkServerContext, entry: Entry, timeout: float, door: str
 ) -> Outcome:
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(entry, theirs))
+    process = context.Process(target=_work, args=(entry, door, theirs))
     process.start()
     theirs.close()
     try:
@@ -86,7 +88,7 @@ def _run(
         process.join()
 
 
-def _work(entry: Entry, connection: Connection) -> None:
+def _work(entry: Entry, door: str, connection: Connection) -> None:
     """The child's part: one outcome through ``connection``."""
     import torch
 
@@ -94,7 +96,7 @@ def _work(entry: Entry, connection: Connection) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(1)
     try:
-        outcome = check(entry.name, entry.mode, entry.dtype)
+        outcome = check(entry.name, entry.mode, entry.dtype, door)
     except Exception as error:
         last = "; ".join(
             f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}"

@@ -16,8 +16,9 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 from torch.utils import _pytree as pytree
 
 from tests.architectures.compare import TOLERANCES, difference
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.dynamo import tvmbridge as backend
 
 # Whose results PyTorch foretells wrongly: the code cannot be tried out.
 REFUSED = {("nn.MultiLabelMarginLoss", "1d_reduction_none")}
@@ -96,3 +97,28 @@ def test_module(info: ModuleInfo, training: bool) -> None:
         assert dispatch_report(ours).fallbacks == {}
         served += 1
     assert served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.name)
+def test_module_through_torch_compile(info: ModuleInfo, training: bool) -> None:
+    left: dict[str, list[str]] = {}
+    for sample in _samples(info, training):
+        torch.manual_seed(1)
+        made = sample.constructor_input
+        module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+        if not _runs(module, sample):
+            continue
+        torch.compiler.reset()
+        ours = copy.deepcopy(module)
+        ours.compile(backend=backend, options={"smallest_graph": 1})
+        for seed in (0, 3):
+            found, expected = _step(ours, sample, seed), _step(module, sample, seed)
+            for what, values in expected.items():
+                departure = difference(found[what], values, TOLERANCES[torch.float64])
+                assert departure is None, f"{sample.desc}: {what}{departure}"
+        reasons = [reason for graph in compile_report().graphs for reason in graph.eager_calls]
+        if reasons:
+            left[sample.desc] = reasons
+    assert {(info.name, desc) for desc in left} <= REFUSED, left

@@ -214,3 +214,19 @@ def test_a_trace_leaves_no_casts_behind() -> None:
         torch.testing.assert_close(eager(module)(x), expected)
     assert captured.assumptions.autocast == (("cpu", torch.bfloat16),)
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_a_region_within_forward_may_stand_in_another() -> None:
+    class Within(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with _autocast():
+                return super().forward(x)
+
+    module = Within().train()
+    reference = copy.deepcopy(module)
+    add_tvm_dispatch(module)
+    x = torch.randn(6, 24)
+    for state in (lambda: torch.autocast("cpu", enabled=False), nullcontext):
+        _assert_same(_step(module, x, state), _step(reference, x, state))
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (2, {})

@@ -30,6 +30,7 @@ from tvmbridge.compiler.build import (
     schedule,
 )
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.profiling import region
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels.keys import adopt
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
@@ -65,7 +66,8 @@ class CachedBuild:
             code = self._compiled(mod, records, bundle)
             return load_code(code, code.executable, self.target, self.device, f"off: {off}")
         store, key = Store.of_now(), self.key(mod, bundle)
-        found = store.read(key)
+        with region("compile: read the cache"):
+            found = store.read(key)
         if isinstance(found, Kept):
             built = self._loaded(found, records)
             if isinstance(built, Built):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import tvm
@@ -30,6 +30,9 @@ from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage
 from tvmbridge.records.pending import note_missing
 
+# Graphs, the records of passes and how residuals are bundled, to code.
+Building: TypeAlias = Callable[..., Built]
+
 
 @dataclass(frozen=True)
 class CompiledModule:
@@ -44,7 +47,7 @@ class CompiledModule:
     and must be copied before they are handed out. ``layouts`` are those of results that eager
     PyTorch does not return contiguous. ``joint`` names the source of the joint function (None where
     nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
-    ``recorded``: it serves calls that autograd records.
+    ``recorded``: it serves calls that autograd records. ``origin`` is the class of the module.
     ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
     the code was compiled and not found on disk. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
@@ -54,6 +57,7 @@ class CompiledModule:
 
     captured: CapturedGraph
     recorded: bool
+    origin: str
     packs: Packs
     split: SplitModule | None
     loaded: LoadedModule
@@ -120,6 +124,7 @@ def compile_module(
     apart: bool = True,
     packing: Packing | None = None,
     autocast: Autocast = (),
+    building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
     """Compile ``module`` for these arguments, in the mode it stands in.
 
@@ -128,6 +133,7 @@ def compile_module(
         apart: trace a stand-in, so that other threads may run the module meanwhile.
         packing: says which parameters may be moved to lie side by side; None: none of them.
         autocast: under which forward is called.
+        building: makes, of a target, the options and a device, what builds the graphs.
 
     Raises:
         NotApartError: forward reaches the module itself, so that no stand-in can be traced.
@@ -149,10 +155,10 @@ def compile_module(
         autocast=autocast,
     )
     if not options.freeze:
-        return build_lowered(lowered, options, records, stages)
+        return build_lowered(lowered, options, records, stages, building)
     with stages.measure("passes"):
         lowered, freezing = freeze(lowered, options, records)
-    return replace(build_lowered(lowered, options, records, stages), freezing=freezing)
+    return replace(build_lowered(lowered, options, records, stages, building), freezing=freezing)
 
 
 def build_lowered(
@@ -160,8 +166,9 @@ def build_lowered(
     options: CompileOptions,
     records: list[PassRecord],
     stages: Stages | None = None,
+    building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
-    """Build what :func:`lower_module` made and load it.
+    """Build what :func:`lower_module` made and load it; arguments as of :func:`compile_module`.
 
     Raises:
         BuildError: TVM cannot compile it for the target.
@@ -172,13 +179,13 @@ def build_lowered(
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
     device = lowered.captured.device
     with stages.measure("build"):
-        building = CachedBuild(lowered.target, options, device)
-        built = building(mod, records, None if parts is None else parts.bundle)
+        build = building(lowered.target, options, device)
+        built = build(mod, records, None if parts is None else parts.bundle)
         if options.tuning_records:
             note_missing(built.missing, options.tuning_logs, lowered.target, lowered.origin)
     partial_backwards = None
     if parts is not None:
-        partial_backwards = PartialBackwards(parts, building, lowered.layouts.gradients, device)
+        partial_backwards = PartialBackwards(parts, build, lowered.layouts.gradients, device)
     return replace(
         assembled(lowered, mod, parts, built, records, stages),
         cuda_graphs=options.cuda_graphs and device.type == "cuda",
@@ -200,6 +207,7 @@ def assembled(
     return CompiledModule(
         captured=lowered.captured,
         recorded=lowered.recorded,
+        origin=lowered.origin,
         packs=lowered.packs,
         split=parts,
         loaded=LoadedModule(built.machine, built.unaligned, lowered.captured.device),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from tvmbridge.core.profiling import region
+
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
 
 
@@ -33,6 +35,7 @@ class Stages:
             listener(stage)
         start = time.perf_counter()
         try:
-            yield
+            with region(f"compile: {stage}"):
+                yield
         finally:
             self.seconds[stage] = time.perf_counter() - start

@@ -14,7 +14,9 @@ from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.core.devices import gpu_index
+from tvmbridge.core.profiling import kernels_told, profiling
 from tvmbridge.core.torch_private import current_raw_stream
+from tvmbridge.kernels.titles import title
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
 # Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
@@ -181,7 +183,11 @@ class LoadedModule:
         """
         function = self._functions[name]
         with self._lock:
-            results: list[Any] = function(*tensors)[:]
+            if profiling():
+                with kernels_told(self._vm, title):
+                    results: list[Any] = function(*tensors)[:]
+            else:
+                results = function(*tensors)[:]
         # Results are PyTorch's tensors only where an argument was one.
         if results and isinstance(results[0], tvm_ffi.Tensor):
             return [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]

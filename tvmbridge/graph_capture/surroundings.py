@@ -22,7 +22,7 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
-from tvmbridge.graph_capture.observe.settings import settings_kept
+from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The class whose hook sees what a repeated call saves.
@@ -119,6 +119,7 @@ def undisturbed() -> Iterator[None]:
     """Within it the compilation does not see the caller's settings, modes and hooks."""
     with (
         settings_kept(),
+        outside_of_autocast_regions(),
         without_autocast(),
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),

@@ -14,6 +14,7 @@ from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.profiling import region
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -238,11 +239,12 @@ def _gradients(
     step: Step, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
     """The gradients, of what autograd has saved."""
-    held = step.unchanged()
-    if held is not None:  # it keeps memory alive that parameters are moved from
-        return _run_backward(step, step.restored(saved), cotangents, held)
-    with step.call.packing:
-        return _run_backward(step, step.restored(saved), cotangents, None)
+    with region(f"{step.call.compiled.origin} backward"):
+        held = step.unchanged()
+        if held is not None:  # it keeps memory alive that parameters are moved from
+            return _run_backward(step, step.restored(saved), cotangents, held)
+        with step.call.packing:
+            return _run_backward(step, step.restored(saved), cotangents, None)
 
 
 def _run_backward(

@@ -38,6 +38,7 @@ from tvmbridge.runtime.specialization import Specialization
 
 # So many entries with a fast guard are asked before any full guard.
 _MOST_FAST = 4
+_NO_KEYWORDS: dict[str, Any] = {}
 # References to a dispatcher while its module is called, and it is in no copy.
 _ALONE = references_of_a_call()
 
@@ -102,6 +103,14 @@ class Dispatcher(ModuleCode, StandsForForward):
             return self._fall_back(reason, args, kwargs)
         with self.packing:
             return self._call(args, kwargs)
+
+    def call_by_dynamo(self, args: tuple[Any, ...]) -> Any:
+        """A call of the module that TorchDynamo makes, behind guards of its own."""
+        for fast, _ in self._fast[:1]:
+            leaves = fast.guard.check_under_dynamo(args, _NO_KEYWORDS)
+            if leaves is not None:
+                return fast.entry.run_fast(fast, leaves, (args, _NO_KEYWORDS))
+        return self(*args)
 
     def _is_of_copy(self, frame: types.FrameType) -> bool:
         return calling_module(frame) not in (None, self.module)

@@ -13,6 +13,7 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import without_autocast
+from tvmbridge.core.profiling import profiling, region
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
 from tvmbridge.graph_capture.memory.layouts import Strides
@@ -240,9 +241,10 @@ class CompiledEntry:
     def _results(
         self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
     ) -> Sequence[torch.Tensor]:
-        if not self._autocast:
+        if not (self._autocast or profiling()):
             return self._computed(leaves, tensors, fast)
-        with without_autocast():  # the code has the casts
+        # The code has the casts.
+        with region(f"{self.compiled.origin} forward"), without_autocast():
             return self._computed(leaves, tensors, fast)
 
     def _computed(

@@ -16,6 +16,7 @@ from tvmbridge.compiler.durations import stages_told_to
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
@@ -40,6 +41,7 @@ class Compiler:
         target: what is compiled for; None is this machine's CPU.
         options: how it is compiled.
         packing: the module's packed weights.
+        instead: makes the code in place of :func:`compile_module`.
     """
 
     module: nn.Module
@@ -47,6 +49,7 @@ class Compiler:
     target: Any
     options: CompileOptions
     packing: Packing
+    instead: Callable[..., CompiledModule] | None = None
 
     def entry(
         self,
@@ -67,7 +70,11 @@ class Compiler:
         start = time.perf_counter()
         name = type(self.module).__name__
         waiting = "" if why is None else f"; a call asks for it: {why}"
-        with progress(f"compiling {name} for {mode}", waiting) as tell, stages_told_to(tell):
+        with (
+            progress(f"compiling {name} for {mode}", waiting) as tell,
+            stages_told_to(tell),
+            region(f"compile {name}"),
+        ):
             entry = self._tried(signature, mode, args, kwargs, tell)
         compiled = entry.compiled
         logger.info(
@@ -128,7 +135,7 @@ class Compiler:
     ) -> CompiledModule:
         """Code from the trace of a stand-in, or of the module itself where there can be none."""
         compile_ = functools.partial(
-            compile_module,
+            self.instead or compile_module,
             self.module,
             args,
             kwargs,

@@ -32,6 +32,7 @@ class GivenPrimals:
         given = {d.name: i for i, d in enumerate(captured.inputs)}
         reads = captured.prologue.reads if captured.prologue is not None else ()
         self._reads = [given[name] for name in reads]
+        self._plain = not (noise or self._has_complex or captured.prologue)
         self.converts = self._has_complex or captured.prologue is not None
 
     def of_call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -42,6 +43,8 @@ class GivenPrimals:
         """The same, of the user inputs alone."""
         captured = self._captured
         primals = [*inputs, *tensors]
+        if self._plain:
+            return primals
         noise = draw_noise(captured.noise, captured.prologue, [primals[i] for i in self._reads])
         primals += [noise[i] for i in self.noise]
         return list(map(as_pairs, primals)) if self._has_complex else primals

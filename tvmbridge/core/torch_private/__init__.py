@@ -8,6 +8,7 @@ of the table. What takes long to import is a function here, called where it is n
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch._prims_common
 import torch._subclasses.fake_tensor
 import torch._subclasses.meta_utils
 import torch._utils
+import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
 import torch.utils._device
@@ -39,6 +41,9 @@ OpOverload = torch._ops.OpOverload
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 core_aten_decompositions = torch._decomp.core_aten_decompositions
 wrap_with_autocast = torch._higher_order_ops.wrap.wrap_with_autocast
+tag_activation_checkpoint = torch._higher_order_ops.wrap.tag_activation_checkpoint
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
 make_contiguous_strides_for = torch._prims_common.make_contiguous_strides_for
 suggest_memory_format = torch._prims_common.suggest_memory_format
 has_storage = torch._C._has_storage
@@ -107,6 +112,29 @@ def export_trace() -> Any:
 def symbolic_shapes() -> Any:
     """The module of the symbolic sizes that fake tensors have."""
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+def graph_breaks() -> Counter[str]:
+    """How often TorchDynamo stopped capturing in this process, by the first line of the reason."""
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    found: Counter[str] = Counter()
+    # Most are in both: where a function is left to Python whole, or branches, in the second alone.
+    for reason, count in (counters["graph_break"] | counters["unimplemented"]).items():
+        found[reason.partition("\n")[0]] += count
+    return found
+
+
+def captured_in() -> str:
+    """What TorchDynamo captures now: the class of the module of a method, or a function's name."""
+    translators = importlib.import_module("torch._dynamo.symbolic_convert")
+    try:
+        root = translators.InstructionTranslator.current_tx().output.root_tx
+    except AttributeError:
+        return "graph"
+    names = root.f_code.co_varnames
+    first = root.f_locals.get(names[0]) if names else None
+    name = type(first).__name__ if isinstance(first, torch.nn.Module) else root.f_code.co_name
+    return name if name.isidentifier() else "graph"
 
 
 def free_cublas_workspaces() -> None:

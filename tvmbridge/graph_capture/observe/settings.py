@@ -59,6 +59,20 @@ def _put_autocast_nesting(nesting: int) -> None:
         torch.autocast_decrement_nesting()
 
 
+@contextmanager
+def outside_of_autocast_regions() -> Iterator[None]:
+    """Within it regions of autocast are outermost ones: their end forgets the casts they cached.
+
+    The casts of a trace must not be found by what runs later in a region around it.
+    """
+    nesting = _autocast_nesting()
+    _put_autocast_nesting(0)
+    try:
+        yield
+    finally:
+        _put_autocast_nesting(nesting)
+
+
 def _put_grad_mode(mode: bool) -> None:
     # Unseen by those who watch what forward does.
     with DisableTorchFunction():

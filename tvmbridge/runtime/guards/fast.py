@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
@@ -55,17 +55,22 @@ _ASKED_EACH_TIME = {
 }
 # Of these an equal value means the same to forward, if it has the type.
 _EQUAL = (int, str, bytes)
+_DISPATCHED = "num_dispatch_modes()"
 _MODES = (
-    "is_compiling() or is_tracing() or num_dispatch_modes() or num_function_modes()",
+    "is_compiling() or is_tracing() or num_function_modes()",
     "transforms() is not None or forward_ad._current_level >= 0 or not same_state()",
 )
+
+Check: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any] | None]
 
 
 class FastGuard:
     """The generated guard of one entry.
 
     ``check(args, kwargs)`` returns the leaves of the arguments of a call that the entry may serve,
-    or None. ``source`` is its text.
+    or None. ``source`` is its text. ``check_under_dynamo`` is the same for calls by TorchDynamo,
+    which has compared PyTorch's modes before; arguments are looked at all the same, since compiled
+    code does not.
 
     Args:
         state: of the module; the full guards must just have let a call pass.
@@ -102,14 +107,16 @@ class FastGuard:
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
         self._emit_tensors(signature, leaves)
+        modes = [f"if {condition}: return None" for condition in _MODES]
+        self._lines += modes
         self._emit_surroundings(signature, records_writes)
         self._emit_module(state, [*tensors, *constants], signature)
         self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
         self._emit_memory(signature, written)
-        self.source = "def guard(args, kwargs):\n" + "".join(f"    {x}\n" for x in self._lines)
-        self.source += "    return leaves\n"
-        self.check: Callable[[tuple[Any, ...], Mapping[str, Any]], Sequence[Any] | None]
-        self.check = _compiled(self.source, self._names)
+        self.source = _function(self._lines)
+        self.check: Check = _compiled(self.source, self._names)
+        rest = _function([line for line in self._lines if line not in modes])
+        self.check_under_dynamo: Check = _compiled(rest, self._names)
 
     def _emit(self, line: str) -> None:
         self._lines.append(line)
@@ -174,8 +181,7 @@ class FastGuard:
             self._refuse_if(f"not {check}({given})")
 
     def _emit_surroundings(self, signature: Signature, records_writes: bool) -> None:
-        for condition in _MODES:
-            self._refuse_if(condition)
+        self._refuse_if(_DISPATCHED)
         if any(device.type == "cuda" for *_, device in signature.tensors):
             self._names["attention_off"] = attention_switched_off
             self._refuse_if(f"attention_off() != {attention_switched_off()!r}")
@@ -231,6 +237,11 @@ class FastGuard:
         name = self._name("written", {t.untyped_storage().data_ptr() for t in written})
         for i, *_ in signature.tensors:
             self._refuse_if(f"leaves[{i}].untyped_storage().data_ptr() in {name}")
+
+
+def _function(lines: Sequence[str]) -> str:
+    body = "".join(f"    {line}\n" for line in (*lines, "return leaves"))
+    return f"def guard(args, kwargs):\n{body}"
 
 
 def _argument(place: int | str) -> str:

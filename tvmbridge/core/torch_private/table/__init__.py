@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .attributes import ATTRIBUTES
 from .checks import PrivateName, problem
+from .dynamo import DYNAMO
 from .gpu import GPU
 from .guards import GUARDS
 from .imported import IMPORTED
@@ -16,6 +17,7 @@ from .replaced import REPLACED
 
 __all__ = [
     "ATTRIBUTES",
+    "DYNAMO",
     "GPU",
     "GUARDS",
     "IMPORTED",
@@ -26,7 +28,15 @@ __all__ = [
     "problem",
 ]
 
-TABLE: tuple[PrivateName, ...] = (*IMPORTED, *GUARDS, *MODES, *ATTRIBUTES, *REPLACED, *GPU)
+TABLE: tuple[PrivateName, ...] = (
+    *IMPORTED,
+    *DYNAMO,
+    *GUARDS,
+    *MODES,
+    *ATTRIBUTES,
+    *REPLACED,
+    *GPU,
+)
 
 
 def problems() -> list[str]:

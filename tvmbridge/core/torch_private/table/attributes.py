@@ -40,6 +40,12 @@ def _holds_accumulated(_: Any) -> bool:
     return not before and len(x._post_accumulate_grad_hooks) == 1
 
 
+def _tells_of_profiler(before: bool) -> bool:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        within = torch.autograd.profiler._is_profiler_enabled
+    return within and torch.autograd.profiler._is_profiler_enabled is before
+
+
 def _is_storage_key(_: Any) -> bool:
     x, y = torch.ones(2), torch.ones(2)
     key, of_view, other = (t.untyped_storage()._cdata for t in (x, x[1:], y))
@@ -107,6 +113,11 @@ ATTRIBUTES = (
         "torch.ops.aten.sin.default._dispatch_cache",
         "setting a kernel of an operator aside in a trace",
         lambda cache: isinstance(cache, dict) and isinstance(_SIN.py_kernels, dict),
+    ),
+    PrivateName(
+        "torch.autograd.profiler._is_profiler_enabled",
+        "regions for the profiler, which cost nothing where it is off",
+        _tells_of_profiler,
     ),
     PrivateName(
         "torch.fx.Graph()._root",

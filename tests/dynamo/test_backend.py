@@ -1,0 +1,252 @@
+"""The backend of torch.compile, beside eager PyTorch: results, gradients, state and generator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tvmbridge
+from tests.dynamo.steps import assert_same
+from tvmbridge import dynamo
+
+ROOT = Path(__file__).parents[2]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+
+class Plain(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x).relu() + x)
+
+
+class Normed(Layer):
+    """Written buffers, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.batch(self.linear(x)), 0.3, self.training).sin()
+
+
+class Drawing(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + torch.randn_like(x) * torch.rand(8) * x.sigmoid()
+
+
+class Aliasing(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x).relu().tanh()
+        return y[0], y.view(-1), x, x.t(), self.linear.weight
+
+
+class Writing(Layer):
+    """What is written must not carry a gradient."""
+
+    def forward(self, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        total.add_(x.detach().sum(0))
+        return self.linear(x).relu() * total
+
+
+class Unrecorded(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.linear(x).relu()
+        return self.linear(y) * x.sigmoid()
+
+
+class Doubled(torch.autograd.Function):
+    """Its derivative is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin() * 2
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return cotangent * x.cos() * 3
+
+
+class Custom(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(Doubled.apply(self.linear(x))) + 1
+
+
+class Repeated(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(lambda v: self.linear(v).relu().sin(), x, use_reentrant=False)
+        return y * 2 + 1
+
+
+class Cast(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.linear(x).relu()
+        return self.norm(y.float()).sum(-1)
+
+
+SLOW = pytest.mark.slow
+MODULES = [
+    Normed,
+    Drawing,
+    Aliasing,
+    Custom,
+    Cast,
+    *(pytest.param(kind, marks=SLOW) for kind in (Plain, Unrecorded, Repeated)),
+]
+
+
+def inputs(*, grad: bool = True) -> torch.Tensor:
+    return torch.randn(4, 8, requires_grad=grad)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_training_steps(kind: type[nn.Module]) -> None:
+    x = inputs(grad=False)
+    assert_same(kind(), [[inputs()], [x], [inputs()], [x]])
+    report = tvmbridge.compile_report()
+    assert report.whole
+    assert {graph.name for graph in report.graphs} == {kind.__name__}
+    assert sum(graph.calls for graph in report.graphs) == 4
+
+
+def test_written_arguments() -> None:
+    assert_same(Writing(), [[inputs(), torch.zeros(8)] for _ in range(3)])
+    assert tvmbridge.compile_report().whole
+
+
+def test_inference_and_modes() -> None:
+    with torch.no_grad():
+        module = assert_same(Normed().eval(), [[inputs(grad=False)]] * 3)
+    assert module.batch.num_batches_tracked == 0
+    assert tvmbridge.compile_report().whole
+
+
+@pytest.mark.parametrize("backend", [dynamo.tvmbridge_eager, dynamo.tvmbridge_aot])
+@pytest.mark.parametrize(
+    "kind", [Custom, *(pytest.param(kind, marks=SLOW) for kind in (Normed, Aliasing))]
+)
+def test_backends_that_stop_early(kind: type[nn.Module], backend: Any) -> None:
+    assert_same(kind(), [[inputs()], [inputs()]], backend=backend)
+    (graph,) = tvmbridge.compile_report().graphs
+    assert graph.whole is (backend is dynamo.tvmbridge_aot)
+    if graph.whole:
+        assert graph.dispatches[0].specializations[0].cache == "off: nothing is compiled"
+    else:
+        assert "stops after the capture" in next(iter(graph.eager_calls))
+
+
+@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=SLOW)])
+def test_sizes_that_change(dynamic: bool | None) -> None:
+    sizes = [4, 5, 7, 9]
+    assert_same(Plain(), [[torch.randn(n, 8)] for n in sizes], dynamic=dynamic)
+    report = tvmbridge.compile_report()
+    assert report.whole
+    # From the second size on one graph, and from its second size on one code.
+    assert len(report.graphs) == (2 if dynamic is None else 1)
+    assert (
+        len(report.graphs[-1].dispatches[0].specializations) == len(sizes) - len(report.graphs) + 1
+    )
+
+
+def test_modules_of_one_class_share_code() -> None:
+    for _ in range(3):
+        assert_same(Normed(), [[inputs()]] * 3)
+    (graph,) = tvmbridge.compile_report().graphs
+    assert graph.whole
+    assert graph.calls == 9
+    assert len(graph.dispatches) == 3
+    assert len({id(s.passes) for d in graph.dispatches for s in d.specializations}) == 1
+
+
+def test_small_graphs_and_refused_ones_run_as_they_are() -> None:
+    class Sorting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.quantize_per_tensor(x * 2 + 1, 0.1, 10, torch.qint8).dequantize() + 1
+
+    x = torch.randn(4, 8)
+    small = tvmbridge.compile(lambda v: v + 1)
+    torch.testing.assert_close(small(x), x + 1)
+    module = Sorting()
+    torch.testing.assert_close(tvmbridge.compile(module)(x), module(x))
+    report = tvmbridge.compile_report()
+    assert not report.whole
+    reasons = [reason for graph in report.graphs for reason in graph.eager_calls]
+    assert reasons[0] == "it has fewer than 3 operators"
+    assert len(reasons) == 2
+    assert report.share == 0
+    assert reasons[0] in str(report)
+    torch.compiler.reset()
+    assert tvmbridge.compile_report().graphs == ()
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(TypeError, match="unknown compile options"):
+        tvmbridge.compile(nn.ReLU(), speed=11)
+    with pytest.raises(ValueError, match="joint"):
+        tvmbridge.compile(nn.ReLU(), joint="other")
+    compiled = torch.compile(Plain(), backend=dynamo.tvmbridge, mode="max-autotune")
+    with pytest.raises(Exception, match="not known to tvmbridge"):
+        compiled(inputs())
+
+
+def test_options_reach_the_compiler() -> None:
+    tvmbridge.compile(Plain(), joint="aot", fullgraph=True)(inputs()).sum().backward()
+    (graph,) = tvmbridge.compile_report().graphs
+    assert graph.dispatches[0].specializations[0].joint == "aot"
+
+
+def test_nothing_is_imported(tmp_path: Path) -> None:
+    """As of an installed package: its entry points are in the metadata beside it."""
+    info = tmp_path / "tvmbridge-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tvmbridge\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(entry_points())
+    script = (
+        "import sys, torch\n"
+        "assert 'tvmbridge' not in sys.modules\n"
+        "from torch import nn\n"
+        "x = torch.randn(4, 8)\n"
+        "m = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8))\n"
+        "for name in ('tvmbridge', 'tvmbridge_eager', 'tvmbridge_aot'):\n"
+        "    assert name in torch.compiler.list_backends()\n"
+        "c = torch.compile(m, backend='tvmbridge')\n"
+        "torch.testing.assert_close(c(x), m(x))\n"
+        "import tvmbridge\n"
+        "print(tvmbridge.compile_report().graphs[0].calls)\n"
+    )
+    path = f"{tmp_path}:{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"PYTHONPATH": path, "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "1"
+
+
+def entry_points() -> str:
+    """Those that setup.py declares, as an installed package has them."""
+    declared = (ROOT / "setup.py").read_text()
+    assert "torch_dynamo_backends" in declared
+    names = ("tvmbridge", "tvmbridge_eager", "tvmbridge_aot")
+    lines = [f"{name} = tvmbridge.dynamo:{name}" for name in names]
+    return "\n".join(["[torch_dynamo_backends]", *lines, ""])

@@ -1,0 +1,43 @@
+"""What TorchDynamo writes into its graphs, and what it tells of its captures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from .checks import PrivateName, has, takes
+
+
+def _counts(counters: Any) -> bool:
+    return all(isinstance(counters[name], Counter) for name in ("graph_break", "unimplemented"))
+
+
+DYNAMO = (
+    PrivateName(
+        "torch._higher_order_ops.wrap.tag_activation_checkpoint",
+        "checkpoints in a graph of Dynamo, which are called as users call them",
+        callable,
+    ),
+    PrivateName(
+        "torch.amp.autocast_mode._enter_autocast",
+        "regions of autocast in a graph of Dynamo",
+        takes("cpu", torch.bfloat16, True, None),
+    ),
+    PrivateName(
+        "torch.amp.autocast_mode._exit_autocast",
+        "regions of autocast in a graph of Dynamo",
+        takes(None),
+    ),
+    PrivateName(
+        "torch._dynamo.utils.counters",
+        "telling where Dynamo broke a graph",
+        _counts,
+    ),
+    PrivateName(
+        "torch._dynamo.symbolic_convert.InstructionTranslator",
+        "the name of the module whose forward Dynamo captures",
+        has("current_tx"),
+    ),
+)

@@ -1,0 +1,126 @@
+"""The backends that ``torch.compile`` finds by name: entry points of ``torch_dynamo_backends``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from tvmbridge.core.errors import first_line
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
+from tvmbridge.dynamo.graphs import DynamoGraph, read_graph
+from tvmbridge.dynamo.report import forget, keep
+from tvmbridge.dynamo.stops import captured_graph, differentiated_graph
+
+logger = logging.getLogger(__name__)
+
+# A call of compiled code costs as much as a few operators do.
+_SMALLEST_GRAPH = 3
+
+Called = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """The ``options`` of ``torch.compile``.
+
+    ``smallest_graph``: graphs of fewer operators run as they are; ``compile`` has all others.
+    """
+
+    compile: CompileOptions
+    smallest_graph: int = _SMALLEST_GRAPH
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None) -> BackendOptions:
+        """From the fields of CompileOptions and ``smallest_graph``.
+
+        Raises:
+            TypeError: an unknown field, or ``smallest_graph`` is no int.
+            ValueError: a field has a value that is not among its choices, or is not for Dynamo.
+        """
+        fields = dict(given or {})
+        smallest = fields.pop("smallest_graph", _SMALLEST_GRAPH)
+        if type(smallest) is not int:
+            raise TypeError(f"smallest_graph must be an int, not {type(smallest).__name__}")
+        options = CompileOptions.of(fields)
+        if options.freeze:
+            raise ValueError("freeze is for add_tvm_dispatch: Dynamo does not guard values")
+        return cls(options, smallest)
+
+
+def tvmbridge(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Called:
+    """Compile a graph of Dynamo by TVM, at its first call.
+
+    Args:
+        graph_module: the graph.
+        example_inputs: what it was captured with; not needed.
+        options: fields of :class:`CompileOptions`, and ``smallest_graph``.
+        mode: modes are those of another compiler: none is taken.
+
+    Raises:
+        TypeError, ValueError: ``options`` or ``mode`` are not right.
+    """
+    return _called(graph_module, options, mode, CompiledGraph)
+
+
+def _called(
+    graph_module: fx.GraphModule,
+    options: Mapping[str, Any] | None,
+    mode: str | None,
+    compiled: Callable[[DynamoGraph, CompileOptions], CompiledGraph],
+) -> Called:
+    chosen = BackendOptions.of(options)
+    if mode is not None:
+        raise ValueError(f"mode={mode!r} is not known to tvmbridge; give options instead")
+    try:
+        graph = read_graph(graph_module)
+    except Exception as error:
+        # Whatever it is, PyTorch can run the graph.
+        logger.warning("a graph of torch.compile runs in eager PyTorch", exc_info=True)
+        return keep(EagerGraph("graph", 0, graph_module.forward, first_line(error)))
+    if graph.operators < chosen.smallest_graph:
+        reason = f"it has fewer than {chosen.smallest_graph} operators"
+        return keep(EagerGraph(graph.name, graph.operators, graph_module.forward, reason))
+    return keep(compiled(graph, chosen.compile))
+
+
+def tvmbridge_eager(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Called:
+    """As :func:`tvmbridge`, up to the capture: PyTorch runs and differentiates what was captured.
+
+    To find where a difference of numbers comes from; it is slow.
+    """
+    return _called(graph_module, options, mode, captured_graph)
+
+
+def tvmbridge_aot(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Called:
+    """As :func:`tvmbridge`, up to forward and backward, whose operators PyTorch runs one by one.
+
+    To find where a difference of numbers comes from; it is slow.
+    """
+    return _called(graph_module, options, mode, differentiated_graph)
+
+
+for backend in (tvmbridge, tvmbridge_eager, tvmbridge_aot):
+    backend.reset = forget  # type: ignore[attr-defined]  # which torch.compiler.reset() calls

@@ -1,0 +1,91 @@
+"""Compilations that stop early: what was captured, or differentiated, is run by PyTorch.
+
+Where a difference of numbers is in the last of three backends, and in none before it, the stage
+between them makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+from torch.utils.dlpack import from_dlpack
+
+from tvmbridge.compiler.build import Built
+from tvmbridge.compiler.compiled import CompiledModule, compile_module
+from tvmbridge.core.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
+from tvmbridge.dynamo.calls import CompiledGraph
+from tvmbridge.dynamo.graphs import DynamoGraph
+from tvmbridge.inspect.compare.interpreter import RelaxRun
+from tvmbridge.passes.base import flat_results
+from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
+from tvmbridge.records import Coverage
+
+_NO_CODE = "off: nothing is compiled"
+
+
+def captured_graph(graph: DynamoGraph, options: CompileOptions) -> CompiledGraph:
+    """``graph`` as it was captured and read: PyTorch runs it, and differentiates it."""
+    return CompiledGraph(graph, options, _captured)
+
+
+def differentiated_graph(graph: DynamoGraph, options: CompileOptions) -> CompiledGraph:
+    """``graph`` up to forward and backward, whose operators PyTorch runs one by one."""
+    return CompiledGraph(replace(graph, symbolic=False), options, _differentiated)
+
+
+def _captured(*args: Any, **how: Any) -> CompiledModule:
+    raise CaptureError("tvmbridge_eager stops after the capture")
+
+
+def _differentiated(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], **how: Any
+) -> CompiledModule:
+    return compile_module(module, args, kwargs, **how, building=_Interpreted)
+
+
+class _Interpreted:
+    """In place of a build: functions of Relax that are run operator by operator."""
+
+    def __init__(
+        self, target: tvm.target.Target, options: CompileOptions, device: torch.device
+    ) -> None:
+        if device.type != "cpu":
+            raise UnsupportedOperatorError(f"tvmbridge_aot runs on the CPU, not on {device}")
+
+    def __call__(
+        self, mod: tvm.IRModule, records: list[PassRecord], bundle: BundleResiduals | None = None
+    ) -> Built:
+        functions = {g.name_hint: f for g, f in mod.functions_items()}
+        machine = {name: _running(name, f, bundle) for name, f in functions.items()}
+        # A result may be a view of an argument, or another result.
+        shared = {name: frozenset(range(len(flat_results(f)))) for name, f in functions.items()}
+        return Built(_Machine(machine), {}, shared, Coverage(), {}, _NO_CODE)
+
+
+class _Machine(dict[str, Callable[..., list[Any]]]):
+    def __missing__(self, name: str) -> Callable[..., list[Any]]:
+        raise AttributeError(name)
+
+
+def _running(name: str, function: Any, bundle: BundleResiduals | None) -> Callable[..., list[Any]]:
+    def run(*arguments: Any) -> list[Any]:
+        given = [_tensor(a) for a in arguments]
+        if bundle is not None and name == "backward":
+            given[bundle.first : bundle.first + 1] = given[bundle.first]
+        results = RelaxRun(function, given).results
+        if bundle is None or name != "forward":
+            return results
+        return [*results[: bundle.num_outputs], tuple(results[bundle.num_outputs :])]
+
+    return run
+
+
+def _tensor(value: Any) -> Any:
+    return value if isinstance(value, torch.Tensor | tuple) else from_dlpack(value)
