@@ -39,6 +39,7 @@ ORDER = (
     "inspect",
     "tuning",
     "dispatch",
+    "distributed",
     "tvmbridge",  # the package's own __init__: the public names
     "doctor",
     "demo",

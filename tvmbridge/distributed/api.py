@@ -110,7 +110,8 @@ def _join(timeout: float) -> None:
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         return
     on_gpus = torch.cuda.is_available()
     if on_gpus:
@@ -155,8 +156,9 @@ def _compare_graphs(graph: PipelineGraph, control: Control) -> None:
     found = control.gather(text, "to compare their modules")
     for rank, other in enumerate(found):
         if other != found[0]:
-            at = next((i for i, (a, b) in enumerate(zip(found[0], other, strict=False)) if a != b), 0)
+            pairs = zip([*found[0], "nothing"], [*other, "nothing"], strict=False)
+            first, here = next((a, b) for a, b in pairs if a != b)
             raise PipelineError(
                 f"{control.describe(rank)} has another module or sample than rank 0, which has "
-                f"{found[0][at]} where it has {other[at]}"
+                f"{first} where it has {here}"
             )

@@ -101,9 +101,7 @@ def nodes_of(graph: PipelineGraph, name: str) -> list[int]:
         PipelineError: nothing does.
     """
     found = [
-        position
-        for position, node in enumerate(graph.nodes)
-        if _within(submodule_of(node), name)
+        position for position, node in enumerate(graph.nodes) if _within(submodule_of(node), name)
     ]
     if not found:
         tops = sorted({submodule_of(n).partition(".")[0] for n in graph.nodes} - {""})

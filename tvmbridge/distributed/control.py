@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from tvmbridge.core.errors import BridgeError, PipelineError, first_line
 
@@ -35,12 +36,12 @@ class Control:
     def __init__(self, timeout: float) -> None:
         world = dist.group.WORLD
         if world is None:
-            raise PipelineError("torch.distributed has no process group; run the script by torchrun")
+            raise PipelineError("there is no process group; start the script by torchrun")
         self.timeout = timeout
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
         self.failure: str | None = None
-        self._store = dist.PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
+        self._store = PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
         self._calls = itertools.count()
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
@@ -149,4 +150,6 @@ class Control:
             time.sleep(_POLL_SECONDS)
 
     def _lost_store(self, error: RuntimeError) -> PipelineError:
-        return self.failed(f"{self.describe(0)}, which keeps the store, has ended: {first_line(error)}")
+        return self.failed(
+            f"{self.describe(0)}, which keeps the store, has ended: {first_line(error)}"
+        )

@@ -105,15 +105,15 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _backward(outputs: Sequence[Any], inputs: Sequence[torch.Tensor], device: torch.device) -> float:
+def _backward(
+    outputs: Sequence[Any], inputs: Sequence[torch.Tensor], device: torch.device
+) -> float:
     roots = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     wanted = [t for t in inputs if t.requires_grad]
     if not roots or not wanted:
         return 0.0
     seeds = [torch.ones_like(o) for o in roots]
-    return _timed(
-        lambda: torch.autograd.grad(roots, wanted, seeds, allow_unused=True), device
-    )[1]
+    return _timed(lambda: torch.autograd.grad(roots, wanted, seeds, allow_unused=True), device)[1]
 
 
 def _counting(function: Callable[[], Any], module: nn.Module) -> tuple[Any, int]:

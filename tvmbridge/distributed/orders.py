@@ -47,10 +47,10 @@ def problem(schedule: str, stages: int, ranks: int, microbatches: int) -> str | 
     if schedule not in SCHEDULES:
         return f"schedule is {schedule!r}; choose one of {', '.join(SCHEDULES)}"
     if stages % ranks:
-        fitting = [n for n in range(ranks, stages + ranks + 1, ranks)]
+        fitting = list(range(ranks, stages + ranks + 1, ranks))
         return f"{stages} stages on {ranks} devices; choose a multiple: {_words(fitting)}"
     rounds = max(1, microbatches // ranks)
-    looped = stages > ranks and schedule == "interleaved" or schedule == "zero_bubble"
+    looped = (stages > ranks and schedule == "interleaved") or schedule == "zero_bubble"
     if looped and microbatches % rounds:
         fitting = [n for n in range(1, 2 * microbatches) if n % max(1, n // ranks) == 0]
         near = sorted(sorted(fitting, key=lambda n: abs(n - microbatches))[:4])

@@ -32,7 +32,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut: ``starts`` are the numbers of the parts that begin a stage, the first of which is 0."""
+    """A cut: ``starts`` are the numbers of the parts that begin a stage, 0 the first of them."""
 
     starts: tuple[int, ...]
     durations: tuple[Durations, ...]
@@ -145,9 +145,7 @@ class Search:
             return None
         now, best = starts, self.evaluate(starts)
         for _ in range(_LONGEST_SEARCH):
-            tried = [
-                p for s in self._neighbours(now) if (p := self.evaluate(s)) is not None
-            ]
+            tried = [p for s in self._neighbours(now) if (p := self.evaluate(s)) is not None]
             found = min(tried, key=lambda p: p.seconds, default=None)
             if found is None or (best is not None and found.seconds >= best.seconds):
                 break
@@ -165,7 +163,9 @@ class Search:
                 yield moved
 
     def _why_none(self) -> str:
-        loose = [self.evaluate(s, fitting=False) for s in itertools.islice(self.every(), _ALL_TRIED)]
+        loose = [
+            self.evaluate(s, fitting=False) for s in itertools.islice(self.every(), _ALL_TRIED)
+        ]
         needed = [max(p.memory) for p in loose if p is not None]
         if not needed:
             return f"no cut into {self.stages} stages keeps to the modules that are pinned"

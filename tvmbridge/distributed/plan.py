@@ -1,4 +1,4 @@
-"""The plan of a pipeline: where the module is cut, what each stage takes, and how full a step is."""
+"""The plan of a pipeline: where a module is cut, what each stage takes, how full a step is."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from tvmbridge.core.errors import PipelineError
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.batches import as_arguments, split
 from tvmbridge.distributed.boundaries import boundaries, cuts_by_hand, nodes_of
 from tvmbridge.distributed.graph import PipelineGraph, capture_graph, submodule_of
 from tvmbridge.distributed.measuring import measure
 from tvmbridge.distributed.orders import Durations, Orders, Timeline, orders, predict, problem
 from tvmbridge.distributed.partition import Machine, Partition, Search
-from tvmbridge.core.torch_private import pytree
 
 Stages = int | Sequence[str] | Mapping[str, int] | None
 
@@ -237,7 +237,8 @@ def _described(
 ) -> Plan:
     starts = [positions[s] for s in partition.starts]
     ends = [*starts[1:], len(graph.nodes)]
-    described, users = [], {}
+    described = []
+    users: dict[int, tuple[str, set[int]]] = {}
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
         parameters = _parameters(graph, start, end)
         for key, name in parameters.items():

@@ -43,16 +43,14 @@ def measured_step(
 
 def _spans(events: Any, began: float, on_gpu: bool) -> list[Span]:
     """The marked ranges; the mark tells the profiler's clock from the host's."""
-    kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
+    kind = "CUDA" if on_gpu else "CPU"
     mark = min(
-        e.time_range.start
-        for e in events
-        if e.name == _MARK and e.device_type == torch.autograd.DeviceType.CPU
+        e.time_range.start for e in events if e.name == _MARK and e.device_type.name == "CPU"
     )
     found = []
     for event in events:
         match = _NAME.fullmatch(event.name)
-        if match is not None and event.device_type == kind:
+        if match is not None and event.device_type.name == kind:
             start = began + (event.time_range.start - mark) / 1e6
             end = began + (event.time_range.end - mark) / 1e6
             found.append(Span(Work(match[1], int(match[2]), int(match[3])), start, end))

@@ -69,7 +69,8 @@ def report_of(runner: PipelineRunner) -> PipelineReport:
     mine = []
     for stage in runner.stages:
         eager = runner.eager.get(stage.index)
-        served, fallbacks, cache = 0, {}, ()
+        served, fallbacks = 0, dict[str, int]()
+        cache: tuple[str, ...] = ()
         if eager is None:
             found = dispatch_report(stage.module)
             served, fallbacks = found.tvm_calls, dict(found.fallbacks)

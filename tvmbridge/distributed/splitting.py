@@ -20,7 +20,7 @@ from tvmbridge.distributed.graph import PipelineGraph, is_random, value_of, writ
 
 @dataclass(frozen=True)
 class Source:
-    """Where an output of a stage comes from: ``made`` by its module, ``received``, or a constant."""
+    """Where an output of a stage comes from: ``made`` there, ``received``, or a ``constant``."""
 
     kind: str
     value: Any
@@ -164,7 +164,8 @@ class _Builder:
         if self.device is not None:
             args, kwargs = pytree.tree_map(self._moved, (args, kwargs))
         made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        made.meta = dict(node.meta)
+        # Not where it comes from: stages that do the same are to be the same graph.
+        made.meta["val"] = value_of(node)
         return made
 
     def _moved(self, value: Any) -> Any:
@@ -182,5 +183,3 @@ class _Builder:
             else:
                 self.root.register_buffer(attribute, tensor)
         return self.graph.get_attr(attribute)
-
-

@@ -155,7 +155,9 @@ class EngineStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the gradients of a micro-batch."""
-        self._note(f"the gradient of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}", 1)
+        self._note(
+            f"the gradient of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}", 1
+        )
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _note(self, what: str, direction: int) -> None:
