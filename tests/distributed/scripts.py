@@ -166,7 +166,7 @@ def other_module(rank: int) -> None:
 def broken_checkpoint(rank: int) -> None:
     """One rank cannot write a second checkpoint."""
     folder = Path(tempfile.gettempdir()) / f"checkpoint-{os.environ['MASTER_PORT']}"
-    runner, inputs, targets = eager_runner()
+    runner = eager_runner()[0]
     optimizer = torch.optim.AdamW(runner.parameters())
     optimizer.step()
     save_checkpoint(runner, folder, optimizer)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tvmbridge.core.errors import PipelineError
 from tvmbridge.distributed.runner import PipelineRunner
@@ -52,7 +53,7 @@ def save_checkpoint(
         if control.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         control.call_roll("to save a checkpoint")
-        dcp.save(state, checkpoint_id=partial, process_group=control.group)
+        save(state, checkpoint_id=partial, process_group=control.group)
     except Exception as problem:
         error = problem
     control.agree(error, "the checkpoint cannot be saved")
@@ -109,7 +110,7 @@ def load_checkpoint(
         error = problem
     control.agree(error, "the checkpoint cannot be loaded")
     try:
-        dcp.load(state, checkpoint_id=folder, process_group=control.group)
+        load(state, checkpoint_id=folder, process_group=control.group)
         runner.load_state_dict(model)
         if optimizer is not None:
             _fill(runner, optimizer, state["optimizer"])
