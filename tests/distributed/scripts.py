@@ -84,7 +84,7 @@ class Failing(nn.Module):
             raise ValueError("the disk is full")
         if self.how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(3600)
+        time.sleep(14)
 
 
 def fail(rank: int, how: str, at_rank: int, timeout: float, schedule: str = "simple") -> float:
@@ -119,6 +119,17 @@ class NoGradient(torch.autograd.Function):
         raise RuntimeError("no gradient today")
 
 
+class WithoutGradient(nn.Module):
+    """A stage whose backward raises."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(NoGradient.apply(x) for x in self.module(*args))
+
+
 def eager_runner(**settings: Any) -> Any:
     """A pipeline in eager PyTorch, after a step that worked, and its batch."""
     inputs, targets = tokens()
@@ -135,8 +146,7 @@ def fail_backward(rank: int) -> None:
     runner, inputs, targets = eager_runner()
     if rank == 0:
         stage = runner._engine_stages[0]
-        genuine = stage.runs.module
-        stage.runs.module = lambda *args: tuple(NoGradient.apply(x) for x in genuine(*args))
+        stage.runs.module = WithoutGradient(stage.runs.module)
     runner.step(inputs, targets)
 
 

@@ -41,8 +41,9 @@ def test_the_stages_together_are_the_module(tied: bool) -> None:
     inputs, targets = tokens()
     graph = capture_graph(module, (inputs,), {})
     positions = [0, *boundaries(graph, 3)]
-    assert len(positions) > 8
-    for chosen in (positions, [0, positions[3], positions[7]]):
+    # The embedding, four blocks, and the head: within a block two values cross a cut.
+    assert len(positions) == 6
+    for chosen in (positions, [0, positions[2], positions[5]]):
         module.zero_grad()
         cross_entropy(run(graph, cut(graph, chosen), [inputs]), targets).backward()
         found = {n: p.grad for n, p in module.named_parameters()}
@@ -106,9 +107,7 @@ def test_an_integer_crosses_no_cut() -> None:
             return self.experts(self.router(x).argmax(-1))
 
     graph = capture_graph(Routed(), (torch.randn(2, 4),), {})
-    with pytest.raises(
-        PipelineError, match=r"no stage can begin at experts: argmax is torch.int64"
-    ):
+    with pytest.raises(PipelineError, match=r"at experts: argmax is torch\.int64"):
         cuts_by_hand(graph, ["experts"])
 
 

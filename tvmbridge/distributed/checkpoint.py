@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -41,7 +42,7 @@ def save_checkpoint(
     goal = Path(folder)
     partial = goal.with_name(f"{goal.name}.partial")
     control.call_roll("to save a checkpoint")
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         state: dict[str, Any] = {"model": runner.state_dict()}
         if optimizer is not None:
@@ -54,7 +55,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         control.call_roll("to save a checkpoint")
         save(state, checkpoint_id=partial, process_group=control.group)
-    except Exception as problem:
+    except (Exception, CheckpointException) as problem:
         error = problem
     control.agree(error, "the checkpoint cannot be saved")
     try:
@@ -100,7 +101,7 @@ def load_checkpoint(
         PipelineError: there is no such checkpoint, or it is not of this module.
     """
     control = runner.control
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         model = {name: torch.empty_like(t) for name, t in runner.state_dict().items()}
         state: dict[str, Any] = {"model": model}
@@ -114,7 +115,7 @@ def load_checkpoint(
         runner.load_state_dict(model)
         if optimizer is not None:
             _fill(runner, optimizer, state["optimizer"])
-    except Exception as problem:
+    except (Exception, CheckpointException) as problem:
         error = problem
     control.agree(error, "the checkpoint cannot be loaded")
 

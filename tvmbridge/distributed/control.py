@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +23,9 @@ _POLL_SECONDS = 0.05
 # How long a rank whose connection broke looks for the reason that another has left.
 _REASON_SECONDS = 2.0
 _FAILED = "failed"
+# A failed rank may end, and the store with it: the others are given the time to read its reason.
+_WATCH_SECONDS = 0.2
+_LINGER_SECONDS = 0.6
 
 
 class Control:
@@ -41,8 +47,12 @@ class Control:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
         self.failure: str | None = None
+        #: Called once, in another thread, where another rank has noted a failure.
+        self.on_reason: Callable[[], None] | None = None
         self._store = PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
         self._calls = itertools.count()
+        self._noted: str | None = None
+        self._watch()
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
         #: For objects of Python, on the CPU whatever the devices are.
@@ -126,12 +136,49 @@ class Control:
                 f"{self.timeout:g} s or has ended: {first_line(error)}"
             ) from error
 
+    def _watch(self) -> None:
+        """Look for reasons in a thread: this one may be waiting for a rank that has failed."""
+        if self.size == 1:
+            return
+        control, stop = weakref.ref(self), threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(_WATCH_SECONDS):
+                watched = control()
+                if watched is None or watched._look():
+                    return
+                del watched
+
+        thread = threading.Thread(target=watch, name="tvmbridge-pipeline", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            stop.set()
+            thread.join()
+
+        # A thread that is within PyTorch when the interpreter ends would abort the process.
+        atexit.register(end)
+
+    def _look(self) -> bool:
+        """Read the reason, if there is one; whether there is nothing more to look for."""
+        try:
+            if not self._store.check([_FAILED]):
+                return False
+            self._noted = bytes(self._store.get(_FAILED)).decode()
+        except RuntimeError:
+            return True
+        if self.on_reason is not None:
+            self.on_reason()
+        return True
+
     def failed(self, text: str) -> PipelineError:
         """Note a failure for the other ranks, and return the error to raise."""
         self.failure = text
         try:
             if not self._store.check([_FAILED]):
                 self._store.set(_FAILED, text)
+                if self.size > 1:
+                    time.sleep(_LINGER_SECONDS)
         except RuntimeError:
             pass  # The rank that keeps the store is gone; the others notice that as well.
         return PipelineError(text)
@@ -139,15 +186,9 @@ class Control:
     def reason(self, wait: float = 0.0) -> str | None:
         """What another rank has noted about a failure; looked for during ``wait`` seconds."""
         end = time.monotonic() + wait
-        while True:
-            try:
-                if self._store.check([_FAILED]):
-                    return bytes(self._store.get(_FAILED)).decode()
-            except RuntimeError:
-                return None
-            if time.monotonic() >= end:
-                return None
+        while self._noted is None and not self._look() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
+        return self._noted
 
     def _lost_store(self, error: RuntimeError) -> PipelineError:
         return self.failed(

@@ -64,6 +64,9 @@ class PipelineRunner:
         self._targets: Sequence[Any] = ()
         self._losses: dict[int, torch.Tensor] = {}
         control.describe = self._described
+        if device.type == "cuda":
+            # What waits on the GPU for a rank that has failed would not end otherwise.
+            control.on_reason = control.data_group.abort
         ends = [*plan.positions[1:], len(graph.nodes)]
         own = [i for i, s in enumerate(plan.stages) if s.rank == control.rank]
         self._tensors = StageTensors(module, graph)
@@ -192,6 +195,8 @@ class PipelineRunner:
 
     def _run(self) -> None:
         self._losses.clear()
+        for stage in self._engine_stages:
+            stage.waits_for = ""
         with self._tied.added_up():
             numbers = torch.arange(self.plan.microbatches)
             self._schedule.step(target=numbers, return_outputs=False)
@@ -219,7 +224,15 @@ class PipelineRunner:
 
     def _waiting(self) -> str:
         waited = [s.waits_for for s in self._engine_stages if s.waits_for]
-        return f"waited for {waited[-1]}" if waited else "waited for the other ranks"
+        return f"waited for {waited[-1] if waited else self._neighbours()}"
+
+    def _neighbours(self) -> str:
+        """The stages beside those of this rank, where they are on other ranks."""
+        beside = sorted({s.index + d for s in self.stages for d in (-1, 1)})
+        within = [i for i in beside if 0 <= i < len(self.plan.stages)]
+        ranks = {i: self.plan.stages[i].rank for i in within}
+        names = [f"stage {i} on rank {r}" for i, r in ranks.items() if r != self.control.rank]
+        return " or ".join(names) or "its own stages"
 
     # The tensors of this rank
 

@@ -150,7 +150,7 @@ class EngineStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """What receives the inputs of a micro-batch."""
-        self._note(f"what stage {self.stage_index - 1} makes of micro-batch {fwd_chunk_id}", -1)
+        self._note(f"micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}", -1)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
