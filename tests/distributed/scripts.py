@@ -246,3 +246,20 @@ def refused(rank: int) -> dict[int, str | None]:
     compiling.add_tvm_dispatch = refuses
     found = train(rank, {"stages": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "simple"}, 1)
     return found["eager"]
+
+
+def equal_stages(rank: int, folder: str) -> dict[str, Any]:
+    """Stages of one block each, the two in the middle alike; code is kept on disk."""
+    os.environ.update(TVMBRIDGE_CACHE="1", TVMBRIDGE_CACHE_DIR=folder)
+    torch.manual_seed(0)
+    inputs, targets = tokens()
+    runner = pipeline(
+        Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=60,
+        stages=["blocks.1", "blocks.2", "blocks.3"],
+    )  # fmt: skip
+    runner.step(inputs, targets)
+    report = runner.report()
+    return {
+        "equal_to": {s.stage: s.equal_to for s in report.stages},
+        "cache": {s.stage: s.cache for s in report.stages},
+    }

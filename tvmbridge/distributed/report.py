@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from tvmbridge.dispatch import dispatch_report
-
-if TYPE_CHECKING:
-    from tvmbridge.distributed.runner import PipelineRunner
+from tvmbridge.distributed.control import Control
+from tvmbridge.distributed.splitting import StageModule
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,17 @@ class PipelineReport:
         return file.getvalue()
 
 
-def report_of(runner: PipelineRunner) -> PipelineReport:
-    """The report of a pipeline; all ranks ask for it together."""
+def report_of(
+    stages: Sequence[StageModule],
+    reasons: Mapping[int, str],
+    equal_to: Mapping[int, int],
+    device: torch.device,
+    control: Control,
+) -> PipelineReport:
+    """The report of a pipeline, from the stages of each rank; all ranks ask for it together."""
     mine = []
-    for stage in runner.stages:
-        eager = runner.eager.get(stage.index)
+    for stage in stages:
+        eager = reasons.get(stage.index)
         served, fallbacks = 0, dict[str, int]()
         cache: tuple[str, ...] = ()
         if eager is None:
@@ -78,15 +85,15 @@ def report_of(runner: PipelineRunner) -> PipelineReport:
         mine.append(
             StageReport(
                 stage=stage.index,
-                rank=runner.control.rank,
-                device=str(runner.device),
-                equal_to=runner.equal_to[stage.index],
+                rank=control.rank,
+                device=str(device),
+                equal_to=equal_to[stage.index],
                 eager=eager,
                 tvm_calls=served,
                 fallbacks=fallbacks,
                 cache=cache,
             )
         )
-    parts = runner.control.gather(mine, "for their reports")
-    stages = sorted((s for part in parts for s in part), key=lambda s: s.stage)
-    return PipelineReport(tuple(stages))
+    parts = control.gather(mine, "for their reports")
+    found = sorted((s for part in parts for s in part), key=lambda s: s.stage)
+    return PipelineReport(tuple(found))

@@ -290,7 +290,7 @@ class PipelineRunner:
 
     def report(self) -> PipelineReport:
         """What runs where: each stage with TVM or in eager PyTorch, and why; on every rank."""
-        return report_of(self)
+        return report_of(self.stages, self.eager, self.equal_to, self.device, self.control)
 
 
 def _difference(expected: Any, found: Any) -> str:
