@@ -57,7 +57,9 @@ class PipelineReport:
             runs = f"TVM{equal}" if s.eager is None else f"PyTorch: {s.eager}"
             others = str(sum(s.fallbacks.values()))
             row = (str(s.stage), str(s.rank), s.device, escape(runs), str(s.tvm_calls), others)
-            table.add_row(*row, escape(", ".join(dict.fromkeys(s.cache))))
+            table.add_row(
+                *row, escape(", ".join(dict.fromkeys(c.partition(":")[0] for c in s.cache)))
+            )
         console.print(table)
         for s in self.stages:
             for reason, count in s.fallbacks.items():
@@ -79,9 +81,9 @@ def report_of(
         served, fallbacks = 0, dict[str, int]()
         cache: tuple[str, ...] = ()
         if eager is None:
-            found = dispatch_report(stage.module)
-            served, fallbacks = found.tvm_calls, dict(found.fallbacks)
-            cache = tuple(s.cache.partition(" ")[0] for s in found.specializations)
+            told = dispatch_report(stage.module)
+            served, fallbacks = told.tvm_calls, dict(told.fallbacks)
+            cache = tuple(s.cache for s in told.specializations)
         mine.append(
             StageReport(
                 stage=stage.index,
