@@ -36,7 +36,9 @@ def made(model: nn.Module, inputs: Any, **settings: Any) -> Any:
     return pipeline(model, inputs, timeout=20, **settings)
 
 
-@pytest.mark.parametrize("schedule", ["simple", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("simple", marks=pytest.mark.slow), "interleaved"]
+)
 def test_gradients_add_up_over_steps_and_are_clipped_as_one(schedule: str) -> None:
     torch.manual_seed(0)
     model, reference = Language(tied=True).double(), Language(tied=True).double()
@@ -58,7 +60,9 @@ def test_gradients_add_up_over_steps_and_are_clipped_as_one(schedule: str) -> No
     assert all(p.grad is None for p in runner.parameters())
 
 
-@pytest.mark.parametrize("schedule", ["simple", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("simple", marks=pytest.mark.slow), "interleaved"]
+)
 def test_running_statistics_are_those_of_one_process(schedule: str) -> None:
     torch.manual_seed(0)
     model, reference = Images().double(), Images().double()

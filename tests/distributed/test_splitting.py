@@ -34,7 +34,7 @@ def run(graph: PipelineGraph, stages: Sequence[StageModule], leaves: Sequence[An
     return pytree.tree_unflatten(leaves, graph.output_spec)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_stages_together_are_the_module(tied: bool) -> None:
     """Outputs, and gradients of every parameter, to the last bit."""
     module = Language(tied=tied).double().train()

@@ -27,7 +27,9 @@ def assert_equal(found: dict[str, Any], losses: torch.Tensor, state: dict[str, A
         torch.testing.assert_close(found["state"][name], tensor, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["simple", "interleaved"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("simple", marks=pytest.mark.slow), "interleaved"]
+)
 def test_training_equals_one_process(schedule: str) -> None:
     """The thinnest way: two stages, cut by hand, both compiled by TVM."""
     outcomes = run_ranks(scripts.train, 2, {"stages": ["blocks.2"], "schedule": schedule})
