@@ -216,11 +216,9 @@ class PipelineRunner:
             time.sleep(0)
 
     def _shared_losses(self) -> torch.Tensor:
-        last = len(self.plan.stages) - 1
         order = [self._losses[m].cpu() for m in sorted(self._losses)]
         mine = torch.stack([loss.reshape(()) for loss in order]) if order else None
-        losses: torch.Tensor = self.control.share(mine, self.plan.stages[last].rank)
-        return losses
+        return self.control.share(mine, self.plan.stages[-1].rank)
 
     def _waiting(self) -> str:
         waited = [s.waits_for for s in self._engine_stages if s.waits_for]
@@ -233,8 +231,6 @@ class PipelineRunner:
         ranks = {i: self.plan.stages[i].rank for i in within}
         names = [f"stage {i} on rank {r}" for i, r in ranks.items() if r != self.control.rank]
         return " or ".join(names) or "its own stages"
-
-    # The tensors of this rank
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, each once: for an optimizer."""
