@@ -17,14 +17,17 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-gpu check tune notebooks bench clean
+.PHONY: help demo demo-pipeline test test-pipeline test-slow test-gpu check tune notebooks bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' PYTEST_ARGS DEMO_ARGS"
 
 demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTorch
 	$(BIN)/python -m tvmbridge demo $(DEMO_ARGS)
+
+demo-pipeline: $(READY_DEMO) ## MiniLM is trained over two processes, beside one that does it alone
+	$(BIN)/python -m tvmbridge.demo.pipelined $(DEMO_ARGS)
 
 test: $(READY_DEV) ## Run the tests, without those marked slow or bench
 	@# Not reordered: files of few tests, among them the slowest, would come last, and one worker wait for the other.
@@ -34,6 +37,9 @@ test: $(READY_DEV) ## Run the tests, without those marked slow or bench
 
 test-slow: $(READY_DEV) ## Run the long sweeps, which `make test` leaves out
 	$(BIN)/python -m pytest -m "slow and not bench" $(PYTEST_ARGS)
+
+test-pipeline: $(READY_DEV) ## Run the tests of pipelines with real processes, the long ones too
+	$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
 
 test-gpu: $(READY_DEV) ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)

@@ -40,6 +40,7 @@ ORDER = (
     "tuning",
     "dispatch",
     "dynamo",
+    "distributed",
     "tvmbridge",  # the package's own __init__: the public names
     "doctor",
     "demo",

@@ -35,13 +35,13 @@ def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbform
         yield {n: pool.submit(execute, n, quick=True) for n in NOTEBOOKS if n in names}
 
 
-# It tunes a layer, each task by a process of its own.
-LONGEST = "bert_inference_tuning"
+# They start processes: for the tasks of tuning, and for the ranks of pipelines.
+LONGEST = ("bert_inference_tuning", "pipeline")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == LONGEST else []) for n in NOTEBOOKS],
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LONGEST else []) for n in NOTEBOOKS],
 )
 def test_runs_in_the_quick_setting(
     name: str, executed: dict[str, Future[nbformat.NotebookNode]]

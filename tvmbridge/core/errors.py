@@ -65,6 +65,14 @@ class FallbackError(BridgeError):
     """
 
 
+class PipelineError(BridgeError):
+    """A pipeline over several devices cannot be built, or a step of it failed.
+
+    Every rank raises it; the message names the stage and the rank that are at fault, where that is
+    known. After a failed step the pipeline is of no further use, and no parameter was changed.
+    """
+
+
 class VersionError(BridgeError, ImportError):
     """The installed packages are not the ones that tvmbridge is pinned to.
 

@@ -1,0 +1,265 @@
+"""What the ranks of the tests run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.distributed.models import Images, Language, cross_entropy, tokens
+from tvmbridge.distributed import load_checkpoint, pipeline, save_checkpoint
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(rank: int, settings: dict[str, Any], steps: int = 3) -> dict[str, Any]:
+    """Train the language model; losses, weights, and what the report says."""
+    torch.manual_seed(0)
+    settings = dict(settings)
+    clip = settings.pop("clip", None)
+    model = Language(tied=settings.pop("tied", False), dropout=settings.pop("dropout", 0.0))
+    model = model.double().train()
+    inputs, targets = tokens()
+    runner = pipeline(model, inputs, microbatches=4, loss=cross_entropy, timeout=60, **settings)
+    optimizer = sgd(runner.parameters())
+    losses = []
+    for _ in range(steps):
+        losses.append(runner.step(inputs, targets))
+        norm = None if clip is None else runner.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    report = runner.report()
+    return {
+        "losses": torch.cat(losses),
+        "state": runner.full_state_dict(),
+        "norm": norm,
+        "eager": {s.stage: s.eager for s in report.stages},
+        "equal_to": {s.stage: s.equal_to for s in report.stages},
+        "share": report.share,
+        "tied": runner.plan.tied,
+        "own": list(runner.state_dict()),
+    }
+
+
+def train_images(rank: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train with batch norm; losses and state, the running statistics among it."""
+    torch.manual_seed(0)
+    model = Images().double().train()
+    inputs, targets = images()
+    runner = pipeline(model, inputs, microbatches=4, loss=cross_entropy, timeout=60, **settings)
+    optimizer = sgd(runner.parameters())
+    losses = []
+    for _ in range(3):
+        losses.append(runner.step(inputs, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": torch.cat(losses), "state": runner.full_state_dict()}
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(8, 3, 6, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 5, (8,), generator=generator)
+
+
+class Failing(nn.Module):
+    """Raises, or ends its process, at a call in one rank: its own code runs there, untraced."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __call__(self, *args: Any) -> Any:
+        if self.how == "raises":
+            raise ValueError("the disk is full")
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(14)
+
+
+def fail(rank: int, how: str, at_rank: int, timeout: float, schedule: str = "simple") -> float:
+    """A step that works, and one in which a stage of one rank fails."""
+    inputs, targets = tokens()
+    model = Language().train()
+    runner = pipeline(
+        model, inputs, microbatches=4, loss=cross_entropy, timeout=timeout, tvm=False,
+        schedule=schedule,
+    )  # fmt: skip
+    runner.step(inputs, targets)
+    if rank == at_rank:
+        for stage in runner._engine_stages:
+            stage.runs.module = Failing(how)
+    begun = time.monotonic()
+    try:
+        runner.step(inputs, targets)
+    except Exception as error:
+        raise type(error)(f"{error} [{time.monotonic() - begun:.1f} s]") from error
+    return time.monotonic() - begun
+
+
+class NoGradient(torch.autograd.Function):
+    """An identity whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no gradient today")
+
+
+class WithoutGradient(nn.Module):
+    """A stage whose backward raises."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(NoGradient.apply(x) for x in self.module(*args))
+
+
+def eager_runner(**settings: Any) -> Any:
+    """A pipeline in eager PyTorch, after a step that worked, and its batch."""
+    inputs, targets = tokens()
+    runner = pipeline(
+        Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False,
+        **settings,
+    )  # fmt: skip
+    runner.step(inputs, targets)
+    return runner, inputs, targets
+
+
+def fail_backward(rank: int) -> None:
+    """The backward of the first stage raises."""
+    runner, inputs, targets = eager_runner()
+    if rank == 0:
+        stage = runner._engine_stages[0]
+        stage.runs.module = WithoutGradient(stage.runs.module)
+    runner.step(inputs, targets)
+
+
+def step_after_failure(rank: int) -> None:
+    """Another step is asked for."""
+    runner, inputs, targets = eager_runner(schedule="simple")
+    if rank == 1:
+        runner._engine_stages[0].runs.module = Failing("raises")
+        # The other rank is to find the connection closed.
+        runner.control.timeout = 5
+    try:
+        runner.step(inputs, targets)
+    except Exception:
+        if rank == 1:
+            dist.destroy_process_group()
+    runner.step(inputs, targets)
+
+
+def other_module(rank: int) -> None:
+    """The second rank has more blocks."""
+    inputs, _ = tokens()
+    pipeline(
+        Language(blocks=4 + rank).train(), inputs, microbatches=4, loss=cross_entropy, timeout=30
+    )
+
+
+def broken_checkpoint(rank: int) -> None:
+    """One rank cannot write a second checkpoint."""
+    folder = Path(tempfile.gettempdir()) / f"checkpoint-{os.environ['MASTER_PORT']}"
+    runner = eager_runner()[0]
+    optimizer = torch.optim.AdamW(runner.parameters())
+    optimizer.step()
+    save_checkpoint(runner, folder, optimizer)
+    before = {n: t.clone() for n, t in runner.full_state_dict().items()}
+    with torch.no_grad():
+        for parameter in runner.parameters():
+            parameter.add_(1)
+    if rank == 1:
+        next(iter(optimizer.state.values()))["step"] = "not a tensor"
+    try:
+        save_checkpoint(runner, folder, optimizer)
+    finally:
+        runner.control.failure = None
+        load_checkpoint(runner, folder)
+        after = runner.full_state_dict()
+        assert all(torch.equal(before[n], after[n]) for n in before), "the old one is not whole"
+        if rank == 0:
+            shutil.rmtree(folder)
+            assert not list(folder.parent.glob(f"{folder.name}*")), "something was left"
+
+
+def other_batch(rank: int) -> None:
+    """The second rank has another batch."""
+    inputs, targets = tokens()
+    runner = pipeline(
+        Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False
+    )
+    runner.step(inputs, targets)
+    runner.step(inputs, targets.flip(0) if rank else targets)
+
+
+def indivisible(rank: int) -> None:
+    """A batch of 6 for 4 micro-batches."""
+    inputs, targets = tokens()
+    runner = pipeline(
+        Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False
+    )
+    runner.step(inputs[:6], targets[:6])
+
+
+def absent(rank: int, joins: bool) -> None:
+    """The second rank does not come: to the pipeline, or not even to the process group."""
+    if rank and not joins:
+        time.sleep(8)
+        return
+    if joins:
+        dist.init_process_group("gloo")
+        if rank:
+            time.sleep(8)
+            return
+    inputs, _ = tokens()
+    pipeline(Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=3)
+
+
+def refused(rank: int) -> dict[int, str | None]:
+    """TVM refuses one of the stages, in one rank."""
+    from tvmbridge.core.errors import UnsupportedOperatorError
+    from tvmbridge.distributed import compiling
+
+    genuine = compiling.add_tvm_dispatch
+
+    def refuses(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(p.shape[0] == 2 * 16 for p in module.parameters()) and rank == 1:
+            raise UnsupportedOperatorError("there is no rule for aten.tanh")
+        return genuine(module, *args, **kwargs)
+
+    compiling.add_tvm_dispatch = refuses
+    found = train(rank, {"stages": ["blocks.0", "blocks.1", "blocks.2"], "schedule": "simple"}, 1)
+    return found["eager"]
+
+
+def equal_stages(rank: int, folder: str) -> dict[str, Any]:
+    """Stages of one block each, the two in the middle alike; code is kept on disk."""
+    os.environ.update(TVMBRIDGE_CACHE="1", TVMBRIDGE_CACHE_DIR=folder)
+    torch.manual_seed(0)
+    inputs, targets = tokens()
+    runner = pipeline(
+        Language().train(), inputs, microbatches=4, loss=cross_entropy, timeout=60,
+        stages=["blocks.1", "blocks.2", "blocks.3"],
+    )  # fmt: skip
+    runner.step(inputs, targets)
+    report = runner.report()
+    return {
+        "equal_to": {s.stage: s.equal_to for s in report.stages},
+        "cache": {s.stage: s.cache for s in report.stages},
+    }

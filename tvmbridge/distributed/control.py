@@ -1,0 +1,196 @@
+"""What the ranks of a pipeline tell each other: who is there, what they agree on, what failed."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from tvmbridge.core.errors import BridgeError, PipelineError, first_line
+
+# One for each pipeline of a process: all ranks make theirs in the same order.
+_numbers = itertools.count()
+_POLL_SECONDS = 0.05
+# How long a rank whose connection broke looks for the reason that another has left.
+_REASON_SECONDS = 2.0
+_FAILED = "failed"
+# A failed rank may end, and the store with it: the others are given the time to read its reason.
+_WATCH_SECONDS = 0.2
+_LINGER_SECONDS = 0.6
+
+
+class Control:
+    """The ranks of one pipeline; collectives on small objects, with errors that name ranks.
+
+    Args:
+        timeout: seconds that a rank waits for another.
+        describe: names a rank with its stages, for errors.
+
+    Raises:
+        PipelineError: a rank did not come within the timeout.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        world = dist.group.WORLD
+        if world is None:
+            raise PipelineError("there is no process group; start the script by torchrun")
+        self.timeout = timeout
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
+        self.failure: str | None = None
+        #: Called once, in another thread, where another rank has noted a failure.
+        self.on_reason: Callable[[], None] | None = None
+        self._store = PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
+        self._calls = itertools.count()
+        self._noted: str | None = None
+        self._watch()
+        self.call_roll("to build the pipeline")
+        delta = timedelta(seconds=timeout)
+        #: For objects of Python, on the CPU whatever the devices are.
+        self.group: Any = dist.new_group(backend="gloo", timeout=delta)
+        #: For what crosses the cuts.
+        self.data_group: Any = dist.new_group(timeout=delta)
+
+    def call_roll(self, purpose: str) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            PipelineError: some did not come within the timeout; they are named.
+        """
+        call = next(self._calls)
+        keys = [f"roll{call}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.set(keys[self.rank], "here")
+            end = time.monotonic() + self.timeout
+            while not self._store.check(keys):
+                reason = self.reason()
+                if reason is not None:
+                    raise self.failed(f"stopped, because {reason}")
+                if time.monotonic() > end:
+                    absent = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                    names = ", ".join(map(self.describe, absent))
+                    raise self.failed(f"{names} did not come within {self.timeout:g} s {purpose}")
+                time.sleep(_POLL_SECONDS)
+        except BridgeError:
+            raise
+        except RuntimeError as error:
+            raise self._lost_store(error) from error
+
+    def gather(self, value: Any, purpose: str) -> list[Any]:
+        """The values of all ranks, in their order."""
+        with self.guarded(lambda: f"waited for the other ranks {purpose}"):
+            found: list[Any] = [None] * self.size
+            dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """The value of rank ``source``, on every rank."""
+        with self.guarded(lambda: f"waited for {self.describe(source)}"):
+            found = [value]
+            dist.broadcast_object_list(found, src=source, group=self.group)
+        return found[0]
+
+    def agree(self, error: BaseException | None, purpose: str) -> None:
+        """Raise on every rank where one has failed.
+
+        Raises:
+            PipelineError: of the first rank that has an error.
+        """
+        told = None if error is None else f"{self.describe(self.rank)}: {first_line(error)}"
+        for text in self.gather(told, purpose):
+            if text is not None:
+                self.failure = text
+                raise PipelineError(f"{purpose}: {text}") from error
+
+    @contextmanager
+    def guarded(self, waiting: Callable[[], str]) -> Iterator[None]:
+        """Turn whatever is raised into a :class:`PipelineError`, and tell the other ranks.
+
+        ``waiting`` says what this rank waited for, should another be at fault.
+        """
+        if self.failure is not None:
+            raise PipelineError(f"the pipeline has failed before: {self.failure}")
+        try:
+            yield
+        except BridgeError as error:
+            self.failed(str(error))
+            raise
+        except Exception as error:
+            reason = self.reason(_REASON_SECONDS)
+            if reason is not None:
+                self.failure = reason
+                raise PipelineError(
+                    f"{self.describe(self.rank)} stopped, because {reason}"
+                ) from error
+            raise self.failed(
+                f"{self.describe(self.rank)} {waiting()}, which did not come within "
+                f"{self.timeout:g} s or has ended: {first_line(error)}"
+            ) from error
+
+    def _watch(self) -> None:
+        """Look for reasons in a thread: this one may be waiting for a rank that has failed."""
+        if self.size == 1:
+            return
+        control, stop = weakref.ref(self), threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(_WATCH_SECONDS):
+                watched = control()
+                if watched is None or watched._look():
+                    return
+                del watched
+
+        thread = threading.Thread(target=watch, name="tvmbridge-pipeline", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            stop.set()
+            thread.join()
+
+        # A thread that is within PyTorch when the interpreter ends would abort the process.
+        atexit.register(end)
+
+    def _look(self) -> bool:
+        """Read the reason, if there is one; whether there is nothing more to look for."""
+        try:
+            if not self._store.check([_FAILED]):
+                return False
+            self._noted = bytes(self._store.get(_FAILED)).decode()
+        except RuntimeError:
+            return True
+        if self.on_reason is not None:
+            self.on_reason()
+        return True
+
+    def failed(self, text: str) -> PipelineError:
+        """Note a failure for the other ranks, and return the error to raise."""
+        self.failure = text
+        try:
+            if not self._store.check([_FAILED]):
+                self._store.set(_FAILED, text)
+                if self.size > 1:
+                    time.sleep(_LINGER_SECONDS)
+        except RuntimeError:
+            pass  # The rank that keeps the store is gone; the others notice that as well.
+        return PipelineError(text)
+
+    def reason(self, wait: float = 0.0) -> str | None:
+        """What another rank has noted about a failure; looked for during ``wait`` seconds."""
+        end = time.monotonic() + wait
+        while self._noted is None and not self._look() and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        return self._noted
+
+    def _lost_store(self, error: RuntimeError) -> PipelineError:
+        return self.failed(
+            f"{self.describe(0)}, which keeps the store, has ended: {first_line(error)}"
+        )

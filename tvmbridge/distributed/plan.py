@@ -1,0 +1,274 @@
+"""The plan of a pipeline: where a module is cut, what each stage takes, how full a step is."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.errors import PipelineError
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.distributed.batches import as_arguments, split
+from tvmbridge.distributed.boundaries import boundaries, cuts_by_hand, nodes_of
+from tvmbridge.distributed.graph import PipelineGraph, capture_graph, submodule_of
+from tvmbridge.distributed.measuring import measure
+from tvmbridge.distributed.orders import Durations, Orders, Timeline, orders, predict, problem
+from tvmbridge.distributed.partition import Machine, Partition, Search
+
+Stages = int | Sequence[str] | Mapping[str, int] | None
+
+# What is taken for granted of what lies between two devices of one host.
+_LINKS = {"cuda": (20e-6, 100e9), "cpu": (300e-6, 2e9)}
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage: its rank, where it begins, and what it takes for one micro-batch."""
+
+    rank: int
+    begins: str
+    operators: int
+    parameters: int
+    durations: Durations
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a module is cut into stages, and what a step is predicted to take.
+
+    ``positions`` are those of the captured graph's nodes at which stages begin; ``tied`` the names
+    of parameters that stages on several ranks share; ``memory`` bytes of each rank.
+    """
+
+    schedule: str
+    microbatches: int
+    positions: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    orders: Orders
+    memory: tuple[int, ...]
+    tied: tuple[str, ...]
+
+    @property
+    def ranks(self) -> int:
+        """The number of devices."""
+        return len(self.orders)
+
+    def predicted(self) -> Timeline:
+        """A step as it would run if each stage took what was measured of its parts."""
+        return predict(self.orders, [s.durations for s in self.stages])
+
+    @property
+    def balance(self) -> float:
+        """The mean time of the devices over the longest: 1 where all take the same."""
+        times = [0.0] * self.ranks
+        for stage in self.stages:
+            times[stage.rank] += stage.durations.forward + stage.durations.backward
+        return sum(times) / (len(times) * max(times)) if max(times) else 1.0
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=False, force_jupyter=False, width=110)
+        table = Table(
+            "stage", "rank", "begins with", "operators", "parameters", "forward ms",
+            "backward ms", "received KB",
+        )  # fmt: skip
+        for i, s in enumerate(self.stages):
+            table.add_row(
+                str(i), str(s.rank), s.begins, str(s.operators), f"{s.parameters:,}",
+                f"{1e3 * s.durations.forward:.2f}", f"{1e3 * s.durations.backward:.2f}",
+                f"{s.received_bytes / 1e3:.1f}",
+            )  # fmt: skip
+        console.print(table)
+        step = self.predicted()
+        ideal = (self.ranks - 1) / (self.microbatches + self.ranks - 1)
+        lines = [
+            f"schedule {self.schedule}, {self.microbatches} micro-batches, {self.ranks} devices",
+            f"balance of the devices {self.balance:.2f}",
+            f"predicted step {1e3 * step.seconds:.1f} ms, idle share {step.idle:.3f} "
+            f"(stages alike, one a device: {ideal:.3f})",
+            "memory a device "
+            + ", ".join(f"{m / 1e6:.1f} MB" for m in self.memory)
+            + " for parameters, gradients, optimizer state and activations",
+        ]
+        if self.tied:
+            lines.append(
+                f"tied between ranks, their gradients are added up: {', '.join(self.tied)}"
+            )
+        for line in lines:
+            console.print(line, highlight=False, soft_wrap=True)
+        return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The sample of a pipeline: one micro-batch, as the graph was captured for it."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+    @staticmethod
+    def of(inputs: Any, microbatches: int) -> tuple[Sample, tuple[Any, ...], dict[str, Any]]:
+        """The first micro-batch of a batch, flattened, and as forward takes it."""
+        args, kwargs = as_arguments(split(inputs, microbatches)[0])
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        return Sample(tuple(leaves), spec), args, dict(kwargs)
+
+
+def plan_pipeline(
+    module: nn.Module,
+    sample: Any,
+    *,
+    microbatches: int,
+    schedule: str = "interleaved",
+    stages: Stages = None,
+    ranks: int | None = None,
+    device: torch.device | str = "cpu",
+    memory: int | None = None,
+) -> Plan:
+    """Where ``module`` would be cut, the balance, and the predicted bubble; nothing is compiled.
+
+    Args:
+        module: in the mode that it is to be trained in.
+        sample: a mini-batch, as ``runner.step`` takes it.
+        microbatches: how many micro-batches a mini-batch is cut into.
+        schedule: ``"simple"``, ``"interleaved"`` or ``"zero_bubble"``.
+        stages: how many; or names of submodules that begin the second stage and those behind it;
+            or stages of submodules by name, of which others are chosen; None: one a device.
+        ranks: the number of devices; None: one for each stage.
+        device: where the parts are measured.
+        memory: bytes that a device has, None for no limit.
+
+    Raises:
+        PipelineError: there is no such cut or schedule, or the sample cannot be cut.
+        CaptureError: torch.export cannot capture the module.
+    """
+    chosen, args, kwargs = Sample.of(sample, microbatches)
+    graph = capture_graph(module, args, kwargs)
+    wanted = count_stages(stages, ranks)
+    return make_plan(
+        graph, chosen, schedule, microbatches, stages, wanted, ranks or wanted,
+        torch.device(device), memory,
+    )  # fmt: skip
+
+
+def count_stages(stages: Stages, ranks: int | None) -> int:
+    """The number of stages that is asked for.
+
+    Raises:
+        PipelineError: neither stages nor devices say how many.
+    """
+    if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1):
+        raise PipelineError(f"stages is {stages!r}; give a number, names of submodules, or a dict")
+    if isinstance(stages, int):
+        return stages
+    if isinstance(stages, Mapping):
+        return max(ranks or 1, max(stages.values(), default=0) + 1)
+    if isinstance(stages, str):
+        raise PipelineError(f"stages is {stages!r}; give a list of names")
+    if stages is not None:
+        return len(stages) + 1
+    if ranks is None:
+        raise PipelineError("say how many stages, or how many devices (ranks)")
+    return ranks
+
+
+def make_plan(
+    graph: PipelineGraph,
+    sample: Sample,
+    schedule: str,
+    microbatches: int,
+    stages: Stages,
+    count: int,
+    ranks: int,
+    device: torch.device,
+    memory: int | None,
+) -> Plan:
+    """The plan for a captured graph; see :func:`plan_pipeline`."""
+    wrong = problem(schedule, count, ranks, microbatches)
+    if wrong is not None:
+        raise PipelineError(wrong)
+    order = orders(schedule, count, ranks, microbatches)
+    by_hand = stages is not None and not isinstance(stages, (int, Mapping))
+    if by_hand:
+        inner = cuts_by_hand(graph, list(stages))  # type: ignore[arg-type]
+    else:
+        inner = boundaries(graph, count - 1) if count > 1 else []
+    positions = [0, *inner]
+    costs = measure(graph, positions, sample.leaves, device)
+    machine = Machine(*_LINKS.get(device.type, _LINKS["cpu"]), memory=memory)
+    pinned = _pinned(graph, positions, stages) if isinstance(stages, Mapping) else None
+    search = Search(costs, order, count, machine, pinned)
+    partition = search.evaluate(range(len(positions)), fitting=False) if by_hand else search.best()
+    assert partition is not None
+    return _described(graph, schedule, microbatches, positions, partition, search)
+
+
+def _pinned(
+    graph: PipelineGraph, positions: Sequence[int], stages: Mapping[str, int]
+) -> dict[int, int]:
+    """The stages of the parts that pinned submodules run in."""
+    found: dict[int, int] = {}
+    for name, stage in stages.items():
+        for node in nodes_of(graph, name):
+            part = sum(p <= node for p in positions) - 1
+            if found.setdefault(part, stage) != stage:
+                raise PipelineError(
+                    f"{name} is pinned to stage {stage}, and shares a part that cannot be cut with "
+                    f"what is pinned to stage {found[part]}"
+                )
+    return found
+
+
+def _described(
+    graph: PipelineGraph,
+    schedule: str,
+    microbatches: int,
+    positions: Sequence[int],
+    partition: Partition,
+    search: Search,
+) -> Plan:
+    starts = [positions[s] for s in partition.starts]
+    ends = [*starts[1:], len(graph.nodes)]
+    described = []
+    users: dict[int, tuple[str, set[int]]] = {}
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        parameters = _parameters(graph, start, end)
+        for key, name in parameters.items():
+            users.setdefault(key, (name, set()))[1].add(search.rank_of[i])
+        described.append(
+            StagePlan(
+                rank=search.rank_of[i],
+                begins=submodule_of(graph.nodes[start]) or graph.nodes[start].name,
+                operators=end - start,
+                parameters=sum(graph.tensors[name].numel() for name in parameters.values()),
+                durations=partition.durations[i],
+                received_bytes=search.costs[partition.starts[i]].received,
+            )
+        )
+    return Plan(
+        schedule=schedule,
+        microbatches=microbatches,
+        positions=tuple(starts),
+        stages=tuple(described),
+        orders=search.plan,
+        memory=partition.memory,
+        tied=tuple(name for name, ranks in users.values() if len(ranks) > 1),
+    )
+
+
+def _parameters(graph: PipelineGraph, start: int, end: int) -> dict[int, str]:
+    """The parameters that nodes read, by identity."""
+    found: dict[int, str] = {}
+    for node in graph.nodes[start:end]:
+        for name in graph.read_tensors(node):
+            if isinstance(graph.tensors[name], nn.Parameter):
+                found.setdefault(id(graph.tensors[name]), name)
+    return found

@@ -1,0 +1,101 @@
+"""What each stage of a pipeline runs on, as all ranks know it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tvmbridge.dispatch import dispatch_report
+from tvmbridge.distributed.control import Control
+from tvmbridge.distributed.splitting import StageModule
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage: calls served by TVM and not, and why it runs in eager PyTorch, if it does.
+
+    ``cache`` says of its code whether it came from the cache on disk; ``fallbacks`` counts calls
+    that went to the stage's own forward, by reason.
+    """
+
+    stage: int
+    rank: int
+    device: str
+    equal_to: int
+    eager: str | None
+    tvm_calls: int
+    fallbacks: dict[str, int]
+    cache: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """The stages of a pipeline, in order."""
+
+    stages: tuple[StageReport, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of the stages' calls that TVM served; 0 before the first."""
+        served = sum(s.tvm_calls for s in self.stages)
+        calls = served + sum(sum(s.fallbacks.values()) for s in self.stages)
+        return served / calls if calls else 0.0
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=False, force_jupyter=False, width=110)
+        table = Table("stage", "rank", "device", "runs on", "calls by TVM", "others", "code")
+        for s in self.stages:
+            equal = f", as stage {s.equal_to}" if s.equal_to != s.stage else ""
+            runs = f"TVM{equal}" if s.eager is None else f"PyTorch: {s.eager}"
+            others = str(sum(s.fallbacks.values()))
+            row = (str(s.stage), str(s.rank), s.device, escape(runs), str(s.tvm_calls), others)
+            table.add_row(
+                *row, escape(", ".join(dict.fromkeys(c.partition(":")[0] for c in s.cache)))
+            )
+        console.print(table)
+        for s in self.stages:
+            for reason, count in s.fallbacks.items():
+                console.print(f"stage {s.stage}: {count} calls in PyTorch, because {reason}")
+        return file.getvalue()
+
+
+def report_of(
+    stages: Sequence[StageModule],
+    reasons: Mapping[int, str],
+    equal_to: Mapping[int, int],
+    device: torch.device,
+    control: Control,
+) -> PipelineReport:
+    """The report of a pipeline, from the stages of each rank; all ranks ask for it together."""
+    mine = []
+    for stage in stages:
+        eager = reasons.get(stage.index)
+        served, fallbacks = 0, dict[str, int]()
+        cache: tuple[str, ...] = ()
+        if eager is None:
+            told = dispatch_report(stage.module)
+            served, fallbacks = told.tvm_calls, dict(told.fallbacks)
+            cache = tuple(s.cache for s in told.specializations)
+        mine.append(
+            StageReport(
+                stage=stage.index,
+                rank=control.rank,
+                device=str(device),
+                equal_to=equal_to[stage.index],
+                eager=eager,
+                tvm_calls=served,
+                fallbacks=fallbacks,
+                cache=cache,
+            )
+        )
+    parts = control.gather(mine, "for their reports")
+    found = sorted((s for part in parts for s in part), key=lambda s: s.stage)
+    return PipelineReport(tuple(found))

@@ -1,0 +1,299 @@
+"""The runner of a pipeline: one training step on all ranks, and what belongs to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.errors import PipelineError
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.distributed.batches import as_arguments, check_sizes, digest, split
+from tvmbridge.distributed.compiling import compile_stages
+from tvmbridge.distributed.control import Control
+from tvmbridge.distributed.graph import PipelineGraph
+from tvmbridge.distributed.orders import Timeline, engine_class
+from tvmbridge.distributed.plan import Plan, Sample
+from tvmbridge.distributed.profiling import measured_step
+from tvmbridge.distributed.report import PipelineReport, report_of
+from tvmbridge.distributed.splitting import StageModule, cut_stage
+from tvmbridge.distributed.stage import EngineStage, MicrobatchInputs, StageForward, with_constants
+from tvmbridge.distributed.tensors import StageTensors
+from tvmbridge.distributed.tied import TiedGradients
+
+Loss = Callable[..., torch.Tensor]
+
+
+class PipelineRunner:
+    """Trains a module whose stages lie on several ranks; made by :func:`pipeline`.
+
+    ``plan`` is the cut and its prediction, ``measured`` the timeline of the last step that was
+    profiled. Parameters are those of the module that was given: ``parameters()`` has the ones of
+    this rank, for its optimizer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        graph: PipelineGraph,
+        plan: Plan,
+        sample: Sample,
+        control: Control,
+        *,
+        device: torch.device,
+        loss: Loss | None,
+        seed: int,
+        tvm: bool,
+        options: Any,
+        target: Any,
+        check_batches: bool,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.control = control
+        self.measured: Timeline | None = None
+        self._graph = graph
+        self._sample = sample
+        self._loss = loss
+        self._check_batches = check_batches
+        self._inputs = MicrobatchInputs()
+        self._inputs.seed = seed
+        self._targets: Sequence[Any] = ()
+        self._losses: dict[int, torch.Tensor] = {}
+        control.describe = self._described
+        if device.type == "cuda":
+            # What waits on the GPU for a rank that has failed would not end otherwise.
+            control.on_reason = control.data_group.abort
+        ends = [*plan.positions[1:], len(graph.nodes)]
+        own = [i for i, s in enumerate(plan.stages) if s.rank == control.rank]
+        self._tensors = StageTensors(module, graph)
+        self.stages = [cut_stage(graph, i, plan.positions[i], ends[i], device) for i in own]
+        for stage in self.stages:
+            stage.module.to(device)
+            self._tensors.add(stage)
+        leaves = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), sample.leaves)
+        self.eager: dict[int, str] = {}
+        self.equal_to: dict[int, int] = {i: i for i in range(len(plan.stages))}
+        if tvm:
+            self.eager, self.equal_to = compile_stages(
+                self.stages, leaves, device, control, options, target
+            )
+        else:
+            self.eager = dict.fromkeys(range(len(plan.stages)), "tvm=False")
+        self._tied = TiedGradients(self._tensors, control)
+        self._engine_stages = [self._engine_stage(s) for s in self.stages]
+        self._schedule = self._made_schedule()
+
+    def _described(self, rank: int) -> str:
+        numbers = [str(i) for i, s in enumerate(self.plan.stages) if s.rank == rank]
+        return f"rank {rank} (stage {', '.join(numbers)})"
+
+    def _engine_stage(self, stage: StageModule) -> EngineStage:
+        forward = StageForward(stage, self.device, self._inputs)
+        return EngineStage(forward, len(self.plan.stages), self.control.data_group)
+
+    def _made_schedule(self) -> Any:
+        plan = self.plan
+        kind = engine_class(plan.schedule, len(plan.stages), plan.ranks)
+        several = len(plan.stages) > plan.ranks or plan.schedule == "zero_bubble"
+        stages: Any = self._engine_stages if several else self._engine_stages[0]
+        # Scaled here and not by the engine, which divides what earlier steps have added up, too.
+        return kind(stages, plan.microbatches, loss_fn=self._scaled_loss, scale_grads=False)
+
+    def _scaled_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        """The engine's loss of one micro-batch, a mean over all of them."""
+        microbatch = int(number.item())
+        leaves = with_constants(self.stages[-1].outputs, output)
+        result = pytree.tree_unflatten(leaves, self._graph.output_spec)
+        if self._loss is None:
+            loss = result
+        else:
+            loss = self._loss(result, self._targets[microbatch])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise PipelineError(
+                "the loss must be a tensor of one element; give loss=, a function of the module's "
+                "output and the targets, or a module that returns its loss"
+            )
+        self._losses[microbatch] = loss.detach()
+        return loss.reshape(()) / self.plan.microbatches
+
+    def step(self, inputs: Any, targets: Any = None, *, profile: bool = False) -> torch.Tensor:
+        """Forward and backward of one mini-batch; gradients are added to those that are there.
+
+        Args:
+            inputs: the same on every rank: a tensor, a tuple of positional arguments, or a dict of
+                keyword arguments. Tensors are cut along their first dimension.
+            targets: what the loss is given beside the outputs; cut likewise.
+            profile: run under torch.profiler; ``measured`` is then this step's timeline.
+
+        Returns:
+            The losses of the micro-batches, on the CPU of every rank. Gradients are those of their
+            mean.
+
+        Raises:
+            PipelineError: the batch cannot be cut, differs between ranks or from the sample, or
+                a stage failed; on every rank, within the timeout.
+        """
+        if self.control.failure is not None:
+            raise PipelineError(f"the pipeline has failed before: {self.control.failure}")
+        self._set_batch(inputs, targets)
+        with self.control.guarded(self._waiting):
+            if profile:
+                spans, _ = measured_step(self._run, self._engine_stages, self.device)
+            else:
+                self._run()
+            losses = self._shared_losses()
+        if profile:
+            found = self.control.gather(spans, "for their timelines")
+            self.measured = Timeline(tuple(tuple(s) for s in found))
+        self._inputs.step += 1
+        return losses
+
+    def _set_batch(self, inputs: Any, targets: Any) -> None:
+        """Cut the batch, and compare it with that of the other ranks."""
+        problem: PipelineError | None = None
+        try:
+            self._cut_batch(inputs, targets)
+        except PipelineError as error:
+            problem = error
+        if not self._check_batches:
+            if problem is not None:
+                raise problem
+            return
+        mine = (None if problem is None else str(problem), digest((inputs, targets)))
+        found = self.control.gather(mine, "for their batches")
+        for rank, (told, _) in enumerate(found):
+            if told is not None:
+                raise problem or PipelineError(f"{self._described(rank)}: {told}")
+        for rank, (_, bits) in enumerate(found):
+            if bits != found[0][1]:
+                raise PipelineError(
+                    f"{self._described(rank)} was given another batch than {self._described(0)}: "
+                    f"{_difference(found[0][1], bits)}"
+                )
+
+    def _cut_batch(self, inputs: Any, targets: Any) -> None:
+        count = self.plan.microbatches
+        flattened = []
+        for microbatch in split(inputs, count):
+            args, kwargs = as_arguments(microbatch)
+            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+            if spec != self._sample.spec:
+                raise PipelineError("a call passes its inputs in another structure than the sample")
+            check_sizes(leaves, self._sample.leaves)
+            flattened.append(leaves)
+        self._inputs.leaves = [self._moved(leaves) for leaves in flattened]
+        last = any(s.index == len(self.plan.stages) - 1 for s in self.stages)
+        cut = split(targets, count)
+        self._targets = self._moved(cut) if last else ()
+
+    def _moved(self, tree: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self.device), tree)
+
+    def _run(self) -> None:
+        self._losses.clear()
+        for stage in self._engine_stages:
+            stage.waits_for = ""
+        with self._tied.added_up():
+            numbers = torch.arange(self.plan.microbatches)
+            self._schedule.step(target=numbers, return_outputs=False)
+            self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        """Wait for the GPU as long as the timeout, and not for ever where a rank is gone."""
+        if self.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        end = time.monotonic() + self.control.timeout
+        while not event.query():
+            if time.monotonic() > end:
+                self.control.data_group.abort()
+                raise TimeoutError("the GPU has not finished the step")
+            time.sleep(0)
+
+    def _shared_losses(self) -> torch.Tensor:
+        order = [self._losses[m].cpu() for m in sorted(self._losses)]
+        mine = torch.stack([loss.reshape(()) for loss in order]) if order else None
+        return self.control.share(mine, self.plan.stages[-1].rank)
+
+    def _waiting(self) -> str:
+        waited = [s.waits_for for s in self._engine_stages if s.waits_for]
+        return f"waited for {waited[-1] if waited else self._neighbours()}"
+
+    def _neighbours(self) -> str:
+        """The stages beside those of this rank, where they are on other ranks."""
+        beside = sorted({s.index + d for s in self.stages for d in (-1, 1)})
+        within = [i for i in beside if 0 <= i < len(self.plan.stages)]
+        ranks = {i: self.plan.stages[i].rank for i in within}
+        names = [f"stage {i} on rank {r}" for i, r in ranks.items() if r != self.control.rank]
+        return " or ".join(names) or "its own stages"
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, each once: for an optimizer."""
+        return iter(self._tensors.parameters.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """They, with the names that the module has for them."""
+        return iter(self._tensors.parameters.items())
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this rank's parameters."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients, on all ranks, so that their norm together is at most ``max_norm``.
+
+        Returns:
+            The norm before.
+        """
+        squares = [
+            float(torch.linalg.vector_norm(p.grad.double()).square().item())
+            for name, p in self.named_parameters()
+            if p.grad is not None and self._tied.counts_here(name)
+        ]
+        parts = self.control.gather(sum(squares), "for the norm of the gradients")
+        norm = float(sum(parts) ** 0.5)
+        if norm > max_norm:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of this rank, under the module's own names."""
+        return self._tensors.state_dict(include_unused=self.control.rank == 0)
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Those of the whole module, on the CPU of every rank; all ranks call it together."""
+        mine = {name: t.detach().cpu() for name, t in self.state_dict().items()}
+        whole: dict[str, torch.Tensor] = {}
+        for part in self.control.gather(mine, "for their parameters"):
+            whole.update(part)
+        return {name: whole[name] for name in self._tensors.names if name in whole}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy this rank's share of ``state``, which has the names of the whole module.
+
+        Raises:
+            PipelineError: a name is missing, or a tensor has another shape; nothing is changed.
+        """
+        self._tensors.load(state, include_unused=self.control.rank == 0)
+
+    def report(self) -> PipelineReport:
+        """What runs where: each stage with TVM or in eager PyTorch, and why; on every rank."""
+        return report_of(self.stages, self.eager, self.equal_to, self.device, self.control)
+
+
+def _difference(expected: Any, found: Any) -> str:
+    if expected[1] != found[1]:
+        return f"its tensors are {_shapes(found[1])}, not {_shapes(expected[1])}"
+    return "its values differ"
+
+
+def _shapes(shapes: Any) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in shapes)

@@ -1,0 +1,185 @@
+"""Stages as modules of their own, cut out of the graph of one micro-batch.
+
+A stage's module takes what crosses the cut before it and what it needs of the inputs, and returns
+what it makes of what crosses the cut behind it. Parameters are those of the module that was given,
+under names that count: equal stages are equal graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.distributed.graph import PipelineGraph, is_random, value_of, written
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an output of a stage comes from: ``made`` there, ``received``, or a ``constant``."""
+
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class StageModule:
+    """One stage: its module, and how it fits between the others.
+
+    ``names`` are the module's own names of the tensors that ``module`` reads, by its attributes;
+    ``used_inputs`` the indices of the flattened inputs that it takes behind what it receives;
+    ``received`` and ``sent`` are fake tensors of what crosses the cuts.
+    """
+
+    index: int
+    module: fx.GraphModule
+    names: dict[str, str]
+    used_inputs: tuple[int, ...]
+    received: tuple[torch.Tensor, ...]
+    sent: tuple[torch.Tensor, ...]
+    outputs: tuple[Source, ...]
+    random: bool
+    operators: int
+    writes: bool
+
+    @property
+    def key(self) -> str:
+        """Equal for stages that do the same with tensors of the same shapes."""
+        tensors = [*self.module.state_dict().values(), *self.received]
+        shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
+        return f"{self.module.code}\n{shapes}\n{self.used_inputs}"
+
+
+def cut(
+    graph: PipelineGraph, positions: Sequence[int], devices: Sequence[torch.device] | None = None
+) -> list[StageModule]:
+    """The stages between ``positions``, the first of which is 0; the last stage ends the graph."""
+    ends = [*positions[1:], len(graph.nodes)]
+    return [
+        cut_stage(graph, i, start, end, None if devices is None else devices[i])
+        for i, (start, end) in enumerate(zip(positions, ends, strict=True))
+    ]
+
+
+def cut_stage(
+    graph: PipelineGraph, index: int, start: int, end: int, device: torch.device | None = None
+) -> StageModule:
+    """The stage of ``graph.nodes[start:end]``; constants of the graph are put on ``device``."""
+    last = end == len(graph.nodes)
+    received = graph.crossing(start)
+    wanted: Sequence[Any] = graph.outputs if last else graph.crossing(end)
+    builder = _Builder(graph, device)
+    for node in received:
+        builder.placeholder(node)
+    for node in graph.inputs:
+        builder.inputs[node] = None
+    used = _used_inputs(graph, graph.nodes[start:end], wanted if last else ())
+    for i in used:
+        builder.placeholder(graph.inputs[i])
+    for node in graph.nodes[start:end]:
+        builder.copy(node)
+    sources, made = _sources(wanted, received, builder)
+    builder.graph.output(tuple(made))
+    module = fx.GraphModule(builder.root, builder.graph)
+    module.train(True)
+    return StageModule(
+        index=index,
+        module=module,
+        names=builder.names,
+        used_inputs=tuple(used),
+        received=tuple(value_of(n) for n in received),
+        sent=() if last else tuple(value_of(n) for n in wanted),
+        outputs=tuple(sources),
+        random=any(is_random(n) for n in graph.nodes[start:end]),
+        operators=end - start,
+        writes=any(written(n) for n in graph.nodes[start:end]),
+    )
+
+
+def _sources(
+    wanted: Iterable[Any], received: Sequence[fx.Node], builder: _Builder
+) -> tuple[list[Source], list[fx.Node]]:
+    sources: list[Source] = []
+    made: list[fx.Node] = []
+    for value in wanted:
+        if not isinstance(value, fx.Node):
+            sources.append(Source("constant", value))
+        elif value in received:
+            sources.append(Source("received", received.index(value)))
+        else:
+            sources.append(Source("made", len(made)))
+            made.append(builder.copy(value))
+    return sources, made
+
+
+def _used_inputs(
+    graph: PipelineGraph, nodes: Sequence[fx.Node], outputs: Sequence[Any]
+) -> list[int]:
+    seen: set[fx.Node] = set()
+    waiting = [read for node in nodes for read in node.all_input_nodes]
+    waiting += [n for n in outputs if isinstance(n, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in graph.recomputed:
+            waiting += node.all_input_nodes
+    return [i for i, node in enumerate(graph.inputs) if node in seen]
+
+
+class _Builder:
+    """Copies nodes into a graph of their own, with what they need of recomputed ones."""
+
+    def __init__(self, graph: PipelineGraph, device: torch.device | None) -> None:
+        self.source = graph
+        self.device = device
+        self.graph = fx.Graph()
+        self.root = nn.Module()
+        self.names: dict[str, str] = {}
+        self.inputs: dict[fx.Node, None] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self._attributes: dict[int, str] = {}
+
+    def placeholder(self, node: fx.Node) -> None:
+        made = self.graph.placeholder(f"x{len(self.copies)}")
+        made.meta["val"] = value_of(node)
+        self.copies[node] = made
+
+    def copy(self, node: fx.Node) -> fx.Node:
+        if node not in self.copies:
+            if node.op == "get_attr":
+                self.copies[node] = self._attribute(str(node.target))
+            else:
+                self.copies[node] = self._call(node)
+        return self.copies[node]
+
+    def _call(self, node: fx.Node) -> fx.Node:
+        assert node.op == "call_function", f"{node.op} {node.name}"
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.copy)
+        if self.device is not None:
+            args, kwargs = pytree.tree_map(self._moved, (args, kwargs))
+        made = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        # Not where it comes from: stages that do the same are to be the same graph.
+        made.meta["val"] = value_of(node)
+        return made
+
+    def _moved(self, value: Any) -> Any:
+        return self.device if isinstance(value, torch.device) else value
+
+    def _attribute(self, name: str) -> fx.Node:
+        tensor = self.source.tensors[name]
+        attribute = self._attributes.get(id(tensor))
+        if attribute is None:
+            attribute = f"t{len(self._attributes)}"
+            self._attributes[id(tensor)] = attribute
+            self.names[attribute] = name
+            if isinstance(tensor, nn.Parameter):
+                self.root.register_parameter(attribute, tensor)
+            else:
+                self.root.register_buffer(attribute, tensor)
+        return self.graph.get_attr(attribute)

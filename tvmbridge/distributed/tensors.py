@@ -1,0 +1,79 @@
+"""Whose parameters and buffers a rank has, under the names of the whole module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from tvmbridge.core.errors import PipelineError
+from tvmbridge.distributed.graph import PipelineGraph
+from tvmbridge.distributed.splitting import StageModule
+
+
+class StageTensors:
+    """The tensors of the stages of one rank.
+
+    ``parameters`` are those that they read, by the first name that the module has for each;
+    ``names`` all of the module's state, in its order.
+    """
+
+    def __init__(self, module: nn.Module, graph: PipelineGraph) -> None:
+        state = module.state_dict(keep_vars=True)
+        self.names = tuple(state)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._aliases: dict[int, list[str]] = {}
+        for name, tensor in state.items():
+            self._aliases.setdefault(id(tensor), []).append(name)
+        self._first_names = {id(p): name for name, p in reversed([*module.named_parameters()])}
+        used = {id(t) for node in graph.nodes for t in _read(graph, node)}
+        self._unused = {n: t for n, t in state.items() if id(t) not in used}
+        self._graph = graph
+        self._own: dict[str, torch.Tensor] = {}
+
+    def add(self, stage: StageModule) -> None:
+        """Take in the tensors of a stage; they have been moved to its device."""
+        for attribute, name in stage.names.items():
+            original = self._graph.tensors[name]
+            tensor = getattr(stage.module, attribute)
+            if isinstance(tensor, nn.Parameter):
+                self.parameters.setdefault(self._first_names.get(id(original), name), tensor)
+            for alias in self._aliases.get(id(original), ()):
+                self._own.setdefault(alias, tensor)
+
+    def state_dict(self, *, include_unused: bool) -> dict[str, torch.Tensor]:
+        """The tensors by all of their names; with those that no stage reads, if asked for."""
+        found = {**self._own, **(self._unused if include_unused else {})}
+        return {name: found[name].detach() for name in self.names if name in found}
+
+    def load(self, state: Mapping[str, torch.Tensor], *, include_unused: bool) -> None:
+        """Copy the tensors of ``state`` that are here.
+
+        Raises:
+            PipelineError: one is missing, or has another shape; nothing is changed.
+        """
+        own = self.state_dict(include_unused=include_unused)
+        missing = [name for name in own if name not in state]
+        if missing:
+            raise PipelineError(f"the state has no {', '.join(missing[:5])}")
+        for name, tensor in own.items():
+            if state[name].shape != tensor.shape:
+                raise PipelineError(
+                    f"{name} is {list(tensor.shape)}, in the state {list(state[name].shape)}"
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+
+
+def _read(graph: PipelineGraph, node: torch.fx.Node) -> list[torch.Tensor]:
+    found, waiting, seen = [], [node], set()
+    while waiting:
+        now = waiting.pop()
+        found += [graph.tensors[name] for name in graph.read_tensors(now)]
+        for read in now.all_input_nodes:
+            if read in graph.recomputed and read not in seen:
+                seen.add(read)
+                waiting.append(read)
+    return found

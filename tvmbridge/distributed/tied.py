@@ -1,0 +1,53 @@
+"""Parameters that stages on several ranks share: their gradients are added up after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tvmbridge.distributed.control import Control
+from tvmbridge.distributed.tensors import StageTensors
+
+
+class TiedGradients:
+    """Each rank has such a parameter, and with equal gradients equal optimizers keep it equal."""
+
+    def __init__(self, tensors: StageTensors, control: Control) -> None:
+        self._control = control
+        self._parameters = tensors.parameters
+        owners: dict[str, list[int]] = {}
+        for rank, names in enumerate(control.gather(list(tensors.parameters), "for shared names")):
+            for name in names:
+                owners.setdefault(name, []).append(rank)
+        self._owners = {name: ranks for name, ranks in sorted(owners.items()) if len(ranks) > 1}
+        self._groups: dict[tuple[int, ...], Any] = {}
+        for ranks in self._owners.values():
+            if tuple(ranks) not in self._groups:
+                timeout = timedelta(seconds=control.timeout)
+                self._groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
+
+    def counts_here(self, name: str) -> bool:
+        """Is this rank the one that a shared parameter is counted on?"""
+        return self._owners.get(name, [self._control.rank])[0] == self._control.rank
+
+    @contextmanager
+    def added_up(self) -> Iterator[None]:
+        """Around the backwards of a step: their gradients are added up, not those from before."""
+        own = [name for name in self._owners if name in self._parameters]
+        before = {name: self._parameters[name].grad for name in own}
+        for name in own:
+            self._parameters[name].grad = None
+        yield
+        for name in own:
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self._groups[tuple(self._owners[name])])
+            earlier = before[name]
+            if earlier is not None:
+                parameter.grad += earlier
