@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch._C._dynamo.guards
 import torch._decomp
+import torch._dispatch.python
 import torch._export.utils
 import torch._functorch.utils
 import torch._higher_order_ops.wrap
@@ -64,6 +65,7 @@ MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber
 
 # Modes
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+enable_python_dispatcher = torch._dispatch.python.enable_python_dispatcher
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 function_mode_count = torch._C._len_torch_function_stack

@@ -192,6 +192,11 @@ IMPORTED = (
         ),
     ),
     PrivateName(
+        "torch._dispatch.python.enable_python_dispatcher",
+        "operators on fake tensors of symbolic sizes",
+        lambda enter: within(enter(), lambda: True),
+    ),
+    PrivateName(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "sizes that depend on data, in fake tensors",
         lambda kind: kind() is not None,
