@@ -22,6 +22,7 @@ __all__ = [
     "DispatchReport",
     "ExplainReport",
     "FallbackError",
+    "FxReport",
     "NumericsError",
     "PassError",
     "TuningReport",
@@ -32,6 +33,9 @@ __all__ = [
     "compare",
     "dispatch_report",
     "explain",
+    "fx_report",
+    "optimize_fx",
+    "remove_fx",
     "remove_tvm_dispatch",
     "to_relax",
     "tune",
@@ -54,6 +58,7 @@ if TYPE_CHECKING:
     from tvmbridge.core.types import CapturedGraph
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
     from tvmbridge.frontend import to_relax
+    from tvmbridge.fx.api import FxReport, fx_report, optimize_fx, remove_fx
     from tvmbridge.graph_capture.capture import capture
     from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
     from tvmbridge.inspect.explain import ExplainReport, explain
@@ -79,6 +84,7 @@ _HOMES = MappingProxyType(
         "core.types": ("CapturedGraph",),
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
         "frontend": ("to_relax",),
+        "fx.api": ("FxReport", "fx_report", "optimize_fx", "remove_fx"),
         "graph_capture.capture": ("capture",),
         "inspect.compare": ("ComparisonReport", "Departure", "compare"),
         "inspect.explain": ("ExplainReport", "explain"),

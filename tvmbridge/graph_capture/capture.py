@@ -233,15 +233,15 @@ def _exported(
                 given, named = without_repetitions((args, dict(kwargs)))
                 dynamic = None
                 if symbolic is not None:
-                    module.forward.__dict__["__signature__"] = _spelled_out(given, named)
-                    dynamic = _dynamic_shapes(module, given, named, symbolic)
+                    module.forward.__dict__["__signature__"] = spelled_out(given, named)
+                    dynamic = dynamic_shapes(module, given, named, symbolic)
                 program = torch.export.export(
                     module, given, named, dynamic_shapes=dynamic, strict=False
                 )
         return _taken_apart(program, table), forward
 
 
-def _spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Signature:
+def spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Signature:
     """A signature of these arguments alone: torch.export places symbols by it, and cannot where
     arguments go to ``**kwargs``."""
     kinds = inspect.Parameter
@@ -249,12 +249,13 @@ def _spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Si
     return inspect.Signature([*positional, *(kinds(k, kinds.KEYWORD_ONLY) for k in kwargs)])
 
 
-def _dynamic_shapes(
+def dynamic_shapes(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     symbolic: Mapping[int, Mapping[int, Any]],
 ) -> Any:
+    """What torch.export is told of sizes: of leaves of the arguments, by number and dimension."""
     shapes = torch.export.ShapesCollection()
     leaves = pytree.tree_leaves((args, kwargs))
     for number, dimensions in symbolic.items():
