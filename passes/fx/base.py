@@ -117,7 +117,7 @@ class Emitter:
         self.places = places
         self.made: list[fx.Node] = []
         self.end = graph.output_node()
-        self.origin = {
+        self.origin: dict[Any, Any] = {
             k: like.meta[k] for k in ("stack_trace", "nn_module_stack") if k in like.meta
         }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from tvmbridge.passes.fx.base import LEAVES, is_operator
 
 # Their results may be, or are, views of their first argument, whatever the schema says.
 _MAY_ALIAS = frozenset(
-    "reshape contiguous flatten to type_as expand_as view_as dropout movedim moveaxis swapaxes "
-    "unflatten chunk tensor_split broadcast_to squeeze atleast_1d atleast_2d narrow diff T mT "
-    "reshape_as float double half ravel cpu cuda".split()
+    {"reshape", "reshape_as", "contiguous", "flatten", "unflatten", "ravel", "to", "type_as"}
+    | {"expand_as", "view_as", "dropout", "movedim", "moveaxis", "swapaxes", "chunk", "narrow"}
+    | {"tensor_split", "broadcast_to", "squeeze", "atleast_1d", "atleast_2d", "numpy_T"}
+    | {"matrix_H", "cpu", "cuda", "resolve_conj", "resolve_neg", "adjoint", "swapdims"}
 )
 
 
@@ -116,7 +118,7 @@ def sort(
     present = set(nodes)
     for chain in chains:
         kept = [n for n in chain if n in present]
-        for earlier, later in zip(kept, kept[1:], strict=False):
+        for earlier, later in pairwise(kept):
             before[later].add(earlier)
     after: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes}
     for node, needs in before.items():
@@ -146,6 +148,6 @@ def sort(
 
 def arrange(nodes: Sequence[fx.Node]) -> None:
     """Let the nodes of a graph, all of them, stand in this order."""
-    for earlier, later in zip(nodes, nodes[1:], strict=False):
+    for earlier, later in pairwise(nodes):
         if earlier.next is not later:
             earlier.append(later)

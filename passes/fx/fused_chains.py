@@ -128,7 +128,8 @@ class Chains:
         return [[u for u in node.users if u not in self.fused] for node in family.nodes]
 
     def _equal(self, first: fx.Node, users: Sequence[fx.Node]) -> fx.Node | None:
-        return next((u for u in users if u.target is first.target and equal_shapes([first, u])), None)
+        alike = (u for u in users if u.target is first.target and equal_shapes([first, u]))
+        return next(alike, None)
 
     def _grow(self, users: tuple[fx.Node, ...]) -> Family | None:
         """The family of what equal operators compute; None where they stay as they are."""
@@ -176,7 +177,7 @@ class Chains:
         if not given["p"] or not given["train"]:
             return family.value, family.dim
         if not all(map(_is_contiguous, family.nodes)):
-            raise Declined("the masks of dropout on tensors that are not contiguous would be others")
+            raise Declined("dropout of tensors that are not contiguous would draw others")
         one = self.emit(aten.select.int, family.value, family.dim, 0)
         ones = self.emit(aten.ones_like.default, one, memory_format=torch.contiguous_format)
         self.places[ones] = self.places[one]
@@ -263,4 +264,3 @@ def _nbytes(node: fx.Node) -> int:
     value = value_of(node)
     sizes = [s if isinstance(s, int) else s.node.hint or 1 for s in value.shape]
     return int(torch.Size(sizes).numel()) * int(value.element_size())
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ _SPLITS = (
 
 @dataclass(frozen=True)
 class Slice:
-    """``node`` is ``source`` from ``start`` on in dimension ``dim``; ``width`` None: one, dropped."""
+    """``node`` is ``source`` from ``start`` on in ``dim``, which it lacks if ``width`` is None."""
 
     node: fx.Node
     source: fx.Node
@@ -76,7 +77,7 @@ def _items(node: fx.Node, source: fx.Node, dim: int) -> Iterator[Slice]:
             yield Slice(user, source, dim, int(user.args[1]) % count, None)  # type: ignore[arg-type]
 
 
-def _cut(node: fx.Node, source: fx.Node, shape: tuple[object, ...]) -> Iterator[Slice]:
+def _cut(node: fx.Node, source: fx.Node, shape: tuple[Any, ...]) -> Iterator[Slice]:
     given = bound_arguments(node)
     dim = int(given["dim"]) % len(shape)
     start, end, extent = given["start"] or 0, given["end"], shape[dim]

@@ -87,9 +87,7 @@ def pointwise(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.
     dtypes = {value_of(n).dtype for n in _tensors(given)}
     if len(dtypes) > 1:
         raise Declined(f"{target} promotes dtypes")
-    ready = {
-        name: _operand(value, rank, dim, rank - dim, emit) for name, value in given.items()
-    }
+    ready = {name: _operand(value, rank, dim, rank - dim, emit) for name, value in given.items()}
     return emit(target, *ready.values()) if _positional(target) else _called(
         target, ready, emit
     ), dim

@@ -11,7 +11,7 @@ from torch import nn
 
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.options import check_fx_passes
-from tvmbridge.fx.entry import PassOutcome
+from tvmbridge.core.types import PassRecord
 from tvmbridge.fx.forward import FxForward
 from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.capture import normalize_sample
@@ -24,29 +24,29 @@ logger = logging.getLogger(__name__)
 class FxReport:
     """What the passes made of a module, in each mode, and the calls that its own forward served.
 
-    ``outcomes`` are those of each graph, by its mode; ``calls`` counts the calls that graphs
+    ``records`` are those of each graph, by its mode; ``calls`` counts the calls that graphs
     served, ``fallbacks`` the others by their reasons.
     """
 
     calls: int
     fallbacks: Mapping[str, int] = field(default_factory=dict)
-    outcomes: Mapping[str, tuple[PassOutcome, ...]] = field(default_factory=dict)
+    records: Mapping[str, tuple[PassRecord, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.calls} calls of rewritten graphs"]
         lines += [f"{n} calls of the module's own forward: {r}" for r, n in self.fallbacks.items()]
-        for mode, outcomes in self.outcomes.items():
-            lines += [f"{mode}: {line}" for each in outcomes for line in lines_of(each)]
+        for mode, records in self.records.items():
+            lines += [f"{mode}: {line}" for each in records for line in lines_of(each)]
         return "\n".join(lines)
 
 
-def lines_of(outcome: PassOutcome) -> list[str]:
-    """An outcome in words."""
-    before, after = outcome.operators_before, outcome.operators_after
-    lines = [f"{outcome.name}: {before} operators became {after}"]
-    if not outcome.rewrites:
-        lines = [f"{outcome.name}: nothing"]
-    return lines + [f"{outcome.name} declined {reason}" for reason in outcome.declined]
+def lines_of(record: PassRecord) -> list[str]:
+    """A record in words."""
+    before, after = record.bindings_before, record.bindings_after
+    lines = [f"{record.name}: {before} operators became {after}"]
+    if not record.rewrites:
+        lines = [f"{record.name}: nothing"]
+    return lines + [f"{record.name} declined {reason}" for reason in record.declined]
 
 
 def default_passes() -> tuple[Any, ...]:
@@ -62,7 +62,7 @@ def optimize_fx(
     sample_kwargs: Mapping[str, Any] | None = None,
     measure: bool = True,
 ) -> nn.Module:
-    """Let ``module`` run a graph of its forward that the fx passes have rewritten, in eager PyTorch.
+    """Let ``module`` run, in eager PyTorch, a graph of its forward that fx passes have rewritten.
 
     The graph is made for the mode that the module is in; for the other one at the first call in it.
     It serves calls of other sizes as well; those that it was not made for run the module's own
@@ -99,9 +99,9 @@ def optimize_fx(
     forward = FxForward(module, own, Rewriting(chosen, measure))
     forward.add(args, kwargs)
     (entries,) = forward.entries.values()
-    for line in (line for each in entries[0].outcomes for line in lines_of(each)):
+    for line in (line for each in entries[0].records for line in lines_of(each)):
         logger.info("%s: %s", type(module).__name__, line)
-    if any(each.rewrites for each in entries[0].outcomes):
+    if any(each.rewrites for each in entries[0].records):
         module.__dict__["forward"] = forward
     elif isinstance(installed, FxForward):
         remove_fx(module)
@@ -137,6 +137,6 @@ def fx_report(module: nn.Module) -> FxReport:
     """
     forward = _forward_of(module)
     entries = [(mode, e) for mode, each in forward.entries.items() for e in each]
-    outcomes = {str(mode): entry.outcomes for mode, entry in entries}
-    outcomes |= {str(mode): () for mode in forward.refused}
-    return FxReport(sum(e.calls for _, e in entries), dict(forward.fallbacks), outcomes)
+    records = {str(mode): entry.records for mode, entry in entries}
+    records |= {str(mode): () for mode in forward.refused}
+    return FxReport(sum(e.calls for _, e in entries), dict(forward.fallbacks), records)

@@ -10,23 +10,12 @@ import torch
 from torch import fx, nn
 
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.types import PassRecord
 from tvmbridge.fx.sizes import Sizes
 from tvmbridge.fx.tracing import Traced
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
-
-
-@dataclass(frozen=True)
-class PassOutcome:
-    """What one pass did: how many operators there are less, what it declined and why."""
-
-    name: str
-    rewrites: int
-    declined: tuple[str, ...]
-    seconds: float
-    operators_before: int
-    operators_after: int
 
 
 class Binding:
@@ -35,9 +24,9 @@ class Binding:
     def __init__(self, traced: Traced, state: ModuleState) -> None:
         captured = traced.captured
         self.names = state.names
-        of_module = {d.name: i for i, d in enumerate(
-            d for d in captured.inputs if d.kind.is_of_module
-        )}
+        of_module = {
+            d.name: i for i, d in enumerate(d for d in captured.inputs if d.kind.is_of_module)
+        }
         position = -1
         self.sources: list[tuple[str, Any]] = []
         for spec in captured.program.graph_signature.input_specs:
@@ -70,7 +59,7 @@ class Binding:
 class Entry:
     """A graph, its binding, and what must be as it was when it was traced.
 
-    ``original`` is the graph before the passes, ``outcomes`` what these did.
+    ``original`` is the graph before the passes, ``records`` what these did.
     """
 
     module: nn.Module
@@ -81,7 +70,7 @@ class Entry:
     sizes: Sizes
     state: ModuleState
     binding: Binding
-    outcomes: tuple[PassOutcome, ...] = ()
+    records: tuple[PassRecord, ...] = ()
     calls: int = 0
     _fast: tuple[Any, list[torch.Tensor]] | None = field(default=None, repr=False)
 

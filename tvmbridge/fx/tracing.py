@@ -19,7 +19,6 @@ from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Assumptions, CallingConvention, CapturedGraph
-from tvmbridge.graph_capture.capture import dynamic_shapes, spelled_out
 from tvmbridge.graph_capture.observe.descriptors import describe_inputs, find_aliases
 from tvmbridge.graph_capture.observe.observation import Observation
 from tvmbridge.graph_capture.observe.refusal import (
@@ -30,6 +29,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 from tvmbridge.graph_capture.observe.staging import Stage, staged
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.surroundings import refused_now, tracing_here
+from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.standins import (
@@ -156,7 +156,7 @@ def _any_size(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Symbols for all sizes of tensors; torch.export makes numbers of those that are demanded."""
     module.forward.__dict__["__signature__"] = spelled_out(args, kwargs)
     symbolic = {
-        number: dict.fromkeys(range(leaf.dim()), torch.export.Dim.AUTO)
+        number: {i: torch.export.Dim.AUTO for i, size in enumerate(leaf.shape) if size > 1}
         for number, leaf in enumerate(pytree.tree_leaves((args, kwargs)))
         if isinstance(leaf, torch.Tensor)
     }
