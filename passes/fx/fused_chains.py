@@ -235,6 +235,12 @@ class Chains:
             for node in family.nodes:
                 if node not in drawn and not node.users:
                     node.graph.erase_node(node)
+        for part in self.slices:
+            node, whole = part.node, part.node.all_input_nodes[0]
+            if not node.users:
+                node.graph.erase_node(node)
+                if whole is not part.source and not whole.users:
+                    whole.graph.erase_node(whole)
         self.emit.erase_unused()
 
 

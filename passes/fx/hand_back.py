@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import fx
 
 from tvmbridge.passes.fx.base import Emitter, bound_arguments, shape_of, value_of
+from tvmbridge.passes.fx.effects import views_of
 from tvmbridge.passes.fx.stacking import Family, with_dim
 
 aten = torch.ops.aten
@@ -27,15 +29,17 @@ class HandBack:
         self.emit = emit
         self.families = families
         # Members, and what was made of them.
-        self.inner = fused | set(emit.made)
+        self.made = frozenset(emit.made)
+        self.inner = fused | self.made
         self._joined = [(f, c, at) for f in families for c, at in self._concatenations(f)]
+        self._readers = Counter(self._root(f.value) for f in families for _ in self._outer(f))
 
     def launches(self) -> int:
         """How many kernels it starts more than there were."""
         more = 0
         for family, cat, _ in self._joined:
             whole = len(_list(cat)) == len(family.nodes)
-            more += int(_copies(family, cat)) - int(whole and not _returned(cat))
+            more += int(_copies(family, cat)) - int(whole) + int(self._must_own(family, cat))
         for family in self.families:
             more += sum(_returned(node) for node in family.nodes)
         return more
@@ -67,20 +71,37 @@ class HandBack:
         dim = _dim(cat)
         value = with_dim(family, dim, self.emit)
         if cat.target is aten.stack.default:
-            self._replace(cat, value)
+            self._replace(family, cat, value)
             return
         value = self.emit(aten.flatten.using_ints, value, dim, dim + 1)
         items = _list(cat)
         at = items.index(family.nodes[0])
         items[at : at + len(family.nodes)] = [value]
         if len(items) == 1:
-            self._replace(cat, value)
+            self._replace(family, cat, value)
         else:
             cat.args = (items, *cat.args[1:])
 
-    def _replace(self, cat: fx.Node, value: fx.Node) -> None:
-        if _returned(cat):
-            # The caller may write into what it gets, and backward reads the members.
+    def _outer(self, family: Family) -> set[fx.Node]:
+        """Who reads members, and is not fused."""
+        return {u for node in family.nodes for u in node.users if u not in self.inner}
+
+    def _root(self, value: fx.Node) -> fx.Node:
+        """Whose memory ``value`` is."""
+        while value in self.made and views_of(value):
+            value = value.all_input_nodes[0]
+        return value
+
+    def _must_own(self, family: Family, cat: fx.Node) -> bool:
+        """Whether a concatenation that is returned would share memory that others can see.
+
+        The caller may write into what it gets.
+        """
+        root = self._root(family.value)
+        return _returned(cat) and (self._readers[root] > 1 or root not in self.made)
+
+    def _replace(self, family: Family, cat: fx.Node, value: fx.Node) -> None:
+        if self._must_own(family, cat):
             value = self.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
         cat.replace_all_uses_with(value)
         cat.graph.erase_node(cat)
