@@ -46,7 +46,7 @@ class FxForward(StandsForForward):
         self.own = own
         self.rewriting = rewriting
         self.entries: dict[Mode, tuple[Entry, ...]] = {}
-        self.refused: dict[Mode, str] = {}
+        self.refused: dict[Mode, tuple[str, ...]] = {}
         self.fallbacks: Counter[str] = Counter()
         functools.update_wrapper(self, self.original)
 
@@ -96,10 +96,9 @@ class FxForward(StandsForForward):
                 reason = tensors
                 continue
             return entry, leaves, tensors
-        if mode in self.refused:
-            return self.refused[mode]
-        if len(self.entries.get(mode, ())) >= _MOST_GRAPHS:
-            return reason
+        refused = self.refused.get(mode, ())
+        if len(self.entries.get(mode, ())) + len(refused) >= _MOST_GRAPHS:
+            return reason or refused[-1]
         return self._make(mode, args, kwargs) or self._entry(mode, args, kwargs)
 
     def _make(self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
@@ -108,8 +107,8 @@ class FxForward(StandsForForward):
             try:
                 entry = self.rewriting(self.module, self.own, args, kwargs, mode.needs_grad)
             except BridgeError as error:
-                self.refused[mode] = str(error)
-                return self.refused[mode]
+                self.refused[mode] = (*self.refused.get(mode, ()), str(error))
+                return str(error)
         self.entries[mode] = (entry, *self.entries.get(mode, ()))
         return None
 
