@@ -15,6 +15,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.fx.forward import FxForward
 from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.capture import normalize_sample
+from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def lines_of(record: PassRecord) -> list[str]:
 
 def default_passes() -> tuple[Any, ...]:
     """The passes of ``optimize_fx``, in their order."""
-    return (HorizontalFusion(),)
+    return (CombineSparseInputs(), HorizontalFusion())
 
 
 def optimize_fx(

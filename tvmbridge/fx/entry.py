@@ -11,55 +11,64 @@ from torch import fx, nn
 
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
+from tvmbridge.fx.combined import Layout
 from tvmbridge.fx.sizes import Sizes
 from tvmbridge.fx.tracing import Traced
+from tvmbridge.passes.fx.combine_sparse_inputs import COMBINED
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 
 
 class Binding:
-    """Where the inputs of a traced graph come from: the module's tensors, and leaves of a call."""
+    """Where the inputs of a graph come from: the module's tensors, and the leaves of a call.
 
-    def __init__(self, traced: Traced, state: ModuleState) -> None:
+    ``layout``: of the features that the graph takes combined.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        state: ModuleState,
+        graph_module: fx.GraphModule,
+        layout: Layout | None = None,
+    ) -> None:
         captured = traced.captured
         self.names = state.names
-        of_module = {
-            d.name: i for i, d in enumerate(d for d in captured.inputs if d.kind.is_of_module)
-        }
+        own = [d.name for d in captured.inputs if d.kind.is_of_module]
+        known: dict[str, tuple[str, Any]] = {name: ("module", i) for i, name in enumerate(own)}
         position = -1
-        self.sources: list[tuple[str, Any]] = []
         for spec in captured.program.graph_signature.input_specs:
             name = spec.arg.name
             if spec.kind.name == "USER_INPUT":
                 position += 1
-                self.sources.append(("leaf", position))
-            elif name in of_module:
-                self.sources.append(("module", of_module[name]))
-            else:
-                self.sources.append(("constant", captured.constant_tensors[name]))
-        own = [i for kind, i in self.sources if kind == "module"]
-        # The usual order: the module's tensors, then the leaves.
-        kinds = [kind for kind, _ in self.sources]
-        count = len(own)
-        plain = kinds == ["module"] * count + ["leaf"] * (len(kinds) - count)
-        self._plain = plain and own == list(range(len(state.names)))
+                known[name] = ("leaf", position if layout is None else layout.given(position))
+            elif name not in known:
+                known[name] = ("constant", captured.constant_tensors[name])
+        if layout is not None:
+            known |= {name: ("leaf", layout.first + i) for i, name in enumerate(COMBINED)}
+        self.combines = layout is not None
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        self.sources = [known[node.name] for node in inputs]
+        count = len(state.names)
+        usual = [("module", i) for i in range(count)]
+        usual += [("leaf", i) for i in range(len(self.sources) - count)]
+        self._usual = self.sources == usual
 
     def __call__(self, tensors: Sequence[Any], leaves: Sequence[Any]) -> Sequence[Any]:
         """The inputs of the graph."""
-        if self._plain:
+        if self._usual:
             return (*tensors, *leaves)
-        return [
-            tensors[i] if kind == "module" else leaves[i] if kind == "leaf" else i
-            for kind, i in self.sources
-        ]
+        held = {"module": tensors, "leaf": leaves}
+        return [i if kind == "constant" else held[kind][i] for kind, i in self.sources]
 
 
 @dataclass
 class Entry:
     """A graph, its binding, and what must be as it was when it was traced.
 
-    ``original`` is the graph before the passes, ``records`` what these did.
+    ``original`` is the graph before the passes, ``records`` what these did. ``combines``: it takes
+    the features of a call combined.
     """
 
     module: nn.Module
@@ -71,12 +80,16 @@ class Entry:
     state: ModuleState
     binding: Binding
     records: tuple[PassRecord, ...] = ()
+    combines: bool = False
     calls: int = 0
     _fast: tuple[Any, list[torch.Tensor]] | None = field(default=None, repr=False)
 
-    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-        """The leaves of a call's arguments; None where they are structured otherwise."""
-        return self.signature.flatten(args, kwargs)
+    def leaves(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | str:
+        """The leaves of a call's arguments, or why the graph does not fit them."""
+        leaves = self.signature.flatten(args, kwargs)
+        if leaves is None:
+            return "the arguments are structured otherwise"
+        return self.sizes.mismatch(leaves) or leaves
 
     def tensors(self) -> list[torch.Tensor] | str:
         """The module's tensors of now, or why the graph does not fit the module any more."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.turns import compiling
+from tvmbridge.fx.combined import replaced
 from tvmbridge.fx.entry import Entry
 from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.surroundings import refused_now
@@ -75,21 +76,20 @@ class FxForward(StandsForForward):
             name = type(self.module).__name__
             logger.warning("%s runs its own forward: %s", name, reason)
         self.fallbacks[reason] += 1
-        return forward(*args, **kwargs)
+        apart, named = replaced(args, kwargs)
+        return forward(*apart, **named)
 
     def _entry(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, list[Any], Sequence[Any]] | str:
+    ) -> tuple[Entry, Sequence[Any], Sequence[Any]] | str:
         """The entry that serves a call, with its leaves and tensors, or why none does."""
-        reason = ""
+        reason, calls = "", {True: (args, kwargs)}
         for entry in self.entries.get(mode, ()):
-            leaves = entry.leaves(args, kwargs)
-            if leaves is None:
-                reason = reason or "the arguments are structured otherwise"
-                continue
-            misfit = entry.sizes.mismatch(leaves)
-            if misfit is not None:
-                reason = reason or misfit
+            if entry.combines not in calls:
+                calls[False] = replaced(args, kwargs)
+            leaves = entry.leaves(*calls[entry.combines])
+            if isinstance(leaves, str):
+                reason = reason or leaves
                 continue
             tensors = entry.tensors()
             if isinstance(tensors, str):

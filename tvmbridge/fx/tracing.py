@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Assumptions, CallingConvention, CapturedGraph
+from tvmbridge.fx.combined import Layout, combined_in, of_size, replaced
 from tvmbridge.graph_capture.observe.descriptors import describe_inputs, find_aliases
 from tvmbridge.graph_capture.observe.observation import Observation
 from tvmbridge.graph_capture.observe.refusal import (
@@ -45,12 +47,14 @@ class Traced:
     """A traced forward: its graph, where its inputs come from, and what it takes for granted.
 
     ``graph_module`` takes the tensors and constants of ``captured.program``'s inputs in their
-    order, and returns the leaves of the results.
+    order, and returns the leaves of the results. ``degenerate`` are the leaves of a call whose
+    sizes may be 0 and 1 as well.
     """
 
     graph_module: fx.GraphModule
     captured: CapturedGraph
     relations: Relations | None
+    degenerate: tuple[int, ...] = ()
 
     @property
     def program(self) -> ExportedProgram:
@@ -83,6 +87,36 @@ def trace(
     graph_module = program.graph_module
     graph_module.meta["needs_grad"] = needs_grad
     return Traced(graph_module, captured, relations)
+
+
+def trace_sample(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+) -> Traced:
+    """:func:`trace` for a sample that may have combined features, which are traced apart.
+
+    Features may be empty, or have one index: where forward does the same then is found out by
+    tracing it so.
+    """
+    features = combined_in(args, kwargs)
+    if features is None:
+        return trace(module, args, kwargs, needs_grad)
+    traced = trace(module, *replaced(args, kwargs, lambda f: of_size(f, None)), needs_grad)
+    usual = _operators(traced.graph_module)
+    for size in (0, 1):
+        few = replaced(args, kwargs, partial(of_size, size=size))
+        try:
+            other = trace(module, *few, needs_grad)
+        except CaptureError:
+            return traced
+        if _operators(other.graph_module) != usual:
+            return traced
+    return replace(traced, degenerate=Layout.of(args, kwargs, features).indices)
+
+
+def _operators(graph_module: fx.GraphModule) -> list[str]:
+    """What a graph computes tensors by."""
+    values = ((n, n.meta.get("val")) for n in graph_module.graph.nodes)
+    return [str(n.target) for n, v in values if not isinstance(v, int | float | torch.SymInt)]
 
 
 def _seen(stage: Stage) -> Observation:

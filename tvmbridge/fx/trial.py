@@ -31,7 +31,8 @@ class Trial:
 
     Args:
         module: that was traced.
-        binding: of the graph's inputs.
+        graph_module: the graph.
+        binding: of its inputs.
         tensors: the module's.
         leaves: of the sample.
         needs_grad: whether gradients are computed too.
@@ -40,27 +41,29 @@ class Trial:
     def __init__(
         self,
         module: nn.Module,
+        graph_module: fx.GraphModule,
         binding: Binding,
         tensors: Sequence[Any],
         leaves: Sequence[Any],
         needs_grad: bool,
     ) -> None:
+        self.binding = binding
         self._module = module
-        self._binding = binding
+        self._graph_module = graph_module
         self._tensors = list(tensors)
         self._leaves = list(leaves)
         self._needs_grad = needs_grad
 
-    def slower(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
-        """Why ``after`` is no gain, in words with both times; None where it is one."""
-        if any(_communicates(node) for node in before.graph.nodes):
+    def slower(self, before: Trial) -> str | None:
+        """Why the graph is no gain on the one ``before`` it, with both times; None: it is one."""
+        if any(_communicates(node) for node in self._graph_module.graph.nodes):
             return None
         taken: dict[str, list[float]] = {"before": [], "after": []}
         generators = Generators()
         try:
             for round_ in range(_ROUNDS + 2):
-                for name, graph_module in (("before", before), ("after", after)):
-                    seconds = self._time(graph_module)
+                for name, trial in (("before", before), ("after", self)):
+                    seconds = trial._time()
                     if round_ >= 2:
                         taken[name].append(seconds)
         finally:
@@ -70,27 +73,20 @@ class Trial:
             return None
         return f"the sample takes {new:.3g} ms with it, {old:.3g} ms without"
 
-    def _time(self, graph_module: fx.GraphModule) -> float:
+    def _time(self) -> float:
         tensors, leaves = self._copies()
         _synchronize(tensors + leaves)
         start = time.perf_counter()
-        self._results(lambda: graph_module.forward(*self._binding(tensors, leaves)), tensors)
+        self._results(lambda: self._run(tensors, leaves), tensors)
         _synchronize(tensors + leaves)
         return time.perf_counter() - start
 
+    def _run(self, tensors: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        return self._graph_module.forward(*self.binding(tensors, leaves))
+
     def _copies(self) -> tuple[list[Any], list[Any]]:
-        memo: dict[int, Any] = {}
-
-        def copied(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            if id(value) not in memo:
-                with torch.no_grad():
-                    made = value.detach().clone(memory_format=torch.preserve_format)
-                memo[id(value)] = made.requires_grad_(value.requires_grad)
-            return memo[id(value)]
-
-        return [copied(t) for t in self._tensors], [copied(t) for t in self._leaves]
+        copies = _copied([*self._tensors, *self._leaves])
+        return copies[: len(self._tensors)], copies[len(self._tensors) :]
 
     def _results(
         self, call: Callable[[], Any], given: Sequence[Any]
@@ -105,30 +101,28 @@ class Trial:
             loss = sum((_weighted(r) for r in flowing), start=torch.zeros(()))
             return results, list(torch.autograd.grad(loss, wanted, allow_unused=True))
 
-    def compare(
-        self, graph_module: fx.GraphModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Hold the graph against the module's own forward, on the sample.
+    def compare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Hold the graph against the module's own forward, called with these arguments.
 
         Raises:
             PassError: results, gradients or what was written differ by more than rounding.
         """
         tensors, leaves = self._copies()
+        given, spec = pytree.tree_flatten((args, dict(kwargs)))
+        apart = [*self._tensors, *given]
         generators = Generators()
         try:
-            made = self._results(
-                lambda: graph_module.forward(*self._binding(tensors, leaves)), tensors + leaves
-            )
+            made = self._results(lambda: self._run(tensors, leaves), tensors + leaves)
             generators.restore()
-            own, given = self._copies()
-            expected = self._results(lambda: self._own(own, given, args, kwargs), own + given)
+            copies = _copied(apart)
+            own, passed = copies[: len(tensors)], copies[len(tensors) :]
+            expected = self._results(lambda: self._own(own, passed, spec), copies)
         finally:
             generators.restore()
-        pairs = {
-            "results": (made[0], expected[0]),
-            "gradients": (made[1], expected[1]),
-            "written tensors": (tensors + leaves, own + given),
-        }
+        pairs = {"results": (made[0], expected[0])}
+        count = len(tensors) if self.binding.combines else len(copies)
+        pairs["gradients"] = (made[1], expected[1])
+        pairs["written tensors"] = ((tensors + leaves)[:count], copies[:count])
         for what, (ours, theirs) in pairs.items():
             alike = len(ours) == len(theirs) and all(map(_agree, ours, theirs))
             if not alike or (what == "results" and not all(map(_lie_alike, ours, theirs))):
@@ -137,20 +131,23 @@ class Trial:
                     "forward on the sample"
                 )
 
-    def _own(
-        self,
-        tensors: Sequence[Any],
-        leaves: Sequence[Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _own(self, tensors: Sequence[Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
         """The module's forward, with copies in the place of its tensors."""
-        spec = pytree.tree_structure((args, dict(kwargs)))
         positional, named = pytree.tree_unflatten(list(leaves), spec)
         module = self._module
         held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-        replaced = {n: t for n, t in zip(self._binding.names, tensors, strict=True) if n in held}
+        replaced = {n: t for n, t in zip(self.binding.names, tensors, strict=True) if n in held}
         return torch.func.functional_call(module, replaced, positional, named)
+
+
+def _copied(values: Sequence[Any]) -> list[Any]:
+    """``values`` with copies of tensors; one for those that are one."""
+    memo: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor) and id(value) not in memo:
+            made = value.detach().clone(memory_format=torch.preserve_format)
+            memo[id(value)] = made.requires_grad_(value.requires_grad)
+    return [memo.get(id(value), value) for value in values]
 
 
 def _weighted(tensor: torch.Tensor) -> torch.Tensor:
