@@ -17,7 +17,16 @@ _MAY_ALIAS = frozenset(
     {"reshape", "reshape_as", "contiguous", "flatten", "unflatten", "ravel", "to", "type_as"}
     | {"expand_as", "view_as", "dropout", "movedim", "moveaxis", "swapaxes", "chunk", "narrow"}
     | {"tensor_split", "broadcast_to", "squeeze", "atleast_1d", "atleast_2d", "numpy_T"}
-    | {"matrix_H", "cpu", "cuda", "resolve_conj", "resolve_neg", "adjoint", "swapdims"}
+    | {
+        "matrix_H",
+        "wait_tensor",
+        "cpu",
+        "cuda",
+        "resolve_conj",
+        "resolve_neg",
+        "adjoint",
+        "swapdims",
+    }
 )
 
 
@@ -102,6 +111,15 @@ def ordered(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
+def needs(graph: fx.Graph, chains: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, set[fx.Node]]:
+    """What each node must stand behind: what it reads, and those before it in the ``chains``."""
+    before: dict[fx.Node, set[fx.Node]] = {n: set(n.all_input_nodes) for n in graph.nodes}
+    for chain in chains:
+        for earlier, later in pairwise(n for n in chain if n in before):
+            before[later].add(earlier)
+    return before
+
+
 def sort(
     graph: fx.Graph, priority: Mapping[fx.Node, float], chains: Sequence[Sequence[fx.Node]]
 ) -> None:
@@ -113,25 +131,19 @@ def sort(
     Raises:
         CircularError: there is no such order.
     """
-    nodes = list(graph.nodes)
-    before: dict[fx.Node, set[fx.Node]] = {n: set(n.all_input_nodes) for n in nodes}
-    present = set(nodes)
-    for chain in chains:
-        kept = [n for n in chain if n in present]
-        for earlier, later in pairwise(kept):
-            before[later].add(earlier)
-    after: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes}
-    for node, needs in before.items():
-        for needed in needs:
-            after[needed].append(node)
+    before = needs(graph, chains)
+    after: dict[fx.Node, list[fx.Node]] = {n: [] for n in before}
+    for node, needed in before.items():
+        for each in needed:
+            after[each].append(node)
     ranks = {"placeholder": 0, "output": 2}
-    numbers = {n: i for i, n in enumerate(nodes)}
+    numbers = {n: i for i, n in enumerate(before)}
 
     def key(node: fx.Node) -> tuple[int, float, int, fx.Node]:
         return ranks.get(node.op, 1), priority.get(node, 0.0), numbers[node], node
 
-    open_ = {n: len(needs) for n, needs in before.items()}
-    heap = [key(n) for n in nodes if not open_[n]]
+    open_ = {n: len(needed) for n, needed in before.items()}
+    heap = [key(n) for n in before if not open_[n]]
     heapq.heapify(heap)
     done: list[fx.Node] = []
     while heap:
@@ -141,7 +153,7 @@ def sort(
             open_[later] -= 1
             if not open_[later]:
                 heapq.heappush(heap, key(later))
-    if len(done) < len(nodes):
+    if len(done) < len(before):
         raise CircularError("effects would have to change their order")
     arrange(done)
 

@@ -120,3 +120,14 @@ def current_raw_stream(index: int) -> int:
     """The address of the current stream of a GPU, without an object for it."""
     found: int = torch._C._cuda_getCurrentRawStream(index)
     return found
+
+
+def functional_collectives() -> Any:
+    """The module of the functional collectives."""
+    return importlib.import_module("torch.distributed._functional_collectives")
+
+
+def process_group(name: str) -> Any:
+    """The process group of this name."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._resolve_process_group(name)

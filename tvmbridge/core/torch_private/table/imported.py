@@ -239,5 +239,15 @@ IMPORTED = (
         "which gradients a running backward is asked for",
         has_local("args"),
     ),
+    PrivateName(
+        "torch.distributed._functional_collectives",
+        "whether collectives have a gradient",
+        has("wait_tensor", "all_to_all_single_autograd"),
+    ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "the ranks that a collective joins",
+        callable,
+    ),
     PrivateName("torch.cuda._sleep", "the doctor's check of streams", callable),
 )
