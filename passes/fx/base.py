@@ -53,6 +53,9 @@ class FxPass(PassBase):
         changed.recompile()
         return PassResult(changed, True)
 
+    def abandon(self, error: BaseException) -> None:
+        """Called where the pass is not run, since ``error`` came before it."""
+
     def call(self, graph_module: fx.GraphModule) -> PassResult:
         """torch.fx's entry: :meth:`apply` without a report."""
         return self.apply(graph_module, PassReport())

@@ -27,7 +27,7 @@ from tvmbridge.core.pass_report import PassReport
 from tvmbridge.core.torch_private import process_group
 from tvmbridge.passes.fx.base import FxPass, bound_arguments, is_operator, value_of
 from tvmbridge.passes.fx.collectives import NAMES, NAMESPACES, Collective, request, wait
-from tvmbridge.passes.fx.effects import arrange, needs, ordered
+from tvmbridge.passes.fx.effects import arrange, needs, ordered, written
 from tvmbridge.passes.fx.peers import exchange
 
 
@@ -55,8 +55,11 @@ class OverlapCommunication(FxPass):
         found = [n for n in graph.nodes if is_collective(n)]
         if self.check:
             check_across_ranks(found)
-        pairs = []
+        touched, pairs = written(graph), []
         for node in found:
+            if node.all_input_nodes[0] in touched:
+                report.decline(node.name, "what it sends is written in place")
+                continue
             waits = [u for u in node.users if _is_wait(u)]
             if len(waits) == 1 and len(node.users) == 1:
                 pairs.append((node, waits[0]))
@@ -66,12 +69,17 @@ class OverlapCommunication(FxPass):
             if not found:
                 report.decline("the graph", "it has no functional collective")
             return
-        chain = ordered(graph)
         requests, waits = _split(graph, pairs)
+        chain = ordered(graph)
         order = _schedule(graph, [chain, requests, waits], requests, waits, self.durations)
         moved = _between(order, requests, waits) - _between(list(graph.nodes), requests, waits)
         arrange(order)
         report.rewrote(max(len(pairs), moved))
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks, which compare their collectives, that this one has none."""
+        if self.check:
+            exchange(f"{type(error).__name__}: {error}")
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -99,6 +107,9 @@ def check_across_ranks(found: list[fx.Node]) -> None:
         name, ranks = _ranks(group)
         own.setdefault(name, (ranks, []))[1].append(_described(node))
     everyone = exchange(own)
+    for rank, given in enumerate(everyone):
+        if isinstance(given, str):
+            raise PassError(f"rank {rank} has no graph: {given}")
     for given in everyone:
         for name, (ranks, _) in given.items():
             calls = {r: everyone[r].get(name, (ranks, []))[1] for r in ranks if r < len(everyone)}

@@ -27,14 +27,16 @@ def run_fx_passes(
         PassError: one failed.
     """
     records = []
-    for pass_ in passes:
+    for number, pass_ in enumerate(passes):
         report, start = PassReport(), time.perf_counter()
         name = type(pass_).__name__
         try:
             result = pass_.apply(graph_module, report)
-        except PassError:
+        except PassError as error:
+            abandon(passes[number + 1 :], error)
             raise
         except Exception as error:
+            abandon(passes[number:], error)
             raise PassError(f"{name} failed: {type(error).__name__}: {error}") from error
         made = result.graph_module
         reason = veto(graph_module, made) if veto is not None and result.modified else None
@@ -44,6 +46,14 @@ def run_fx_passes(
         records.append(_record(pass_, report, time.perf_counter() - start, graph_module, made))
         graph_module = made
     return graph_module, tuple(records)
+
+
+def abandon(passes: Sequence[Any], error: BaseException) -> None:
+    """Tell ``passes`` that they are not run."""
+    for pass_ in passes:
+        tell = getattr(pass_, "abandon", None)
+        if tell is not None:
+            tell(error)
 
 
 def _record(

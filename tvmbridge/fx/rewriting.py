@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.fx.combined import Layout, combined_in, replaced, shapes_of
 from tvmbridge.fx.entry import Binding, Entry
@@ -15,7 +16,7 @@ from tvmbridge.fx.sizes import Sizes
 from tvmbridge.fx.tracing import Traced, trace_sample
 from tvmbridge.fx.trial import Trial
 from tvmbridge.passes.fx.combine_sparse_inputs import DONE, FEATURES, Feature
-from tvmbridge.passes.fx.run import run_fx_passes
+from tvmbridge.passes.fx.run import abandon, run_fx_passes
 from tvmbridge.runtime.guards.forwards import with_own_forward
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
@@ -49,7 +50,11 @@ class Rewriting:
         with with_own_forward(module, own):
             features = combined_in(args, kwargs)
             apart = replaced(args, kwargs)
-            traced = trace_sample(module, args, kwargs, needs_grad)
+            try:
+                traced = trace_sample(module, args, kwargs, needs_grad)
+            except BridgeError as error:
+                abandon(self.passes, error)
+                raise
             state = ModuleState(module, traced.captured)
             tensors, leaves = state.tensors(), pytree.tree_leaves(apart)
             original = traced.graph_module
