@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from tvmbridge.core.contents import MISSING
@@ -17,6 +18,7 @@ from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
+from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +53,11 @@ def lines_of(record: PassRecord) -> list[str]:
 
 
 def default_passes() -> tuple[Any, ...]:
-    """The passes of ``optimize_fx``, in their order."""
-    return (CombineSparseInputs(), HorizontalFusion())
+    """The passes of ``optimize_fx``, in their order; the last one between several processes."""
+    passes: tuple[Any, ...] = (CombineSparseInputs(), HorizontalFusion())
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        passes += (OverlapCommunication(),)
+    return passes
 
 
 def optimize_fx(

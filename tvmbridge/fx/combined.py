@@ -83,8 +83,14 @@ class Layout:
         return tuple(self.leaf(i, kind) for i in range(len(self.names)) for kind in kinds)
 
     def given(self, leaf: int) -> int:
-        """The number of another leaf in a call with combined features, which are four leaves."""
-        return leaf if leaf < self.first else leaf - 3 * len(self.names) + 4
+        """The number of a leaf in a call with combined features, which are four leaves.
+
+        What the graph still takes of single features are the weights that they do not have.
+        """
+        if leaf < self.first:
+            return leaf
+        past = leaf - self.first - 3 * len(self.names)
+        return self.first + (3 if past < 0 else 4 + past)
 
     def shapes(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The shapes that the features of such a call would have apart; no view is made."""
