@@ -92,8 +92,6 @@ def train(
     first = clicks[0].to(place.device)
     if passes:
         tvmbridge.optimize_fx(model, (first.dense, first.features), measure=False)
-        if not place.rank:
-            print(tvmbridge.fx_report(model), flush=True)
     step, losses, recent = Step(model, place), [], []
     start, done = time.perf_counter(), 0
     for number in range(steps):
@@ -120,16 +118,20 @@ def train(
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rows", type=int, default=256, help="of a batch, on each rank")
     parser.add_argument("--features", type=int, default=26)
     parser.add_argument("--table", type=int, default=2000, help="rows of each table")
+    parser.add_argument("--compare", action="store_true", help="train it as it is first")
     parser.add_argument("--no-passes", action="store_true", help="train the module as it is")
     options = parser.parse_args()
     place = join()
     sizes = Sizes(features=options.features, rows=options.table)
-    losses = train(sizes, place, options.rows, options.steps, passes=not options.no_passes)
-    if not place.rank and losses:
-        print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    for passes in (False, True) if options.compare else (not options.no_passes,):
+        if not place.rank:
+            print("with the passes:" if passes else "as it is:", flush=True)
+        losses = train(sizes, place, options.rows, options.steps, passes=passes)
+        if not place.rank and losses:
+            print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
     if place.world > 1:
         dist.destroy_process_group()

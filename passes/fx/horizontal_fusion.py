@@ -93,4 +93,5 @@ def _constants(node: fx.Node) -> str:
 def _form(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return "?"
-    return f"{[str(s) for s in value.shape]}{value.dtype}"
+    sizes = ["?" if isinstance(size, torch.SymInt) else size for size in value.shape]
+    return f"{sizes}{value.dtype}"

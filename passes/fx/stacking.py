@@ -148,6 +148,14 @@ def softmax(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.No
     return emit(target, family.value, dim + (dim >= family.dim), given["dtype"]), family.dim
 
 
+def cumulative(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """A running sum along a dimension of the members."""
+    family = given["self"].family
+    dim = int(given["dim"]) % family.rank
+    value = emit(target, family.value, dim + (dim >= family.dim), dtype=given["dtype"])
+    return value, family.dim
+
+
 def _normalized(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[Family, int]:
     family, count = given["input"].family, len(given["normalized_shape"])
     if family.dim > family.rank - count:
@@ -213,6 +221,7 @@ RULES: Mapping[Any, Rule] = MappingProxyType(
         aten.rms_norm.default: rms_norm,
         aten.linear.default: linear,
         aten.softmax.int: softmax,
+        aten.cumsum.default: cumulative,
         aten.log_softmax.int: softmax,
         aten.hardswish.default: same_for_all,
         aten.hardsigmoid.default: same_for_all,

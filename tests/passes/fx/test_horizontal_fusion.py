@@ -109,7 +109,7 @@ class Declined(nn.Module):
             pairs = zip(self.layers, parts, strict=True)
             return (torch.cat([torch.tanh(layer(part)) for layer, part in pairs], 1),)
         if self.what == "rule":
-            return [torch.cumsum(part, 1) for part in parts]
+            return [torch.cumprod(part, 1) for part in parts]
         if self.what == "written":
             return [torch.tanh(part.mul_(2)) for part in parts]
         made: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ class Declined(nn.Module):
     [
         ("costs", Costs(1e-9, 1.0), "stacking 99840 bytes of weights for aten.linear.default"),
         ("costs", Costs(1e-3, 1e18), ""),
-        ("rule", FREE, "there is no rule for aten.cumsum.default"),
+        ("rule", FREE, "there is no rule for aten.cumprod.default"),
         ("written", FREE, "written in place"),
         ("sequence", FREE, None),
     ],
