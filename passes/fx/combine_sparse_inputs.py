@@ -153,4 +153,4 @@ def _respecify(graph: fx.Graph, kept: Sequence[str], gone: set[Any], count: int)
         return
     flat = [name for name in kept if name not in gone] + list(COMBINED[:count])
     spec = pytree.tree_structure((tuple(flat), {}))
-    codegen.pytree_info = info._replace(orig_args=flat, in_spec=spec)
+    codegen.pytree_info = type(info)(flat, spec, info.out_spec)

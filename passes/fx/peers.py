@@ -12,11 +12,13 @@ from typing import Any
 import torch.distributed as dist
 
 from tvmbridge.core.errors import CommunicationError
+from tvmbridge.core.torch_private import default_store
 
 # By rank, on which host it runs and as which process.
 _peers: list[tuple[str, int]] = []
 # So long it may take until the process that closed its connections is seen to have ended.
 _GRACE = 3.0
+_KEY = "tvmbridge/lost/{}"
 
 
 def exchange(value: Any) -> list[Any]:
@@ -33,11 +35,12 @@ def exchange(value: Any) -> list[Any]:
 def lost(error: BaseException) -> CommunicationError:
     """The error to raise for one of a collective: it names the ranks that have ended."""
     end = time.monotonic() + _GRACE
-    ended = ended_ranks(_peers)
+    ended = _first(ended_ranks(_peers))
     while not ended and _peers and time.monotonic() < end:
         time.sleep(0.05)
-        ended = ended_ranks(_peers)
+        ended = _first(ended_ranks(_peers))
     if ended:
+        _announce(ended)
         names = ", ".join(map(str, ended))
         who = f"rank {names} has ended" if len(ended) == 1 else f"ranks {names} have ended"
     else:
@@ -45,6 +48,30 @@ def lost(error: BaseException) -> CommunicationError:
         who = "all processes of this host run"
         who += f"; of ranks {elsewhere} nothing is known here" if elsewhere else ""
     return CommunicationError(f"a collective failed: {who} ({error})")
+
+
+def _announce(ended: Sequence[int]) -> None:
+    """Tell the others, who will find that this rank has ended as well, which ranks did first."""
+    try:
+        default_store().set(_KEY.format(dist.get_rank()), " ".join(map(str, ended)))
+    except Exception:
+        return  # the store went with a rank: the others know as much as this one
+
+
+def _first(ended: list[int]) -> list[int]:
+    """Those of ``ended`` who did not end because of others, or whom these have named."""
+    named: set[int] = set()
+    own: list[int] = []
+    for rank in ended:
+        try:
+            store, key = default_store(), _KEY.format(rank)
+            told = store.get(key).decode() if store.check([key]) else ""
+        except Exception:
+            told = ""
+        named |= set(map(int, told.split()))
+        if not told:
+            own.append(rank)
+    return own or sorted(named)
 
 
 def ended_ranks(peers: Sequence[tuple[str, int]]) -> list[int]:

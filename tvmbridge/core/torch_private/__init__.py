@@ -127,6 +127,12 @@ def functional_collectives() -> Any:
     return importlib.import_module("torch.distributed._functional_collectives")
 
 
+def default_store() -> Any:
+    """The store that the processes of the default group share."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._get_default_store()
+
+
 def process_group(name: str) -> Any:
     """The process group of this name."""
     groups: Any = torch.distributed.distributed_c10d

@@ -249,5 +249,10 @@ IMPORTED = (
         "the ranks that a collective joins",
         callable,
     ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "telling other ranks who has ended first",
+        callable,
+    ),
     PrivateName("torch.cuda._sleep", "the doctor's check of streams", callable),
 )
