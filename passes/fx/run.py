@@ -99,3 +99,12 @@ def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[Pa
             spec.arg.name = result.name
     before.graph = made.graph
     return records
+
+
+def lines_of(record: PassRecord) -> list[str]:
+    """A record in words."""
+    before, after = record.bindings_before, record.bindings_after
+    lines = [f"{record.name}: {before} operators became {after}"]
+    if not record.rewrites:
+        lines = [f"{record.name}: nothing"]
+    return lines + [f"{record.name} declined {reason}" for reason in record.declined]

@@ -235,6 +235,16 @@ def test_what_is_no_pass_is_refused(given: Any) -> None:
         tvmbridge.CompileOptions(fx_passes=passes)
 
 
+def test_explain_says_what_passes_do() -> None:
+    options = {"fx_passes": (FUSION,)}
+    report = tvmbridge.explain(Chains(RECIPE).train(), sample(), options=options)
+    assert [r.name for r in report.fx_passes] == ["HorizontalFusion"]
+    assert "HorizontalFusion: " in str(report)
+    declined = tvmbridge.explain(nn.Linear(3, 3), torch.ones(2, 3), options=options)
+    assert "HorizontalFusion: nothing" in str(declined)
+    assert len(tvmbridge.fx_passes()) == 2
+
+
 def test_before_tvm() -> None:
     net = Chains(RECIPE).train()
     reference = copy.deepcopy(net)

@@ -19,6 +19,7 @@ from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
+from tvmbridge.passes.fx.run import lines_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +44,7 @@ class FxReport:
         return "\n".join(lines)
 
 
-def lines_of(record: PassRecord) -> list[str]:
-    """A record in words."""
-    before, after = record.bindings_before, record.bindings_after
-    lines = [f"{record.name}: {before} operators became {after}"]
-    if not record.rewrites:
-        lines = [f"{record.name}: nothing"]
-    return lines + [f"{record.name} declined {reason}" for reason in record.declined]
-
-
-def default_passes() -> tuple[Any, ...]:
+def fx_passes() -> tuple[Any, ...]:
     """The passes of ``optimize_fx``, in their order; the last one between several processes."""
     passes: tuple[Any, ...] = (CombineSparseInputs(), HorizontalFusion())
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -97,7 +89,7 @@ def optimize_fx(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    chosen = default_passes() if passes is None else tuple(passes)
+    chosen = fx_passes() if passes is None else tuple(passes)
     check_fx_passes(chosen, "optimize_fx")
     args, kwargs = normalize_sample(() if sample_input is MISSING else sample_input, sample_kwargs)
     installed = module.__dict__.get("forward")
