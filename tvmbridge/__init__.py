@@ -33,6 +33,7 @@ __all__ = [
     "compare",
     "dispatch_report",
     "explain",
+    "fx_graphs",
     "fx_passes",
     "fx_report",
     "optimize_fx",
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from tvmbridge.core.types import CapturedGraph
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
     from tvmbridge.frontend import to_relax
-    from tvmbridge.fx.api import FxReport, fx_passes, fx_report, optimize_fx, remove_fx
+    from tvmbridge.fx.api import FxReport, fx_graphs, fx_passes, fx_report, optimize_fx, remove_fx
     from tvmbridge.graph_capture.capture import capture
     from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
     from tvmbridge.inspect.explain import ExplainReport, explain
@@ -85,7 +86,7 @@ _HOMES = MappingProxyType(
         "core.types": ("CapturedGraph",),
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
         "frontend": ("to_relax",),
-        "fx.api": ("FxReport", "fx_passes", "fx_report", "optimize_fx", "remove_fx"),
+        "fx.api": ("FxReport", "fx_graphs", "fx_passes", "fx_report", "optimize_fx", "remove_fx"),
         "graph_capture.capture": ("capture",),
         "inspect.compare": ("ComparisonReport", "Departure", "compare"),
         "inspect.explain": ("ExplainReport", "explain"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.options import check_fx_passes
@@ -125,6 +125,18 @@ def remove_fx(module: nn.Module) -> nn.Module:
     else:
         module.__dict__["forward"] = forward.own
     return module
+
+
+def fx_graphs(module: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graph of ``module`` before the passes and after them, of the mode that was traced last.
+
+    ``tvmbridge.visualize`` draws them.
+
+    Raises:
+        ValueError: no graph is installed.
+    """
+    entries = list(_forward_of(module).entries.values())[-1]
+    return entries[0].original, entries[0].graph_module
 
 
 def fx_report(module: nn.Module) -> FxReport:
