@@ -14,7 +14,7 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NOTEBOOKS = ("bert_inference_tuning", "bert_training", "inspect_and_compare")
+NOTEBOOKS = ("bert_inference_tuning", "bert_training", "inspect_and_compare", "recommender_fx")
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -74,7 +74,7 @@ def _environment(quick: bool) -> dict[str, str]:
 def main() -> None:
     """Run the notebooks, and store their outputs if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=NOTEBOOKS, help="default: all three")
+    parser.add_argument("names", nargs="*", default=NOTEBOOKS, help="default: all")
     parser.add_argument("--write", action="store_true", help="store the outputs in notebooks/")
     parser.add_argument("--quick", action="store_true", help="the setting of the tests")
     options = parser.parse_args()

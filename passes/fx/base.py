@@ -81,7 +81,15 @@ def value_of(node: Any) -> Any:
 def shape_of(node: Any) -> tuple[Any, ...] | None:
     """The shape of a tensor, whose sizes may be symbols; None where it is no tensor."""
     value = value_of(node)
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    return tuple(map(known, value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def known(size: Any) -> Any:
+    """A size as a number, where the graph's guards leave a symbol only one."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    found = size.node.shape_env.replace(size.node.expr)
+    return int(found) if found.is_Integer else size
 
 
 def is_operator(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
-from tvmbridge.passes.fx.base import FxPass, positions, value_of
+from tvmbridge.passes.fx.base import FxPass, known, positions, value_of
 from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
 from tvmbridge.passes.fx.fused_chains import Chains
@@ -93,5 +93,5 @@ def _constants(node: fx.Node) -> str:
 def _form(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return "?"
-    sizes = ["?" if isinstance(size, torch.SymInt) else size for size in value.shape]
+    sizes = [size if isinstance(size, int) else "?" for size in map(known, value.shape)]
     return f"{sizes}{value.dtype}"

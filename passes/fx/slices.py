@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.passes.fx.base import Emitter, bound_arguments, shape_of
+from tvmbridge.passes.fx.base import Emitter, bound_arguments, known, shape_of
 
 aten = torch.ops.aten
 _SPLITS = (
@@ -59,14 +59,14 @@ def _parts(node: fx.Node, source: fx.Node) -> Iterator[Slice]:
     starts, start = [], 0
     for part in node.meta["val"]:
         starts.append(start)
-        width = part.shape[dim]
+        width = known(part.shape[dim])
         if not isinstance(width, int):
             return
         start += width
     for user in node.users:
         if user.target is operator.getitem:
             index = int(user.args[1]) % len(starts)  # type: ignore[arg-type]
-            width = node.meta["val"][index].shape[dim]
+            width = known(node.meta["val"][index].shape[dim])
             yield Slice(user, source, dim, starts[index], width)
 
 
@@ -84,7 +84,7 @@ def _cut(node: fx.Node, source: fx.Node, shape: tuple[Any, ...]) -> Iterator[Sli
     end = extent if end is None else end
     if given["step"] != 1 or not all(isinstance(x, int) for x in (start, end, extent)):
         return
-    width = node.meta["val"].shape[dim]
+    width = known(node.meta["val"].shape[dim])
     begin = min(start + extent if start < 0 else start, extent)
     if isinstance(width, int) and width:
         yield Slice(node, source, dim, begin, width)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.passes.fx.base import Emitter, shape_of, value_of
+from tvmbridge.passes.fx.base import Emitter, known, shape_of, value_of
 
 aten = torch.ops.aten
 
@@ -261,4 +261,5 @@ def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _key(size: Any) -> Any:
+    size = known(size)
     return size.node.expr if isinstance(size, torch.SymInt) else size

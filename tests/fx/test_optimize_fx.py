@@ -72,6 +72,29 @@ def test_all_sizes_and_modes(net: Net) -> None:
     assert set(report.records) == {"train with gradients", "eval with gradients", "eval"}
 
 
+class Sliced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(4) for _ in range(9)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = zip(self.norms, x.split(4, 1), strict=True)
+        return torch.cat([torch.tanh(norm(part)) for norm, part in parts], 1)
+
+
+def test_slices_of_an_argument_of_any_size() -> None:
+    module = Sliced()
+    reference = copy.deepcopy(module)
+    x = torch.randn(3, 36, dtype=torch.float64)
+    tvmbridge.optimize_fx(module, x, measure=False)
+    _, after = tvmbridge.fx_graphs(module)
+    (norm,) = after.graph.find_nodes(op="call_function", target=torch.ops.aten.layer_norm.default)
+    assert norm.meta["val"].shape[1:] == (9, 4)
+    assert_agree(module, reference, x)
+    assert_agree(module, reference, torch.randn(5, 36, dtype=torch.float64))
+    assert tvmbridge.fx_report(module).calls == 2
+
+
 def test_the_module_stays_what_it_is(net: Net) -> None:
     plain = Net()
     assert list(net.state_dict()) == list(plain.state_dict())
