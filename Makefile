@@ -17,10 +17,10 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline test test-pipeline test-slow test-gpu check tune notebooks bench clean
+.PHONY: help demo demo-pipeline demo-recommender test test-pipeline test-slow test-gpu check tune notebooks bench clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH='$(TORCH)' PYTEST_ARGS DEMO_ARGS"
 
 demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTorch
@@ -28,6 +28,10 @@ demo: $(READY_DEMO) ## A trained BERT serves and learns through TVM, beside PyTo
 
 demo-pipeline: $(READY_DEMO) ## MiniLM is trained over two processes, beside one that does it alone
 	$(BIN)/python -m tvmbridge.demo.pipelined $(DEMO_ARGS)
+
+demo-recommender: $(READY_DEMO) ## A DLRM learns on two processes, with the fx passes and without
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+		-m examples.dlrm --compare $(DEMO_ARGS)
 
 test: $(READY_DEV) ## Run the tests, without those marked slow or bench
 	@# Not reordered: files of few tests, among them the slowest, would come last, and one worker wait for the other.

@@ -39,6 +39,8 @@ EXTRAS = {
     "benchmarks": ["transformers>=5", "onnx", "onnxruntime", "openvino"],
     # Graphviz for browsers: what interactive pages are laid out with.
     "draw": [DRAW],
+    # Its KeyedJaggedTensor is taken and given.
+    "torchrec": ["torchrec"],
     "notebooks": ["nbclient", "nbformat", "ipykernel"],
     "test": TEST,
     "dev": [*TEST, "ruff", "mypy", "pre-commit"],

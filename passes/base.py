@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-
-@dataclass
-class PassReport:
-    """What a pass says of its candidates: how many it rewrote, which it declined and why."""
-
-    rewrites: int = 0
-    declined: list[str] = field(default_factory=list)
-
-    def rewrote(self, count: int = 1) -> None:
-        """Count rewritten candidates."""
-        self.rewrites += count
-
-    def decline(self, candidate: str, reason: str) -> None:
-        """Note a candidate that is left as it is."""
-        self.declined.append(f"{candidate}: {reason}")
+from tvmbridge.core.pass_report import PassReport as PassReport
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,13 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NOTEBOOKS = ("bert_inference_tuning", "bert_training", "inspect_and_compare", "pipeline")
+NOTEBOOKS = (
+    "bert_inference_tuning",
+    "bert_training",
+    "inspect_and_compare",
+    "pipeline",
+    "recommender_fx",
+)
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},

@@ -35,6 +35,7 @@ ORDER = (
     "compiler",
     "symbolic",
     "runtime",
+    "fx",
     "report",
     "inspect",
     "tuning",

@@ -23,6 +23,7 @@ __all__ = [
     "DispatchReport",
     "ExplainReport",
     "FallbackError",
+    "FxReport",
     "NumericsError",
     "PassError",
     "TuningReport",
@@ -35,6 +36,11 @@ __all__ = [
     "compile_report",
     "dispatch_report",
     "explain",
+    "fx_graphs",
+    "fx_passes",
+    "fx_report",
+    "optimize_fx",
+    "remove_fx",
     "remove_tvm_dispatch",
     "to_relax",
     "tune",
@@ -58,6 +64,7 @@ if TYPE_CHECKING:
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
     from tvmbridge.dynamo import CompileReport, compile, compile_report
     from tvmbridge.frontend import to_relax
+    from tvmbridge.fx.api import FxReport, fx_graphs, fx_passes, fx_report, optimize_fx, remove_fx
     from tvmbridge.graph_capture.capture import capture
     from tvmbridge.inspect.compare import ComparisonReport, Departure, compare
     from tvmbridge.inspect.explain import ExplainReport, explain
@@ -84,6 +91,7 @@ _HOMES = MappingProxyType(
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
         "dynamo": ("CompileReport", "compile", "compile_report"),
         "frontend": ("to_relax",),
+        "fx.api": ("FxReport", "fx_graphs", "fx_passes", "fx_report", "optimize_fx", "remove_fx"),
         "graph_capture.capture": ("capture",),
         "inspect.compare": ("ComparisonReport", "Departure", "compare"),
         "inspect.explain": ("ExplainReport", "explain"),

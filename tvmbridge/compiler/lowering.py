@@ -88,7 +88,8 @@ def lower_module(
     passes = [*options.extra_passes, *passes]
     with measure("capture"):
         stage = staged(module, args, kwargs, needs_grad, apart=apart, autocast=autocast)
-        captured = capture_staged(stage, args, kwargs, needs_grad)
+        stage = replace(stage, fx_passes=options.fx_passes)
+        captured = capture_staged(stage, args, kwargs, needs_grad, records)
         resolved = resolve_target(target, captured.device)
     derivation = None
     if needs_grad:

@@ -73,6 +73,13 @@ class PipelineError(BridgeError):
     """
 
 
+class CommunicationError(BridgeError):
+    """A collective failed.
+
+    Raised where a rank has ended in the middle of a step; the message names it.
+    """
+
+
 class VersionError(BridgeError, ImportError):
     """The installed packages are not the ones that tvmbridge is pinned to.
 

@@ -56,6 +56,9 @@ class CompileOptions:
         extra_passes: passes of your own (``RelaxPass``), run in order behind the graph passes of
             the pipeline: on the forward function in inference, on the joint function, before it is
             split, in training. They may not change what a function takes and returns.
+        fx_passes: passes over PyTorch's graph (``FxPass``), run in order on the program that was
+            captured, before it is decomposed: :func:`tvmbridge.optimize_fx` has them in eager
+            PyTorch.
         check: which calls of each specialisation and mode are checked against the module's own
             forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
@@ -64,7 +67,8 @@ class CompileOptions:
 
     Raises:
         ValueError: a field has a value that is not among its choices.
-        TypeError: ``extra_passes`` is not a tuple of passes, or ``tuning_logs`` no path.
+        TypeError: ``extra_passes`` or ``fx_passes`` is not a tuple of passes, or ``tuning_logs`` no
+            path.
     """
 
     joint: str = "auto"
@@ -78,6 +82,7 @@ class CompileOptions:
     tuning_logs: str | None = None
     cache: bool = True
     extra_passes: tuple[Any, ...] = ()
+    fx_passes: tuple[Any, ...] = ()
     check: str = "never"
     freeze: bool = False
 
@@ -94,6 +99,9 @@ class CompileOptions:
             raise ValueError(f"CompileOptions.check: {error}") from None
         _check_recompute(self.recompute)
         _check_extra_passes(self.extra_passes)
+        if not isinstance(self.fx_passes, tuple):
+            raise TypeError(f"CompileOptions.fx_passes is {self.fx_passes!r}; give a tuple")
+        check_fx_passes(self.fx_passes, "CompileOptions.fx_passes")
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
         if self.tuning_logs is not None:
@@ -147,4 +155,14 @@ def _check_extra_passes(passes: Any) -> None:
             raise TypeError(
                 f"CompileOptions.extra_passes holds {pass_!r}, which is no pass; give instances of "
                 "subclasses of tvmbridge.passes.base.RelaxPass"
+            )
+
+
+def check_fx_passes(passes: tuple[Any, ...], whose: str) -> None:
+    """Raise TypeError where ``passes``, given to ``whose``, holds what is no fx pass."""
+    for pass_ in passes:
+        if isinstance(pass_, type) or not callable(getattr(pass_, "rewrite", None)):
+            raise TypeError(
+                f"{whose} got {pass_!r}, which is no pass; give instances of subclasses of "
+                "tvmbridge.passes.fx.base.FxPass"
             )

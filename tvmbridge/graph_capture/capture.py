@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tvmbridge.core.autocast import autocast_now, without_autocast
-from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.core.errors import CaptureError, NotApartError, PassError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
@@ -23,6 +22,7 @@ from tvmbridge.core.types import (
     CallingConvention,
     CapturedGraph,
     IntermediateBase,
+    PassRecord,
 )
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.descriptors import (
@@ -40,6 +40,7 @@ from tvmbridge.graph_capture.observe.refusal import (
 from tvmbridge.graph_capture.observe.staging import Stage, staged
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
+from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
@@ -58,6 +59,7 @@ from tvmbridge.graph_capture.trace.standins import (
     without_repetitions,
 )
 from tvmbridge.graph_capture.traced_forward import TracedForward
+from tvmbridge.passes.fx.run import rewrite_program
 
 
 def normalize_sample(
@@ -110,12 +112,18 @@ def capture(
 
 
 def capture_staged(
-    stage: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    stage: Stage,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    records: list[PassRecord] | None = None,
 ) -> CapturedGraph:
-    """Export the module of ``stage``; otherwise as :func:`capture`."""
+    """Export the module of ``stage``, whose fx passes leave ``records``; otherwise as
+    :func:`capture`.
+    """
     module, seen = stage.module, stage.observation
     bases = () if seen is None else seen.sharing.bases
-    program, forward = _export(stage, args, kwargs, needs_grad, bases)
+    program, forward = _export(stage, args, kwargs, needs_grad, bases, records)
     if seen is None:
         raise CaptureError(
             f"forward of {type(module).__name__} cannot be watched: "
@@ -164,10 +172,11 @@ def _export(
     kwargs: Mapping[str, Any],
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
+    records: list[PassRecord] | None,
 ) -> tuple[ExportedProgram, TracedForward]:
     try:
-        return _exported(stage, args, kwargs, needs_grad, bases)
-    except CaptureError:
+        return _exported(stage, args, kwargs, needs_grad, bases, None, records)
+    except (CaptureError, PassError):
         raise
     except Exception as error:
         module = stage.module
@@ -203,6 +212,7 @@ def _exported(
     needs_grad: bool,
     bases: Sequence[IntermediateBase],
     symbolic: Mapping[int, Mapping[int, Any]] | None = None,
+    records: list[PassRecord] | None = None,
 ) -> tuple[ExportedProgram, TracedForward]:
     """The decomposed program, and the forward that was traced; errors are torch.export's."""
     module = stage.module
@@ -233,33 +243,16 @@ def _exported(
                 given, named = without_repetitions((args, dict(kwargs)))
                 dynamic = None
                 if symbolic is not None:
-                    module.forward.__dict__["__signature__"] = _spelled_out(given, named)
-                    dynamic = _dynamic_shapes(module, given, named, symbolic)
+                    module.forward.__dict__["__signature__"] = spelled_out(given, named)
+                    dynamic = dynamic_shapes(module, given, named, symbolic)
                 program = torch.export.export(
                     module, given, named, dynamic_shapes=dynamic, strict=False
                 )
+        if stage.fx_passes:
+            done = rewrite_program(program, stage.fx_passes)
+            if records is not None:
+                records.extend(done)
         return _taken_apart(program, table), forward
-
-
-def _spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Signature:
-    """A signature of these arguments alone: torch.export places symbols by it, and cannot where
-    arguments go to ``**kwargs``."""
-    kinds = inspect.Parameter
-    positional = [kinds(f"argument_{i}", kinds.POSITIONAL_ONLY) for i in range(len(args))]
-    return inspect.Signature([*positional, *(kinds(k, kinds.KEYWORD_ONLY) for k in kwargs)])
-
-
-def _dynamic_shapes(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    symbolic: Mapping[int, Mapping[int, Any]],
-) -> Any:
-    shapes = torch.export.ShapesCollection()
-    leaves = pytree.tree_leaves((args, kwargs))
-    for number, dimensions in symbolic.items():
-        shapes[leaves[number]] = dict(dimensions)
-    return shapes.dynamic_shapes(module, args, kwargs)
 
 
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:

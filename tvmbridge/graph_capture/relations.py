@@ -101,10 +101,15 @@ def relations_of(
             f"torch.export cannot trace {type(module).__name__} with symbolic sizes: "
             f"{first_paragraph(error)}"
         ) from error
-    return _relations(program)
+    return relations_in(program)
 
 
-def _relations(program: Any) -> Relations:
+def relations_in(program: Any) -> Relations:
+    """Those that a program of torch.export holds.
+
+    Raises:
+        CaptureError: no argument is a tensor.
+    """
     names = program.graph_signature.user_inputs
     nodes = {n.name: n for n in program.graph.find_nodes(op="placeholder")}
     shapes: dict[int, tuple[Any, ...]] = {}

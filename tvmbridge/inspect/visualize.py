@@ -7,6 +7,7 @@ from typing import Any
 
 import graphviz
 import tvm
+from torch import fx
 from tvm import relax
 
 from tvmbridge.coloring import Coloring
@@ -19,6 +20,7 @@ from tvmbridge.inspect.asked import (
 )
 from tvmbridge.inspect.colors import COLOR_NAMES, node_colors
 from tvmbridge.inspect.drawing import FunctionDrawing
+from tvmbridge.inspect.fx_drawing import draw_graph_module
 from tvmbridge.inspect.picture import Group, Picture
 from tvmbridge.inspect.places import places
 from tvmbridge.inspect.styles import FUNCTION_FRAME, KINDS, NAMES
@@ -27,7 +29,7 @@ _NO_ATTRIBUTES: Mapping[Any, Mapping[str, Any]] = MappingProxyType({})
 
 
 def visualize(
-    mod_or_function: tvm.IRModule | relax.Function,
+    mod_or_function: tvm.IRModule | relax.Function | fx.GraphModule,
     *,
     collapse_small: bool = True,
     node_attr_dict: Mapping[Any, Mapping[str, Any]] = _NO_ATTRIBUTES,
@@ -37,6 +39,8 @@ def visualize(
     legend: bool = True,
 ) -> graphviz.Digraph:
     """Draws a Relax function, or every Relax function of a module with a frame around each.
+
+    A GraphModule of torch.fx is drawn as it is, without the arguments that follow.
 
     Inputs and outputs are ellipses, calls are boxes that carry the operator's name, the attributes
     that are set, and the result's variable and type. What came from a submodule stands in a frame
@@ -69,6 +73,8 @@ def visualize(
         ValueError: The module has no Relax function, no variable has a name that is a key, or there
             is no submodule to fold at that depth or with that path.
     """
+    if isinstance(mod_or_function, fx.GraphModule):
+        return draw_graph_module(mod_or_function)
     drawn = picture_of(
         mod_or_function,
         collapse_small=collapse_small,

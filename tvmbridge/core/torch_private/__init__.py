@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._C._dynamo.guards
 import torch._decomp
+import torch._dispatch.python
 import torch._export.utils
 import torch._functorch.utils
 import torch._higher_order_ops.wrap
@@ -69,6 +70,7 @@ MetaTensorDescriber = torch._subclasses.meta_utils.MetaTensorDescriber
 
 # Modes
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+enable_python_dispatcher = torch._dispatch.python.enable_python_dispatcher
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 dispatch_mode_count = torch._C._len_torch_dispatch_stack
 function_mode_count = torch._C._len_torch_function_stack
@@ -146,3 +148,20 @@ def current_raw_stream(index: int) -> int:
     """The address of the current stream of a GPU, without an object for it."""
     found: int = torch._C._cuda_getCurrentRawStream(index)
     return found
+
+
+def functional_collectives() -> Any:
+    """The module of the functional collectives."""
+    return importlib.import_module("torch.distributed._functional_collectives")
+
+
+def default_store() -> Any:
+    """The store that the processes of the default group share."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._get_default_store()
+
+
+def process_group(name: str) -> Any:
+    """The process group of this name."""
+    groups: Any = torch.distributed.distributed_c10d
+    return groups._resolve_process_group(name)

@@ -49,7 +49,7 @@ class Stage:
 
     ``observation`` is None where forward cannot be run on fake tensors. ``is_compiling``: what
     ``torch.compiler.is_compiling()`` is to say while it is traced. ``autocast``: under which state
-    of autocast forward runs.
+    of autocast forward runs. ``fx_passes`` rewrite the program that is captured.
     """
 
     module: nn.Module
@@ -57,6 +57,7 @@ class Stage:
     failure: BaseException | None = None
     is_compiling: bool = True
     autocast: Autocast = ()
+    fx_passes: tuple[Any, ...] = ()
 
 
 def staged(

@@ -17,7 +17,13 @@ from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import OpOverload
-from tvmbridge.core.types import CapturedGraph, InputKind, NoiseDescriptor, OutputKind
+from tvmbridge.core.types import (
+    CapturedGraph,
+    InputKind,
+    NoiseDescriptor,
+    OutputKind,
+    PassRecord,
+)
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.graph_capture.capture import capture, normalize_sample
 from tvmbridge.graph_capture.noise import find_noise
@@ -46,7 +52,9 @@ def explain(
         module: any module, in the mode that is of interest.
         sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
         sample_kwargs: keyword arguments of forward.
-        options: how the module would be compiled.
+        options: how the module would be compiled. With ``fx_passes`` the report has what each of
+            them would do, and what it declined (``tvmbridge.fx_passes()`` are those of
+            ``optimize_fx``).
 
     Returns:
         The report. A module that would keep its own forward has one with the reason, ``ok`` False.
@@ -72,6 +80,7 @@ class _Explanation:
     options: CompileOptions
     stage: str = "capture"
     known: dict[str, Any] = field(default_factory=dict)
+    records: list[PassRecord] = field(default_factory=list)
 
     def of(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -102,7 +111,7 @@ class _Explanation:
             kwargs,
             needs_grad=needs_grad,
             options=self.options,
-            records=[],
+            records=self.records,
             measure=self._measure,
             packing=Packing(sample.module),
         )
@@ -145,6 +154,8 @@ class _Explanation:
         found["native"] = _uses(imported.native_calls, graph)
         found["aten_calls"] = _uses(imported.aten_calls, graph)
         found["packs"] = lowered.packs
+        names = {type(pass_).__name__ for pass_ in self.options.fx_passes}
+        found["fx_passes"] = tuple(record for record in self.records if record.name in names)
         if derivation is not None and parts is not None:
             values = (*parts.residuals, *parts.drawn)
             found["joint"], found["joint_reason"] = derivation.source, derivation.reason

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from tvmbridge.core.types import TensorSpec, ValueDescriptor
+from tvmbridge.core.types import PassRecord, TensorSpec, ValueDescriptor
+from tvmbridge.passes.fx.run import lines_of
 from tvmbridge.report import residuals_text
 
 _LINES = 3
@@ -62,6 +63,7 @@ class ExplainReport:
     code, by name: arguments that are no tensors, and attributes that forward reads; calls that come
     with others are not served by this code. ``packs`` names the weights of products that would
     become one. ``eager_functions`` would run in eager PyTorch after the compiled code.
+    ``fx_passes`` is what the fx passes of the options did.
     """
 
     module: str
@@ -82,6 +84,7 @@ class ExplainReport:
     frozen: Mapping[str, str] = field(default_factory=dict)
     packs: tuple[tuple[str, ...], ...] = ()
     eager_functions: tuple[str, ...] = ()
+    fx_passes: tuple[PassRecord, ...] = ()
 
     @property
     def residual_bytes(self) -> int:
@@ -123,6 +126,8 @@ class ExplainReport:
             why = f", because {self.joint_reason}" if self.joint_reason else ""
             lines.append(f"gradient by {self.joint}{why}")
             lines.append(f"{residuals_text(self.residuals)}, by {self.residual_policy}")
+        for record in self.fx_passes:
+            lines += lines_of(record)
         lines += [f"one product of {len(names)}: {', '.join(names)}" for names in self.packs]
         if self.eager_functions:
             lines.append(f"runs eagerly after the compiled code: {', '.join(self.eager_functions)}")

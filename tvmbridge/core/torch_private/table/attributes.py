@@ -124,6 +124,11 @@ ATTRIBUTES = (
         "inserting at the beginning of a graph",
         lambda node: node.op == "root",
     ),
+    PrivateName(
+        "torch.fx.Graph()._codegen",
+        "the nested arguments of a graph of torch.export",
+        lambda codegen: isinstance(codegen, torch.fx.graph.CodeGen),
+    ),
     *(
         PrivateName(f"torch.nn.Module().{name}", purpose, _is_dict)
         for name, purpose in _MODULE_DICTS.items()

@@ -192,6 +192,11 @@ IMPORTED = (
         ),
     ),
     PrivateName(
+        "torch._dispatch.python.enable_python_dispatcher",
+        "operators on fake tensors of symbolic sizes",
+        lambda enter: within(enter(), lambda: True),
+    ),
+    PrivateName(
         "torch.fx.experimental.symbolic_shapes.ShapeEnv",
         "sizes that depend on data, in fake tensors",
         lambda kind: kind() is not None,
@@ -233,6 +238,21 @@ IMPORTED = (
         "torch.autograd.graph._engine_run_backward",
         "which gradients a running backward is asked for",
         has_local("args"),
+    ),
+    PrivateName(
+        "torch.distributed._functional_collectives",
+        "whether collectives have a gradient",
+        has("wait_tensor", "all_to_all_single_autograd"),
+    ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._resolve_process_group",
+        "the ranks that a collective joins",
+        callable,
+    ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "telling other ranks who has ended first",
+        callable,
     ),
     PrivateName("torch.cuda._sleep", "the doctor's check of streams", callable),
 )

@@ -1,0 +1,198 @@
+"""The fx passes: copies, launches, and times beside eager PyTorch and ``torch.compile``.
+
+On a GPU if there is one; figures that need one are left out without. The step of the DLRM with
+communication runs by ``torchrun --nproc-per-node 2 -m benchmarks.recommender_step``.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import tvmbridge
+from benchmarks.common import Row, alternate, parser, report
+from examples.dlrm.clicks import Clicks
+from examples.dlrm.model import Sizes
+from examples.dlrm.train import Place, Step, make
+from tvmbridge.fx.collate import combine
+from tvmbridge.fx.sparse_features import CombinedFeatures, Jagged
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+_VIEWS = {"split", "unflatten", "flatten", "narrow", "slice", "view", "as_strided", "select"}
+
+
+class Chains(nn.Module):
+    """tanh(LayerNorm) on each slice of a tensor."""
+
+    def __init__(self, count: int = 100, width: int = 64) -> None:
+        super().__init__()
+        self.width = width
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The chains, concatenated."""
+        pairs = zip(self.norms, x.split(self.width, 1), strict=True)
+        return torch.cat([torch.tanh(norm(part)) for norm, part in pairs], 1)
+
+
+def synchronized(call: Callable[[], Any]) -> Callable[[], None]:
+    """``call``, until the device is done."""
+
+    def run() -> None:
+        call()
+        if CUDA:
+            torch.cuda.synchronize()
+
+    return run
+
+
+def counted(call: Callable[[], Any], what: str) -> int:
+    """Copies to the device, or launches, of a call, as PyTorch's profiler counts them.
+
+    Launches without a GPU are operators that are no views.
+    """
+    call()
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * CUDA
+    with profile(activities=activities) as profiled:
+        synchronized(call)()
+    events = list(profiled.events() or ())
+    if CUDA:
+        on_device = [e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        copies = [n for n in on_device if "HtoD" in n]
+        moved = [n for n in on_device if n.startswith(("Memcpy", "Memset"))]
+        return len(copies) if what == "copies" else len(on_device) - len(moved)
+    outermost = [e.name.removeprefix("aten::") for e in events if e.cpu_parent is None]
+    return sum(name not in _VIEWS for name in outermost)
+
+
+def copies(count: int) -> list[Row]:
+    """A batch of so many features: copies, and the time that they take."""
+    draw = torch.Generator().manual_seed(0)
+    features = {}
+    for index in range(count):
+        lengths = torch.randint(0, 5, (512,), generator=draw)
+        indices = torch.randint(0, 1000, (int(lengths.sum()),), generator=draw)
+        features[str(index)] = Jagged(indices, lengths)
+    combined = combine(features).pin_memory()
+    separate = {
+        k: Jagged(j.indices.pin_memory(), j.lengths.pin_memory()) for k, j in features.items()
+    }
+
+    def apart() -> list[Any]:
+        return [tensor.to(DEVICE, non_blocking=True) for tensor in separate]
+
+    def together() -> CombinedFeatures:
+        return combined.to(DEVICE, non_blocking=True)
+
+    before, after = alternate([synchronized(apart), synchronized(together)], rounds=30)
+    return [
+        Row(f"copies of {count} features, apart", counted(apart, "copies")),
+        Row(f"copies of {count} features, combined", counted(together, "copies"), bound=2),
+        Row(f"time of the copy of {count} features", after / before, "of before", 0.1),
+    ]
+
+
+def chains(rows: int, *, rounds: int, compiled: bool) -> list[Row]:
+    """A hundred chains: launches, and times over those of the others, alternating."""
+    module = Chains().to(DEVICE)
+    x = torch.randn(rows, 6400, device=DEVICE, requires_grad=True)
+    rewritten = tvmbridge.optimize_fx(copy.deepcopy(module), x, measure=False)
+    others: dict[str, Any] = {"eager": module}
+    if compiled:
+        others["torch.compile"] = torch.compile(copy.deepcopy(module))
+        if CUDA:
+            others["reduce-overhead"] = torch.compile(copy.deepcopy(module), mode="reduce-overhead")
+    found = []
+    with torch.no_grad():
+        name = "launches of 100 chains"
+        before = counted(lambda: module(x), "launches")
+        after = counted(lambda: rewritten(x), "launches")
+    found += [Row(f"{name}, eager", before), Row(f"{name}, rewritten", after, bound=5)]
+    bounds = {"eager": 0.15, "torch.compile": 0.3, "reduce-overhead": 0.7}
+    for what, step in (("forward", forward), ("with backward", backward)):
+        calls = [synchronized(step(each, x)) for each in (rewritten, *others.values())]
+        own, *times = alternate(calls, rounds=rounds)
+        found.append(Row(f"{what}, {rows} rows", own * 1e3, "ms"))
+        for name, seconds in zip(others, times, strict=True):
+            bound = bounds[name] if CUDA else None
+            found.append(Row(f"{what}, {rows} rows", own / seconds, f"of {name}", bound))
+    return found
+
+
+def forward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
+    """A call without gradients."""
+
+    def run() -> Any:
+        with torch.no_grad():
+            return module(x)
+
+    return run
+
+
+def backward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
+    """A call, and its backward."""
+
+    def run() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+        module(x).sum().backward()
+
+    return run
+
+
+def dlrm(features: int, *, rounds: int) -> list[Row]:
+    """A training step of the DLRM on one device, copies of the batch included, over eager's."""
+    sizes, place = Sizes(features=features), Place(0, 1, DEVICE)
+    batch = Clicks(sizes, 512)[0]
+    on_device = batch.to(DEVICE)
+    plain, rewritten = make(sizes, place), make(sizes, place)
+    start = time.perf_counter()
+    sample = (on_device.dense, on_device.features)
+    tvmbridge.optimize_fx(rewritten, sample, measure=False)
+    seconds = time.perf_counter() - start
+    steps = Step(plain, place), Step(rewritten, place)
+    separate = batch.features.separate()
+
+    def eager() -> None:
+        dense, labels = batch.dense.to(DEVICE), batch.labels.to(DEVICE)
+        steps[0](type(batch)(dense, labels, separate.to(DEVICE)))  # type: ignore[arg-type]
+
+    def ours() -> None:
+        steps[1](batch.to(DEVICE))
+
+    own, other = alternate([synchronized(ours), synchronized(eager)], rounds=rounds)
+    assert not tvmbridge.fx_report(rewritten).fallbacks, tvmbridge.fx_report(rewritten)
+    name = f"DLRM, {features} features"
+    return [
+        Row(f"{name}: rewriting", seconds, "s"),
+        Row(f"{name}: step", own * 1e3, "ms"),
+        Row(f"{name}: step", own / other, "of eager", 0.4 if CUDA else None),
+    ]
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Measure what this machine can."""
+    options = parser(__doc__)
+    options.add_argument("--quick", action="store_true", help="fewer rounds and features")
+    options.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    chosen = options.parse_args(argv)
+    rounds = 5 if chosen.quick else 30
+    rows: list[Row] = []
+    if CUDA:
+        for count in (100, 1000):
+            rows += copies(count)
+    rows += chains(512, rounds=rounds, compiled=not chosen.no_compile)
+    rows += dlrm(26 if chosen.quick else 200, rounds=rounds)
+    return report(f"fx passes on {DEVICE.type}", rows, check=not chosen.no_check)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,137 @@
+"""Training: the loop, its report, and the processes of ``torchrun``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import tvmbridge
+from examples.dlrm.clicks import Batch, Clicks
+from examples.dlrm.model import DLRM, Sizes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which process this is, of how many, and its device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+
+def join() -> Place:
+    """Join the processes that ``torchrun`` has started; without it there is one."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > local
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return Place(rank, world, device)
+
+
+def make(sizes: Sizes, place: Place, seed: int = 0) -> DLRM:
+    """A model with the same networks on all ranks, and this rank's tables."""
+    torch.manual_seed(seed)
+    whole = DLRM(sizes)
+    model = DLRM(sizes, place.rank, place.world)
+    own = model.state_dict()
+    model.load_state_dict({name: whole.state_dict()[name] for name in own})
+    return model.to(place.device)
+
+
+class Step:
+    """One step of training: forward, backward, gradients averaged over the ranks, update."""
+
+    def __init__(self, model: DLRM, place: Place, rate: float = 0.02) -> None:
+        self.model, self.place = model, place
+        self.optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        self.loss_of = nn.BCEWithLogitsLoss()
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """The loss of this rank's rows."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.loss_of(self.model(batch.dense, batch.features), batch.labels)
+        loss.backward()
+        self.average()
+        self.optimizer.step()
+        return loss.detach()
+
+    def average(self) -> None:
+        """Gradients of the mean over all rows; a table's are summed by the all-to-all."""
+        world = self.place.world
+        if world == 1:
+            return
+        for table in self.model.tables.parameters():
+            if table.grad is not None:
+                table.grad /= world
+        gradients = [p.grad for p in self.model.replicated() if p.grad is not None]
+        flat = torch.cat([g.reshape(-1) for g in gradients])
+        dist.all_reduce(flat)
+        flat /= world
+        for gradient, mean in zip(
+            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        ):
+            gradient.copy_(mean.view_as(gradient))
+
+
+def train(
+    sizes: Sizes, place: Place, rows: int, steps: int, *, passes: bool, every: int = 20
+) -> list[float]:
+    """The mean losses of all ranks, every so many steps; rank 0 prints progress."""
+    model = make(sizes, place)
+    clicks = Clicks(sizes, rows, place.rank, place.world)
+    first = clicks[0].to(place.device)
+    if passes:
+        tvmbridge.optimize_fx(model, (first.dense, first.features), measure=False)
+    step, losses, recent = Step(model, place), [], []
+    start, done = time.perf_counter(), 0
+    for number in range(steps):
+        recent.append(step(clicks[number].to(place.device)))
+        done += rows * place.world
+        if (number + 1) % every == 0:
+            mean = torch.stack(recent).mean()
+            if place.world > 1:
+                dist.all_reduce(mean)
+                mean /= place.world
+            losses.append(float(mean))
+            recent = []
+            if not place.rank:
+                speed = done / (time.perf_counter() - start)
+                print(
+                    f"step {number + 1:4}: loss {losses[-1]:.4f}, {speed:,.0f} rows a second",
+                    flush=True,
+                )
+    if passes and not place.rank:
+        print(tvmbridge.fx_report(model), flush=True)
+    return losses
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--rows", type=int, default=256, help="of a batch, on each rank")
+    parser.add_argument("--features", type=int, default=26)
+    parser.add_argument("--table", type=int, default=2000, help="rows of each table")
+    parser.add_argument("--compare", action="store_true", help="train it as it is first")
+    parser.add_argument("--no-passes", action="store_true", help="train the module as it is")
+    options = parser.parse_args()
+    place = join()
+    sizes = Sizes(features=options.features, rows=options.table)
+    for passes in (False, True) if options.compare else (not options.no_passes,):
+        if not place.rank:
+            print("with the passes:" if passes else "as it is:", flush=True)
+        losses = train(sizes, place, options.rows, options.steps, passes=passes)
+        if not place.rank and losses:
+            print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
+    if place.world > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,156 @@
+"""CombineSparseInputs: 2N inputs, indices and lengths of N features, become two.
+
+    def forward(a_indices, a_lengths, ...):   def forward(indices, lengths, splits):
+        f(a_indices, a_lengths)          ->       parts = split_features(indices, splits, order)
+                                                  f(parts[0], lengths[0])
+
+Requires: inputs that are features, as ``features`` says or as the graph module's meta does.
+Guarantees: every feature is a view of the combined tensors; the number of indices of each comes
+with the batch, on the host, so that nothing waits for a device. Runs before HorizontalFusion.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.pass_report import PassReport
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.passes.fx.base import FxPass
+
+aten = torch.ops.aten
+COMBINED = ("combined_indices", "combined_lengths", "combined_splits", "combined_weights")
+#: In the meta of a graph module: its features. The pass leaves what it has combined under the
+#: second one.
+FEATURES, DONE = "tvmbridge_features", "tvmbridge_combined"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature by the names of the placeholders that have its tensors."""
+
+    name: str
+    indices: str
+    lengths: str
+    weights: str | None = None
+
+
+def split_features(joined: torch.Tensor, splits: torch.Tensor, order: Sequence[int]) -> Any:
+    """The parts of a combined tensor as views, in the ``order`` that the graph has them.
+
+    ``splits`` (on the host) are the numbers of their elements.
+    """
+    parts = joined.split(splits.tolist())
+    return [parts[index] for index in order]
+
+
+@dataclass(frozen=True)
+class CombineSparseInputs(FxPass):
+    """Take all features by one tensor of indices, one of lengths, and one of weights.
+
+    The graph then takes, behind its other inputs, ``indices``, ``lengths``, ``splits`` and, if
+    there are any, ``weights`` of a :class:`~.sparse_features.CombinedFeatures`.
+
+    Args:
+        features: those of the graph, in its order; empty: those of its meta.
+        names: the order in which the combined tensors have them; empty: the same one.
+    """
+
+    features: tuple[Feature, ...] = ()
+    names: tuple[str, ...] = ()
+
+    def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
+        """Exchange the inputs."""
+        features = self.features or graph_module.meta.get(FEATURES, ())
+        if len(features) < 2:
+            report.decline("the inputs", "there are no features among them to combine")
+            return
+        graph = graph_module.graph
+        inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        reason = _refused(features, inputs, self.names)
+        if reason is not None:
+            report.decline("the inputs", reason)
+            return
+        names = self.names or tuple(feature.name for feature in features)
+        order = [names.index(feature.name) for feature in features]
+        kept = list(inputs)
+        weighted = features[0].weights is not None
+        combined = _placeholders(graph, list(inputs.values())[-1], weighted)
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            _hand_back(graph, features, inputs, combined, order)
+        gone = {node for f in features for node in (f.indices, f.lengths, f.weights)}
+        for name in gone - {None}:
+            graph.erase_node(inputs[str(name)])
+        _respecify(graph, kept, gone, len(combined))
+        graph_module.meta[DONE] = (names, tuple(name for name in kept if name not in gone))
+        report.rewrote(len(gone - {None}) - len(combined))
+
+
+def _refused(features: Sequence[Feature], inputs: dict[str, fx.Node], names: Any) -> str | None:
+    for feature in features:
+        for name in (feature.indices, feature.lengths, feature.weights):
+            if name is not None and name not in inputs:
+                return f"feature {feature.name!r}: the graph has no input {name}"
+    if len({feature.weights is None for feature in features}) > 1:
+        return "some of the features have weights, and others have none"
+    if names and set(names) < {feature.name for feature in features}:
+        return "the combined tensors lack some of the features"
+    for kind in ("indices", "lengths"):
+        values = [inputs[getattr(f, kind)].meta.get("val") for f in features]
+        if len({getattr(v, "dtype", None) for v in values}) > 1:
+            return f"the {kind} of the features have different dtypes"
+    return None
+
+
+def _placeholders(graph: fx.Graph, last: fx.Node, weighted: bool) -> list[fx.Node]:
+    made = []
+    for name in COMBINED[: 4 if weighted else 3]:
+        with graph.inserting_after(last):
+            last = graph.placeholder(name)
+        made.append(last)
+    return made
+
+
+def _hand_back(
+    graph: fx.Graph,
+    features: Sequence[Feature],
+    inputs: dict[str, fx.Node],
+    combined: Sequence[fx.Node],
+    order: Sequence[int],
+) -> None:
+    """The nodes that give each feature to what used it, with the fake values of the inputs."""
+    indices, lengths, splits, *weights = combined
+    parts = {"indices": graph.call_function(split_features, (indices, splits, list(order)))}
+    if weights:
+        parts["weights"] = graph.call_function(split_features, (weights[0], splits, list(order)))
+    for number, feature in enumerate(features):
+        for kind, whole in parts.items():
+            part = graph.call_function(operator.getitem, (whole, number))
+            _stand_for(part, inputs[getattr(feature, kind)])
+        row = graph.call_function(aten.select.int, (lengths, 0, order[number]))
+        _stand_for(row, inputs[feature.lengths])
+    example = inputs[features[0].lengths].meta.get("val")
+    if isinstance(example, torch.Tensor):
+        lengths.meta["val"] = example.new_empty((max(order) + 1, *example.shape))
+
+
+def _stand_for(node: fx.Node, given: fx.Node) -> None:
+    node.meta = {k: v for k, v in given.meta.items() if k in ("val", "stack_trace")}
+    given.replace_all_uses_with(node)
+
+
+def _respecify(graph: fx.Graph, kept: Sequence[str], gone: set[Any], count: int) -> None:
+    """Let a graph that takes nested arguments take those that are left, and the combined ones."""
+    codegen: Any = graph._codegen
+    info = getattr(codegen, "pytree_info", None)
+    if info is None:
+        return
+    flat = [name for name in kept if name not in gone] + list(COMBINED[:count])
+    spec = pytree.tree_structure((tuple(flat), {}))
+    codegen.pytree_info = type(info)(flat, spec, info.out_spec)

@@ -1,0 +1,272 @@
+"""The fusion of one group of slices: the chains that begin at them, operator by operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.passes.fx.base import (
+    LEAVES,
+    Emitter,
+    bound_arguments,
+    is_operator,
+    shape_of,
+    value_of,
+)
+from tvmbridge.passes.fx.costs import Costs
+from tvmbridge.passes.fx.hand_back import HandBack
+from tvmbridge.passes.fx.slices import Slice, side_by_side, stacked
+from tvmbridge.passes.fx.stacking import (
+    Declined,
+    Each,
+    Family,
+    Members,
+    equal_shapes,
+    rule_for,
+)
+
+aten = torch.ops.aten
+
+
+class Chains:
+    """The chains that begin at equal slices of one tensor.
+
+    Args:
+        graph: which is rewritten.
+        slices: in the order of their places.
+        costs: by which it is decided; None: by the device.
+        touched: nodes whose memory the graph writes.
+        places: of the nodes in the program.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        slices: Sequence[Slice],
+        costs: Costs | None,
+        touched: frozenset[fx.Node],
+        places: dict[fx.Node, float],
+    ) -> None:
+        self.slices = slices
+        self.costs = costs or Costs.of(value_of(slices[0].node).device)
+        self.touched = touched
+        self.places = places
+        self.emit = Emitter(graph, places, slices[0].node)
+        self.fused: dict[fx.Node, tuple[Family, int]] = {}
+        self.families: list[Family] = []
+        self.reasons: dict[fx.Node, str] = {}
+        self.launches = self.copied = 0
+        self.redrawn: list[tuple[fx.Node, fx.Node]] = []
+
+    def fuse(self) -> int:
+        """Rewrite the graph; the number of operators that there are less.
+
+        Raises:
+            Declined: nothing was fused, and the graph is as it was.
+        """
+        start = self._start()
+        todo = [start]
+        while todo:
+            family = todo.pop(0)
+            for users in self._equal_users(family):
+                grown = self._grow(users)
+                if grown is not None:
+                    todo.append(grown)
+        if not self.families:
+            self.emit.erase_unused()
+            raise Declined(self._reason() or "nothing is computed of them")
+        hand_back = HandBack(self.emit, self.families, set(self.fused))
+        launches = self.launches - hand_back.launches()
+        gain = self.costs.gain(launches, self.copied + hand_back.copied())
+        if launches <= 0 or gain <= 0:
+            self.emit.erase_unused()
+            also = self._reason()
+            raise Declined(
+                "the copies would cost more than the launches that are saved"
+                + (f"; {also}" if also else "")
+            )
+        for node, ones in self.redrawn:
+            node.replace_input_with(node.all_input_nodes[0], ones)
+        hand_back.replace()
+        self._erase()
+        return launches
+
+    def _reason(self) -> str:
+        """Why operators on the slices stay as they are."""
+        return "; ".join(dict.fromkeys(v for k, v in self.reasons.items() if k not in self.fused))
+
+    def _start(self) -> Family:
+        if side_by_side(self.slices):
+            value, dim = stacked(self.slices, self.emit)
+        else:
+            dim = self.slices[0].dim
+            value = self.emit(aten.stack.default, [s.node for s in self.slices], dim)
+            self.launches -= 1
+            self.copied += 2 * _nbytes(value)
+        return self._family(tuple(s.node for s in self.slices), value, dim)
+
+    def _family(self, nodes: tuple[fx.Node, ...], value: fx.Node, dim: int) -> Family:
+        family = Family(nodes, value, dim)
+        self.fused |= {node: (family, index) for index, node in enumerate(nodes)}
+        return family
+
+    def _equal_users(self, family: Family) -> Iterator[tuple[fx.Node, ...]]:
+        """For each operator that reads the first member, the equal ones of all members."""
+        for first in list(family.nodes[0].users):
+            if first in self.fused or not is_operator(first):
+                continue
+            if first.target in (aten.cat.default, aten.stack.default):
+                continue
+            equal = [self._equal(first, user) for user in self._users(family)]
+            if None not in equal and all(equal):
+                yield tuple(e for e in equal if e is not None)
+
+    def _users(self, family: Family) -> list[list[fx.Node]]:
+        return [[u for u in node.users if u not in self.fused] for node in family.nodes]
+
+    def _equal(self, first: fx.Node, users: Sequence[fx.Node]) -> fx.Node | None:
+        alike = (u for u in users if u.target is first.target and equal_shapes([first, u]))
+        return next(alike, None)
+
+    def _grow(self, users: tuple[fx.Node, ...]) -> Family | None:
+        """The family of what equal operators compute; None where they stay as they are."""
+        if len(set(users)) < len(users) or any(u in self.fused for u in users):
+            return None
+        target: Any = users[0].target
+        made = len(self.emit.made)
+        try:
+            given = self._arguments(users)
+            if any(n in self.touched for u in users for n in (u, *u.all_input_nodes)):
+                raise Declined(f"{target} reads or makes a tensor that is written in place")
+            value, dim = self._apply(target, given, users)
+            expected = shape_of(users[0]) or ()
+            if len(shape_of(value) or ()) != len(expected) + 1:
+                raise Declined(f"{target} broadcasts the members")
+        except Declined as reason:
+            self.reasons[users[0]] = str(reason)
+            return None
+        launched = [n for n in self.emit.made[made:] if _launches(n)]
+        stacks = [v for v in given.values() if isinstance(v, Each)]
+        copied = sum(2 * each.nbytes for each in stacks)
+        if stacks and self.costs.gain(len(users), copied) <= 0:
+            bytes_ = f"{copied // 2} bytes of weights for {target}"
+            self.reasons[users[0]] = f"stacking {bytes_} would cost more than it saves"
+            return None
+        self.launches += sum(map(_launches, users)) - len(launched)
+        self.copied += copied
+        family = self._family(users, value, dim)
+        self.families.append(family)
+        return family
+
+    def _apply(
+        self, target: Any, given: dict[str, Any], users: tuple[fx.Node, ...]
+    ) -> tuple[fx.Node, int]:
+        if target is aten.dropout.default:
+            return self._dropout(given, users)
+        rule = rule_for(target)
+        if rule is None:
+            raise Declined(f"there is no rule for {target}")
+        return rule(target, given, self.emit)
+
+    def _dropout(self, given: dict[str, Any], users: tuple[fx.Node, ...]) -> tuple[fx.Node, int]:
+        """Each mask is drawn where it was, as the dropout of ones."""
+        family = given["input"].family
+        if not given["p"] or not given["train"]:
+            return family.value, family.dim
+        if not all(map(_is_contiguous, family.nodes)):
+            raise Declined("dropout of tensors that are not contiguous would draw others")
+        one = self.emit(aten.select.int, family.value, family.dim, 0)
+        ones = self.emit(aten.ones_like.default, one, memory_format=torch.contiguous_format)
+        self.places[ones] = self.places[one]
+        self.redrawn += [(user, ones) for user in users]
+        masks = self.emit(aten.stack.default, list(users), family.dim)
+        # The dropouts stay, to draw the masks: nothing but one product for each is saved.
+        self.launches -= len(users)
+        return self.emit(aten.mul.Tensor, family.value, masks), family.dim
+
+    def _arguments(self, users: tuple[fx.Node, ...]) -> dict[str, Any]:
+        """The arguments of equal operators, merged; Declined where they differ."""
+        bound = [bound_arguments(u) for u in users]
+        if any(b.keys() != bound[0].keys() for b in bound):
+            raise Declined(f"{users[0].target} is called in several ways")
+        return {name: self._merged([b[name] for b in bound], users[0]) for name in bound[0]}
+
+    def _merged(self, values: list[Any], user: fx.Node) -> Any:
+        first = values[0]
+        if not isinstance(first, fx.Node):
+            nested: list[fx.Node] = []
+            fx.map_arg(values, nested.append)
+            if nested or any(v != first or type(v) is not type(first) for v in values[1:]):
+                raise Declined(f"the arguments of {user.target} differ")
+            return first
+        if not all(isinstance(v, fx.Node) for v in values):
+            raise Declined(f"the arguments of {user.target} differ")
+        if first in self.fused:
+            family = self.fused[first][0]
+            if tuple(values) != family.nodes:
+                raise Declined(f"{user.target} reads members of several chains")
+            return Members(family)
+        if all(v is first for v in values):
+            if self._reads_chains(first):
+                raise Declined(f"an operand of {user.target} is computed of the chains")
+            return first
+        if not all(v.op in LEAVES for v in values) or not equal_shapes(values):
+            raise Declined(f"the operands of {user.target} differ, and are no weights of one shape")
+        return Each(tuple(values))
+
+    def _reads_chains(self, node: fx.Node) -> bool:
+        """Whether ``node`` is computed of a member."""
+        seen, todo = set(), [node]
+        while todo:
+            each = todo.pop()
+            if each in self.fused:
+                return True
+            if each not in seen:
+                seen.add(each)
+                todo += each.all_input_nodes
+        return False
+
+    def _erase(self) -> None:
+        drawn = {node for node, _ in self.redrawn}
+        for family in reversed(self.families):
+            for node in family.nodes:
+                if node not in drawn and not node.users:
+                    node.graph.erase_node(node)
+        for part in self.slices:
+            node, whole = part.node, part.node.all_input_nodes[0]
+            if not node.users:
+                node.graph.erase_node(node)
+                if whole is not part.source and not whole.users:
+                    whole.graph.erase_node(whole)
+        self.emit.erase_unused()
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether it is for all sizes; no symbol is asked for its value."""
+    value = value_of(node)
+    expected: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if str(stride) != str(expected):
+            return False
+        expected = size * expected
+    return True
+
+
+_VIEWS = frozenset({aten.movedim.int, aten.flatten.using_ints, aten.unflatten.int})
+
+
+def _launches(node: fx.Node) -> int:
+    """Whether the operator starts a kernel: all but views do."""
+    target: Any = node.target
+    if target in _VIEWS or not is_operator(node):
+        return 0
+    return int(not any(r.alias_info is not None for r in target._schema.returns))
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = value_of(node)
+    sizes = [s if isinstance(s, int) else s.node.hint or 1 for s in value.shape]
+    return int(torch.Size(sizes).numel()) * int(value.element_size())

@@ -1,0 +1,97 @@
+"""HorizontalFusion: N equal chains on slices of one tensor become one chain.
+
+    x_0, x_1, x_2 = split(x, 64, 1)              s = unflatten(x, 1, [3, 64])
+    y_i = layer_norm(x_i, [64], w_i, b_i)   ->   n = layer_norm(s, [64])
+    z_i = tanh(y_i)                              t = tanh(addcmul(stack(b), n, stack(w)))
+    cat([z_0, z_1, z_2], 1)                      flatten(t, 1, 2)
+
+Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the parameters
+stay those of the N modules and get their gradients: what each chain has of its own is stacked in
+the graph at each call. Draws keep their order: each dropout of training draws its own mask, at its
+place. Runs after CombineSparseInputs, before OverlapCommunication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.pass_report import PassReport
+from tvmbridge.passes.fx.base import FxPass, known, positions, value_of
+from tvmbridge.passes.fx.costs import Costs
+from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
+from tvmbridge.passes.fx.fused_chains import Chains
+from tvmbridge.passes.fx.slices import Slice, groups, slices_of
+from tvmbridge.passes.fx.stacking import Declined
+
+
+@dataclass(frozen=True)
+class HorizontalFusion(FxPass):
+    """Make one chain of N equal ones on slices of a tensor.
+
+    Args:
+        least: how many chains there must be.
+        costs: what a launch and a copied byte take, by which a candidate is declined that would
+            cost more than it saves; None: by the type of device.
+    """
+
+    least: int = 2
+    costs: Costs | None = None
+
+    def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
+        """Fuse every group of slices of which more is computed than a concatenation."""
+        graph = graph_module.graph
+        places = {node: float(place) for node, place in positions(graph).items()}
+        order, touched = ordered(graph), written(graph)
+        for candidate in self._candidates(graph):
+            name = f"{len(candidate)} slices of {candidate[0].source.name}"
+            try:
+                if any(each.node in touched for each in candidate):
+                    raise Declined("they are written in place")
+                saved = Chains(graph, candidate, self.costs, touched, places).fuse()
+            except Declined as reason:
+                report.decline(name, str(reason))
+            else:
+                report.rewrote(saved)
+        if not report.rewrites:
+            return
+        try:
+            sort(graph, places, [order])
+        except CircularError as error:
+            report.rewrites = 0
+            report.decline("all chains", str(error))
+
+    def _candidates(self, graph: fx.Graph) -> list[list[Slice]]:
+        """Groups of equal slices that are used alike."""
+        found = []
+        for group in groups(list(slices_of(graph))):
+            alike: dict[Any, list[Slice]] = {}
+            for each in group:
+                uses = _uses(each.node, 4)
+                if uses:
+                    alike.setdefault(uses, []).append(each)
+            found += [each for each in alike.values() if len(each) >= self.least]
+        return found
+
+
+def _uses(node: fx.Node, depth: int) -> tuple[Any, ...]:
+    """What is computed of a node, in a form that equal chains have equal."""
+    users = [u for u in node.users if u.op == "call_function" and len(u.all_input_nodes) < 8]
+    if not depth or not users:
+        return ()
+    forms = [(str(u.target), _constants(u), _uses(u, depth - 1)) for u in users]
+    return tuple(sorted(forms, key=repr))
+
+
+def _constants(node: fx.Node) -> str:
+    return repr(fx.map_arg((node.args, node.kwargs), lambda n: _form(value_of(n))))
+
+
+def _form(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "?"
+    sizes = [size if isinstance(size, int) else "?" for size in map(known, value.shape)]
+    return f"{sizes}{value.dtype}"

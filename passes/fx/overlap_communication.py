@@ -1,0 +1,298 @@
+"""OverlapCommunication: a collective begins where its input is ready, and ends where it is used.
+
+    a = all_to_all_single(x)                  a = request(x)
+    b = wait_tensor(a)                        d = dense(y)
+    d = dense(y)                       ->     b = wait(a)
+    e = f(b, d)                               e = f(b, d)
+
+Requires: the functional collectives of torch.distributed. Guarantees: the collectives of all ranks
+keep one order, in backward too; that they are the same collectives is checked across the ranks, all
+of which must apply the pass. Runs after all other passes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from tvmbridge.core.errors import PassError
+from tvmbridge.core.pass_report import PassReport
+from tvmbridge.core.torch_private import process_group
+from tvmbridge.passes.fx.base import FxPass, bound_arguments, is_operator, value_of
+from tvmbridge.passes.fx.collectives import NAMES, NAMESPACES, Collective, request, wait
+from tvmbridge.passes.fx.effects import arrange, needs, ordered, written
+from tvmbridge.passes.fx.peers import exchange
+
+
+@dataclass(frozen=True)
+class OverlapCommunication(FxPass):
+    """Let operators that need no collective's result run while it is under way.
+
+    Args:
+        durations: seconds that nodes take, by name, those of collectives as well
+            (:func:`durations_of` measures them): a wait then moves no further than the collective
+            lasts. Without them it moves as far as it can.
+        check: compare the collectives of all ranks; every rank must apply the pass then.
+    """
+
+    durations: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    check: bool = True
+
+    def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
+        """Split the collectives and move their parts.
+
+        Raises:
+            PassError: the ranks have different collectives.
+        """
+        graph = graph_module.graph
+        found = [n for n in graph.nodes if is_collective(n)]
+        if self.check:
+            check_across_ranks(found)
+        touched, pairs = written(graph), []
+        for node in found:
+            if node.all_input_nodes[0] in touched:
+                report.decline(node.name, "what it sends is written in place")
+                continue
+            waits = [u for u in node.users if _is_wait(u)]
+            if len(waits) == 1 and len(node.users) == 1:
+                pairs.append((node, waits[0]))
+            else:
+                report.decline(node.name, "its result is not read by one wait alone")
+        if not pairs or len(pairs) < len(found):
+            if not found:
+                report.decline("the graph", "it has no functional collective")
+            return
+        requests, waits = _split(graph, pairs)
+        chain = ordered(graph)
+        order = _schedule(graph, [chain, requests, waits], requests, waits, self.durations)
+        moved = _between(order, requests, waits) - _between(list(graph.nodes), requests, waits)
+        arrange(order)
+        report.rewrote(max(len(pairs), moved))
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks, which compare their collectives, that this one has none."""
+        if self.check:
+            exchange(f"{type(error).__name__}: {error}")
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node begins a functional collective."""
+    if not is_operator(node):
+        return False
+    target: Any = node.target
+    namespace, _, name = target._schema.name.partition("::")
+    return namespace in NAMESPACES and name in NAMES
+
+
+def _is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def check_across_ranks(found: list[fx.Node]) -> None:
+    """Compare the collectives of this rank's graph with those of the others.
+
+    Raises:
+        PassError: on every rank, where they differ.
+    """
+    own: dict[str, tuple[list[int], list[str]]] = {}
+    for node in found:
+        group = bound_arguments(node)["group_name"]
+        name, ranks = _ranks(group)
+        own.setdefault(name, (ranks, []))[1].append(_described(node))
+    everyone = exchange(own)
+    for rank, given in enumerate(everyone):
+        if isinstance(given, str):
+            raise PassError(f"rank {rank} has no graph: {given}")
+    for given in everyone:
+        for name, (ranks, _) in given.items():
+            calls = {r: everyone[r].get(name, (ranks, []))[1] for r in ranks if r < len(everyone)}
+            first = min(calls)
+            for rank, theirs in calls.items():
+                if theirs != calls[first]:
+                    raise PassError(_difference(name, first, calls[first], rank, theirs))
+
+
+def _difference(name: str, first: int, own: list[str], rank: int, theirs: list[str]) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(own, theirs, strict=False)) if a != b), None)
+    text = f"the ranks have different collectives in group {name}: "
+    if place is None:
+        return text + f"rank {first} has {len(own)}, rank {rank} has {len(theirs)}"
+    return text + f"number {place} is {own[place]} on rank {first}, {theirs[place]} on rank {rank}"
+
+
+def _ranks(group: Any) -> tuple[str, list[int]]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return str(group), [0]
+    resolved = process_group(group) if isinstance(group, str) else group
+    return str(resolved.group_name), dist.get_process_group_ranks(resolved)
+
+
+def _described(node: fx.Node) -> str:
+    target: Any = node.target
+    given = bound_arguments(node)
+    value = value_of(node)
+    dtype = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    name = target._schema.name.partition("::")[2]
+    return f"{name}({given.get('reduce_op', '')}{dtype})"
+
+
+def _split(
+    graph: fx.Graph, pairs: list[tuple[fx.Node, fx.Node]]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Requests and waits in the place of collectives and their waits."""
+    requests, waits = [], []
+    token: fx.Node | None = None
+    for node, waited in pairs:
+        given = bound_arguments(node)
+        collective = Collective.of(node.target, given.get("reduce_op", ""), given["group_name"])
+        sizes: Any = given.get("output_split_sizes") or [given.get("group_size", 0)]
+        rest: tuple[Any, ...] = (collective.plain, sizes, given.get("input_split_sizes", ()))
+        with graph.inserting_before(node):
+            begun = graph.call_function(request, (given["input"], *rest))
+        begun.meta = dict(node.meta)
+        with graph.inserting_before(waited):
+            ended = graph.call_function(wait, (begun, token, *rest))
+            value = graph.call_function(operator.getitem, (ended, 0))
+            token = graph.call_function(operator.getitem, (ended, 1))
+        value.meta = dict(waited.meta)
+        waited.replace_all_uses_with(value)
+        graph.erase_node(waited)
+        graph.erase_node(node)
+        requests.append(begun)
+        waits.append(ended)
+    if token is not None:
+        graph.erase_node(token)
+    return requests, waits
+
+
+def _schedule(
+    graph: fx.Graph,
+    chains: list[list[fx.Node]],
+    requests: list[fx.Node],
+    waits: list[fx.Node],
+    durations: Mapping[str, float],
+) -> list[fx.Node]:
+    """An order in which requests come early and waits late.
+
+    What leads to a request goes before all else. A wait goes when its collective has ended by
+    ``durations``, or when nothing else can run.
+    """
+    before = needs(graph, chains)
+    nodes = list(graph.nodes)
+    places = {n: i for i, n in enumerate(nodes)}
+    urgent = _ancestors(requests, before, set(waits))
+    ends: dict[fx.Node, float] = {}
+    partner = dict(zip(requests, waits, strict=True))
+    waiting = set(waits)
+    left, done, clock = dict.fromkeys(nodes), set[fx.Node](), 0.0
+    order: list[fx.Node] = []
+
+    def rank(node: fx.Node) -> tuple[Any, ...]:
+        if node.op == "placeholder":
+            return 0, 0, places[node]
+        if node.op == "output":
+            return 4, 0, places[node]
+        if node in waiting and ends.get(node, float("inf")) > clock:
+            return 3, 0, places[node]
+        return 1, 0 if node in urgent else 1, places[node]
+
+    opened = {n: len(needed) for n, needed in before.items()}
+    after: dict[fx.Node, list[fx.Node]] = {n: [] for n in nodes}
+    for node, needed in before.items():
+        for each in needed:
+            after[each].append(node)
+    ready = {n for n in nodes if not opened[n]}
+    while ready:
+        node = min(ready, key=rank)
+        ready.discard(node)
+        order.append(node)
+        done.add(node)
+        clock = max(clock, ends.get(node, 0.0)) if node in waiting and durations else clock
+        if node in partner:
+            known = durations.get(node.name)
+            ends[partner[node]] = float("inf") if known is None else clock + known
+        else:
+            clock += durations.get(node.name, 0.0)
+        for later in after[node]:
+            opened[later] -= 1
+            if not opened[later]:
+                ready.add(later)
+    if len(order) < len(left):
+        raise PassError("the collectives of the graph cannot be put into one order")
+    return order
+
+
+def _ancestors(
+    requests: list[fx.Node], before: Mapping[fx.Node, set[fx.Node]], stop: set[fx.Node]
+) -> set[fx.Node]:
+    """What requests are computed of, up to the results of other collectives."""
+    found: set[fx.Node] = set()
+    todo = list(requests)
+    while todo:
+        node = todo.pop()
+        if node not in found and node not in stop:
+            found.add(node)
+            todo += before[node]
+    return found
+
+
+def _between(order: list[fx.Node], requests: list[fx.Node], waits: list[fx.Node]) -> int:
+    """How many operators run while a collective is under way."""
+    places = {n: i for i, n in enumerate(order)}
+    return sum(places[w] - places[r] - 1 for r, w in zip(requests, waits, strict=True))
+
+
+def durations_of(
+    graph_module: fx.GraphModule, *inputs: Any, rounds: int = 3
+) -> Mapping[str, float]:
+    """Seconds that each node of a graph takes on these inputs, the least of some rounds.
+
+    Collectives are told by the time until they are waited for, under the name that their requests
+    will have. All ranks must call it, for the graph before the pass.
+    """
+    timer = _Timer(graph_module)
+    for _ in range(rounds):
+        with torch.no_grad():
+            timer.run(*inputs)
+    return MappingProxyType(timer.seconds)
+
+
+class _Timer(fx.Interpreter):
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module)
+        self.seconds: dict[str, float] = {}
+        self._requests = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """One round."""
+        self._requests = 0
+        return super().run(*args, **kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """A node, and how long it takes until the device is done."""
+        start = _now()
+        result = super().run_node(n)
+        if is_collective(n):
+            result = torch.ops._c10d_functional.wait_tensor(result)
+        taken = _now() - start
+        name = n.name
+        if is_collective(n):
+            name = "request" if not self._requests else f"request_{self._requests}"
+            self._requests += 1
+        self.seconds[name] = min(taken, self.seconds.get(name, taken))
+        return result
+
+
+def _now() -> float:
+    import time
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

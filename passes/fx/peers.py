@@ -1,0 +1,94 @@
+"""Peers: the processes of the other ranks, and which of them has ended where a collective fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tvmbridge.core.errors import CommunicationError
+from tvmbridge.core.torch_private import default_store
+
+# By rank, on which host it runs and as which process.
+_peers: list[tuple[str, int]] = []
+# So long it may take until the process that closed its connections is seen to have ended.
+_GRACE = 3.0
+_KEY = "tvmbridge/lost/{}"
+
+
+def exchange(value: Any) -> list[Any]:
+    """What each rank of the default group has given, by rank; remembers who they are."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    given = (socket.gethostname(), os.getpid(), value)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, given)
+    _peers[:] = [(host, process) for host, process, _ in found]
+    return [each for _, _, each in found]
+
+
+def lost(error: BaseException) -> CommunicationError:
+    """The error to raise for one of a collective: it names the ranks that have ended."""
+    end = time.monotonic() + _GRACE
+    ended = _first(ended_ranks(_peers))
+    while not ended and _peers and time.monotonic() < end:
+        time.sleep(0.05)
+        ended = _first(ended_ranks(_peers))
+    if ended:
+        _announce(ended)
+        names = ", ".join(map(str, ended))
+        who = f"rank {names} has ended" if len(ended) == 1 else f"ranks {names} have ended"
+    else:
+        elsewhere = [r for r, (host, _) in enumerate(_peers) if host != socket.gethostname()]
+        who = "all processes of this host run"
+        who += f"; of ranks {elsewhere} nothing is known here" if elsewhere else ""
+    return CommunicationError(f"a collective failed: {who} ({error})")
+
+
+def _announce(ended: Sequence[int]) -> None:
+    """Tell the others, who will find that this rank has ended as well, which ranks did first."""
+    try:
+        default_store().set(_KEY.format(dist.get_rank()), " ".join(map(str, ended)))
+    except Exception:
+        return  # the store went with a rank: the others know as much as this one
+
+
+def _first(ended: list[int]) -> list[int]:
+    """Those of ``ended`` who did not end because of others, or whom these have named."""
+    named: set[int] = set()
+    own: list[int] = []
+    for rank in ended:
+        try:
+            store, key = default_store(), _KEY.format(rank)
+            told = store.get(key).decode() if store.check([key]) else ""
+        except Exception:
+            told = ""
+        named |= set(map(int, told.split()))
+        if not told:
+            own.append(rank)
+    return own or sorted(named)
+
+
+def ended_ranks(peers: Sequence[tuple[str, int]]) -> list[int]:
+    """The ranks whose processes have ended, as far as they ran on this host."""
+    host = socket.gethostname()
+    return [r for r, (where, process) in enumerate(peers) if where == host and not _runs(process)]
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2]
+    except OSError:
+        return Path("/proc/self").exists() is False
+    return state.split()[0] not in ("Z", "X")

@@ -1,0 +1,110 @@
+"""The runner of fx passes: it times them, records what they did, and lets the caller undo one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch.export import ExportedProgram
+
+from tvmbridge.core.errors import PassError
+from tvmbridge.core.pass_report import PassReport
+from tvmbridge.core.types import PassRecord
+from tvmbridge.passes.fx.base import is_operator
+
+# Of the graph before a pass and the one after it: why the first is kept; None: it is not.
+Veto = Callable[[fx.GraphModule, fx.GraphModule], str | None]
+
+
+def run_fx_passes(
+    graph_module: fx.GraphModule, passes: Sequence[Any], veto: Veto | None = None
+) -> tuple[fx.GraphModule, tuple[PassRecord, ...]]:
+    """Run ``passes`` in order; what ``veto`` gives a reason against is undone.
+
+    Raises:
+        PassError: one failed.
+    """
+    records = []
+    for number, pass_ in enumerate(passes):
+        report, start = PassReport(), time.perf_counter()
+        name = type(pass_).__name__
+        try:
+            result = pass_.apply(graph_module, report)
+        except PassError as error:
+            abandon(passes[number + 1 :], error)
+            raise
+        except Exception as error:
+            abandon(passes[number:], error)
+            raise PassError(f"{name} failed: {type(error).__name__}: {error}") from error
+        made = result.graph_module
+        reason = veto(graph_module, made) if veto is not None and result.modified else None
+        if reason is not None:
+            report.decline("all of it", reason)
+            report.rewrites, made = 0, graph_module
+        records.append(_record(pass_, report, time.perf_counter() - start, graph_module, made))
+        graph_module = made
+    return graph_module, tuple(records)
+
+
+def abandon(passes: Sequence[Any], error: BaseException) -> None:
+    """Tell ``passes`` that they are not run."""
+    for pass_ in passes:
+        tell = getattr(pass_, "abandon", None)
+        if tell is not None:
+            tell(error)
+
+
+def _record(
+    pass_: Any, report: PassReport, seconds: float, before: fx.GraphModule, after: fx.GraphModule
+) -> PassRecord:
+    options = getattr(type(pass_), "__dataclass_fields__", {})
+    return PassRecord(
+        name=type(pass_).__name__,
+        options=", ".join(f"{field}={getattr(pass_, field)!r}" for field in options),
+        seconds=seconds,
+        rewrites=report.rewrites,
+        declined=tuple(report.declined),
+        bindings_before=_operators(before),
+        bindings_after=_operators(after),
+        hash_before=hash(str(before.graph)),
+        hash_after=hash(str(after.graph)),
+    )
+
+
+def _operators(graph_module: fx.GraphModule) -> int:
+    return sum(map(is_operator, graph_module.graph.nodes))
+
+
+def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[PassRecord, ...]:
+    """Run ``passes`` on a program of torch.export, in place; its inputs and outputs stay.
+
+    Raises:
+        PassError: one failed, or has changed what the program takes and returns.
+    """
+    before = program.graph_module
+    made, records = run_fx_passes(before, passes)
+    if made is before:
+        return records
+    kept = [n.name for n in before.graph.find_nodes(op="placeholder")]
+    if [n.name for n in made.graph.find_nodes(op="placeholder")] != kept:
+        raise PassError("an fx pass has changed the inputs of the program")
+    (results,) = made.graph.output_node().args
+    signature = program.graph_signature
+    if not isinstance(results, list | tuple) or len(results) != len(signature.output_specs):
+        raise PassError("an fx pass has changed the outputs of the program")
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if isinstance(result, fx.Node):
+            spec.arg.name = result.name
+    before.graph = made.graph
+    return records
+
+
+def lines_of(record: PassRecord) -> list[str]:
+    """A record in words."""
+    before, after = record.bindings_before, record.bindings_after
+    lines = [f"{record.name}: {before} operators became {after}"]
+    if not record.rewrites:
+        lines = [f"{record.name}: nothing"]
+    return lines + [f"{record.name} declined {reason}" for reason in record.declined]

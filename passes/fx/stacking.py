@@ -1,0 +1,265 @@
+"""Stacking: one operator for N equal ones, on tensors with one more dimension that counts them.
+
+A :class:`Family` is N nodes and the node that computes them all. Each rule gets the arguments of N
+equal operators as :class:`Members`, :class:`Each` or shared values, and emits one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.passes.fx.base import Emitter, known, shape_of, value_of
+
+aten = torch.ops.aten
+
+
+class Declined(Exception):
+    """N operators are not made one; the text says why."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """``nodes`` are the parts of ``value`` along its dimension ``dim``."""
+
+    nodes: tuple[fx.Node, ...]
+    value: fx.Node
+    dim: int
+
+    @property
+    def rank(self) -> int:
+        """The number of dimensions of one member."""
+        return len(shape_of(self.nodes[0]) or ())
+
+
+@dataclass(frozen=True)
+class Members:
+    """An argument that is, for each operator, its member of a family."""
+
+    family: Family
+
+
+@dataclass(frozen=True)
+class Each:
+    """An argument that is, for each operator, a tensor of its own: a weight."""
+
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them; symbols count as 1."""
+        value = value_of(self.nodes[0])
+        sizes = [s if isinstance(s, int) else 1 for s in value.shape]
+        return int(torch.Size(sizes).numel()) * value.element_size() * len(self.nodes)
+
+
+Rule = Callable[[Any, Mapping[str, Any], Emitter], tuple[fx.Node, int]]
+
+
+def stacked_weights(each: Each, right: int, emit: Emitter) -> fx.Node:
+    """The weights stacked for an operand of which ``right`` dimensions stand behind the count."""
+    shape = shape_of(each.nodes[0]) or ()
+    if len(shape) >= right:
+        return emit(aten.stack.default, list(each.nodes), len(shape) - right)
+    stack = emit(aten.stack.default, list(each.nodes))
+    if not all(isinstance(s, int) for s in shape):
+        raise Declined("the size of an operand is not known")
+    return emit(aten.view.default, stack, [len(each.nodes), *[1] * (right - len(shape)), *shape])
+
+
+def with_dim(family: Family, dim: int, emit: Emitter) -> fx.Node:
+    """The value of the family with its members counted by dimension ``dim``."""
+    if family.dim == dim:
+        return family.value
+    return emit(aten.movedim.int, family.value, family.dim, dim)
+
+
+def pointwise(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """An operator that works element by element, with broadcasting."""
+    families = [v.family for v in given.values() if isinstance(v, Members)]
+    first = max(families, key=lambda f: f.rank)
+    rank, dim = first.rank, first.dim
+    dtypes = {value_of(n).dtype for n in _tensors(given)}
+    if len(dtypes) > 1:
+        raise Declined(f"{target} promotes dtypes")
+    ready = {name: _operand(value, rank, dim, rank - dim, emit) for name, value in given.items()}
+    return emit(target, *ready.values()) if _positional(target) else _called(
+        target, ready, emit
+    ), dim
+
+
+def _operand(value: Any, rank: int, dim: int, right: int, emit: Emitter) -> Any:
+    if isinstance(value, Members):
+        if value.family.rank != rank:
+            raise Declined("members of unequal rank are broadcast")
+        return with_dim(value.family, dim, emit)
+    if isinstance(value, Each):
+        if len(shape_of(value.nodes[0]) or ()) > rank:
+            raise Declined("an operand has more dimensions than the members")
+        return stacked_weights(value, right, emit)
+    if isinstance(value, fx.Node):
+        own = len(shape_of(value) or ())
+        if own > rank:
+            raise Declined("an operand has more dimensions than the members")
+        return emit(aten.unsqueeze.default, value, own - right) if own > right else value
+    return value
+
+
+def _positional(target: Any) -> bool:
+    return not any(a.kwarg_only for a in target._schema.arguments)
+
+
+def _called(target: Any, ready: Mapping[str, Any], emit: Emitter) -> fx.Node:
+    names = [a.name for a in target._schema.arguments if not a.kwarg_only]
+    keywords = {k: v for k, v in ready.items() if k not in names}
+    return emit(target, *(ready[n] for n in names if n in ready), **keywords)
+
+
+def _tensors(given: Mapping[str, Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for value in given.values():
+        if isinstance(value, Members):
+            found.append(value.family.nodes[0])
+        elif isinstance(value, Each):
+            found.extend(value.nodes)
+        elif isinstance(value, fx.Node):
+            found.append(value)
+    return found
+
+
+def same_for_all(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """An operator of one tensor that works element by element, called as for one of them."""
+    family = given[next(iter(given))].family
+    rest = list(given.values())[1:]
+    if any(isinstance(v, Members | Each | fx.Node) for v in rest):
+        raise Declined(f"{target} has further tensors")
+    return emit(target, family.value, *rest), family.dim
+
+
+def softmax(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """Softmax along a dimension of the members."""
+    family = given["self"].family
+    dim = int(given["dim"]) % family.rank
+    return emit(target, family.value, dim + (dim >= family.dim), given["dtype"]), family.dim
+
+
+def cumulative(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """A running sum along a dimension of the members."""
+    family = given["self"].family
+    dim = int(given["dim"]) % family.rank
+    value = emit(target, family.value, dim + (dim >= family.dim), dtype=given["dtype"])
+    return value, family.dim
+
+
+def _normalized(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[Family, int]:
+    family, count = given["input"].family, len(given["normalized_shape"])
+    if family.dim > family.rank - count:
+        raise Declined("the slices are cut within the normalized dimensions")
+    return family, family.rank - family.dim
+
+
+def layer_norm(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """Layer norm: one of all, then the weights and biases by broadcasting."""
+    family, right = _normalized(target, given, emit)
+    weight, bias = given["weight"], given["bias"]
+    shape, eps = given["normalized_shape"], given["eps"]
+    if not isinstance(weight, Each) and not isinstance(bias, Each):
+        return emit(target, family.value, shape, weight, bias, eps), family.dim
+    value = emit(target, family.value, shape, None, None, eps)
+    return _affine(value, weight, bias, right, emit), family.dim
+
+
+def _affine(value: fx.Node, weight: Any, bias: Any, right: int, emit: Emitter) -> fx.Node:
+    weight, bias = (
+        stacked_weights(w, right, emit) if isinstance(w, Each) else w for w in (weight, bias)
+    )
+    if weight is None:
+        return emit(aten.add.Tensor, value, bias)
+    if bias is None:
+        return emit(aten.mul.Tensor, value, weight)
+    return emit(aten.addcmul.default, bias, value, weight)
+
+
+def rms_norm(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """RMS norm: one of all, then the weights by broadcasting."""
+    family, right = _normalized(target, given, emit)
+    weight, shape, eps = given["weight"], given["normalized_shape"], given["eps"]
+    if not isinstance(weight, Each):
+        return emit(target, family.value, shape, weight, eps), family.dim
+    value = emit(target, family.value, shape, None, eps)
+    return _affine(value, weight, None, right, emit), family.dim
+
+
+def linear(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Node, int]:
+    """Linear layers: one product, batched where each has its own weight."""
+    family, weight, bias = given["input"].family, given["weight"], given["bias"]
+    if family.dim >= family.rank:
+        raise Declined("the slices are cut within the features of a product")
+    if not isinstance(weight, Each):
+        if isinstance(bias, Each):
+            raise Declined("products with one weight have several biases")
+        return emit(target, family.value, weight, bias), family.dim
+    if family.rank != 2:
+        raise Declined(f"batched products are made of matrices, not of {family.rank} dimensions")
+    rows = with_dim(family, 0, emit)
+    weights = emit(aten.transpose.int, emit(aten.stack.default, list(weight.nodes)), 1, 2)
+    if bias is None:
+        return emit(aten.bmm.default, rows, weights), 0
+    if isinstance(bias, Each):
+        bias = emit(aten.unsqueeze.default, emit(aten.stack.default, list(bias.nodes)), 1)
+    return emit(aten.baddbmm.default, bias, rows, weights), 0
+
+
+RULES: Mapping[Any, Rule] = MappingProxyType(
+    {
+        aten.layer_norm.default: layer_norm,
+        aten.rms_norm.default: rms_norm,
+        aten.linear.default: linear,
+        aten.softmax.int: softmax,
+        aten.cumsum.default: cumulative,
+        aten.log_softmax.int: softmax,
+        aten.hardswish.default: same_for_all,
+        aten.hardsigmoid.default: same_for_all,
+        aten.log_sigmoid.default: same_for_all,
+    }
+)
+
+
+def rule_for(target: Any) -> Rule | None:
+    """The rule of an operator; None: there is none."""
+    if target in RULES:
+        return RULES[target]
+    tags, schema = target.tags, target._schema
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags:
+        return None
+    one = len(schema.returns) == 1 and not schema.is_mutable
+    return pointwise if one and not any(a.is_out for a in schema.arguments) else None
+
+
+def equal_shapes(nodes: Sequence[fx.Node]) -> bool:
+    """Whether the tensors are alike in shape, dtype and device."""
+    values = [value_of(n) for n in nodes]
+    if not all(isinstance(v, torch.Tensor) for v in values):
+        return False
+    first = values[0]
+    return all(
+        v.dtype is first.dtype and v.device == first.device and _same(v.shape, first.shape)
+        for v in values[1:]
+    )
+
+
+def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether sizes are equal without asking symbols, which would be a guard."""
+    return len(shape) == len(other) and all(
+        _key(a) == _key(b) for a, b in zip(shape, other, strict=True)
+    )
+
+
+def _key(size: Any) -> Any:
+    size = known(size)
+    return size.node.expr if isinstance(size, torch.SymInt) else size

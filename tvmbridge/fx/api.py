@@ -1,0 +1,152 @@
+"""The door to the fx passes: optimize a module, look at what was done, undo it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import fx, nn
+
+from tvmbridge.core.contents import MISSING
+from tvmbridge.core.options import check_fx_passes
+from tvmbridge.core.types import PassRecord
+from tvmbridge.fx.forward import FxForward
+from tvmbridge.fx.rewriting import Rewriting
+from tvmbridge.graph_capture.capture import normalize_sample
+from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
+from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
+from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
+from tvmbridge.passes.fx.run import lines_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FxReport:
+    """What the passes made of a module, in each mode, and the calls that its own forward served.
+
+    ``records`` are those of each graph, by its mode; ``calls`` counts the calls that graphs
+    served, ``fallbacks`` the others by their reasons.
+    """
+
+    calls: int
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+    records: Mapping[str, tuple[PassRecord, ...]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.calls} calls of rewritten graphs"]
+        lines += [f"{n} calls of the module's own forward: {r}" for r, n in self.fallbacks.items()]
+        for mode, records in self.records.items():
+            lines += [f"{mode}: {line}" for each in records for line in lines_of(each)]
+        return "\n".join(lines)
+
+
+def fx_passes() -> tuple[Any, ...]:
+    """The passes of ``optimize_fx``, in their order; the last one between several processes."""
+    passes: tuple[Any, ...] = (CombineSparseInputs(), HorizontalFusion())
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        passes += (OverlapCommunication(),)
+    return passes
+
+
+def optimize_fx(
+    module: nn.Module,
+    sample_input: Any = MISSING,
+    passes: Sequence[Any] | None = None,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    measure: bool = True,
+) -> nn.Module:
+    """Let ``module`` run, in eager PyTorch, a graph of its forward that fx passes have rewritten.
+
+    The graph is made for the mode that the module is in; for the other one at the first call in it.
+    It serves calls of other sizes as well; those that it was not made for run the module's own
+    forward, and are counted in :func:`fx_report`. Parameters, buffers, ``state_dict`` and hooks
+    stay as they are, gradients flow, and dropout draws what it drew.
+
+    Args:
+        module: changed in place: its ``forward`` is replaced, nothing else, and that only where a
+            pass has rewritten something. Why none has is told in the log (``INFO``), and by
+            :func:`tvmbridge.explain`.
+        sample_input: a tensor, or a tuple of positional arguments (nested structures allowed).
+        passes: instances of :class:`tvmbridge.passes.fx.base.FxPass`, run in order; None: those
+            that tvmbridge has.
+        sample_kwargs: keyword arguments of forward.
+        measure: undo a pass after which the sample takes longer (not where the module
+            communicates).
+
+    Returns:
+        ``module``.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``passes`` holds what is no pass.
+        CaptureError: the module cannot be traced, or does at each call what a graph would not; the
+            message says what. The module is left as it was.
+        PassError: a pass failed, or made a graph that does not compute what the module does.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    chosen = fx_passes() if passes is None else tuple(passes)
+    check_fx_passes(chosen, "optimize_fx")
+    args, kwargs = normalize_sample(() if sample_input is MISSING else sample_input, sample_kwargs)
+    installed = module.__dict__.get("forward")
+    own = installed.own if isinstance(installed, FxForward) else installed
+    forward = FxForward(module, own, Rewriting(chosen, measure))
+    forward.add(args, kwargs)
+    (entries,) = forward.entries.values()
+    for line in (line for each in entries[0].records for line in lines_of(each)):
+        logger.info("%s: %s", type(module).__name__, line)
+    if any(each.rewrites for each in entries[0].records):
+        module.__dict__["forward"] = forward
+    elif isinstance(installed, FxForward):
+        remove_fx(module)
+    return module
+
+
+def _forward_of(module: nn.Module) -> FxForward:
+    forward = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
+    if not isinstance(forward, FxForward):
+        raise ValueError(f"no fx pass has rewritten this {type(module).__name__}")
+    return forward
+
+
+def remove_fx(module: nn.Module) -> nn.Module:
+    """Give ``module`` back the forward that it had before :func:`optimize_fx`.
+
+    Raises:
+        ValueError: no graph is installed.
+    """
+    forward = _forward_of(module)
+    if forward.own is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward.own
+    return module
+
+
+def fx_graphs(module: nn.Module) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graph of ``module`` before the passes and after them, of the mode that was traced last.
+
+    ``tvmbridge.visualize`` draws them.
+
+    Raises:
+        ValueError: no graph is installed.
+    """
+    entries = list(_forward_of(module).entries.values())[-1]
+    return entries[0].original, entries[0].graph_module
+
+
+def fx_report(module: nn.Module) -> FxReport:
+    """What :func:`optimize_fx` has made of ``module``, and which calls that served.
+
+    Raises:
+        ValueError: no graph is installed.
+    """
+    forward = _forward_of(module)
+    entries = [(mode, e) for mode, each in forward.entries.items() for e in each]
+    records = {str(mode): entry.records for mode, entry in entries}
+    records |= {str(mode): () for mode in forward.refused}
+    return FxReport(sum(e.calls for _, e in entries), dict(forward.fallbacks), records)

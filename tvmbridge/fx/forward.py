@@ -1,0 +1,140 @@
+"""The forward that runs rewritten graphs: which one serves a call, and what serves it otherwise."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.turns import compiling
+from tvmbridge.fx.combined import replaced
+from tvmbridge.fx.entry import Entry
+from tvmbridge.fx.rewriting import Rewriting
+from tvmbridge.graph_capture.surroundings import refused_now
+from tvmbridge.graph_capture.trace.standins import STAND_IN
+from tvmbridge.runtime.guards.forwards import (
+    StandsForForward,
+    calling_module,
+    forward_of_class,
+    rebound,
+)
+from tvmbridge.runtime.guards.mode import Mode
+
+logger = logging.getLogger(__name__)
+
+# Graphs of one mode, for arguments of other kinds or sizes.
+_MOST_GRAPHS = 4
+
+
+class FxForward(StandsForForward):
+    """What ``optimize_fx`` installs as a module's ``forward``.
+
+    Args:
+        module: whose forward it is.
+        own: the forward that the instance had; None: it has that of its class.
+        rewriting: makes entries.
+    """
+
+    def __init__(self, module: nn.Module, own: Any, rewriting: Rewriting) -> None:
+        self.module = module
+        self.own = own
+        self.rewriting = rewriting
+        self.entries: dict[Mode, tuple[Entry, ...]] = {}
+        self.refused: dict[Mode, tuple[str, ...]] = {}
+        self.fallbacks: Counter[str] = Counter()
+        functools.update_wrapper(self, self.original)
+
+    @property
+    def original(self) -> Any:
+        """The forward that runs without the passes."""
+        return self.own or forward_of_class(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = calling_module(sys._getframe(1))
+        if caller is not None and caller is not self.module:
+            own = self.own or forward_of_class(caller)
+            return self._noted("a shallow copy or a replica of the module", own, args, kwargs)
+        reason = refused_now()
+        if reason is not None:
+            return self._noted(reason, self.original, args, kwargs)
+        mode = Mode.of_now(self.module.training, torch.is_grad_enabled())
+        found = self._entry(mode, args, kwargs)
+        if isinstance(found, str):
+            return self._noted(found, self.original, args, kwargs)
+        entry, leaves, tensors = found
+        return entry.run(tensors, leaves)
+
+    def _noted(self, reason: str, forward: Any, args: Any, kwargs: Any) -> Any:
+        if reason not in self.fallbacks:
+            name = type(self.module).__name__
+            logger.warning("%s runs its own forward: %s", name, reason)
+        self.fallbacks[reason] += 1
+        apart, named = replaced(args, kwargs)
+        return forward(*apart, **named)
+
+    def _entry(
+        self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Entry, Sequence[Any], Sequence[Any]] | str:
+        """The entry that serves a call, with its leaves and tensors, or why none does."""
+        reason, calls = "", {True: (args, kwargs)}
+        for entry in self.entries.get(mode, ()):
+            if entry.combines not in calls:
+                calls[False] = replaced(args, kwargs)
+            leaves = entry.leaves(*calls[entry.combines])
+            if isinstance(leaves, str):
+                reason = reason or leaves
+                continue
+            tensors = entry.tensors()
+            if isinstance(tensors, str):
+                reason = tensors
+                continue
+            return entry, leaves, tensors
+        refused = self.refused.get(mode, ())
+        if len(self.entries.get(mode, ())) + len(refused) >= _MOST_GRAPHS:
+            return reason or refused[-1]
+        return self._make(mode, args, kwargs) or self._entry(mode, args, kwargs)
+
+    def _make(self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+        """Trace for a call like this one; the reason where that is refused."""
+        with compiling():
+            try:
+                entry = self.rewriting(self.module, self.own, args, kwargs, mode.needs_grad)
+            except BridgeError as error:
+                self.refused[mode] = (*self.refused.get(mode, ()), str(error))
+                return str(error)
+        self.entries[mode] = (entry, *self.entries.get(mode, ()))
+        return None
+
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Trace for a sample, unless there is a graph for it.
+
+        Raises:
+            BridgeError: it is refused.
+        """
+        mode = Mode.of_now(self.module.training, torch.is_grad_enabled())
+        self.refused.pop(mode, None)
+        entry = self.rewriting(self.module, self.own, args, kwargs, mode.needs_grad)
+        self.entries[mode] = (entry, *self.entries.get(mode, ()))
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        module = memo.get(id(self.module))
+        if module is None:
+            return self
+        own = None if self.own is None else rebound(self.own, self.module, module, memo)
+        if STAND_IN in memo:
+            return own or forward_of_class(module)
+        return FxForward(module, own, self.rewriting)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self.module, self.own)
+
+
+def _unpickled(module: nn.Module, own: Any) -> Any:
+    return own or forward_of_class(module)

@@ -1,0 +1,110 @@
+"""Rewriting: a module is traced, the passes run, and what comes out is held against the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.fx.combined import Layout, combined_in, replaced, shapes_of
+from tvmbridge.fx.entry import Binding, Entry
+from tvmbridge.fx.sizes import Sizes
+from tvmbridge.fx.tracing import Traced, trace_sample
+from tvmbridge.fx.trial import Trial
+from tvmbridge.passes.fx.combine_sparse_inputs import DONE, FEATURES, Feature
+from tvmbridge.passes.fx.run import abandon, run_fx_passes
+from tvmbridge.runtime.guards.forwards import with_own_forward
+from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.state import ModuleState
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """Makes entries of modules.
+
+    ``measure``: a pass after which the sample takes longer is undone, with the two times as the
+    reason.
+    """
+
+    passes: tuple[Any, ...]
+    measure: bool = True
+
+    def __call__(
+        self,
+        module: nn.Module,
+        own: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        needs_grad: bool,
+    ) -> Entry:
+        """The entry of ``module``, whose own forward is ``own``, for arguments like these.
+
+        Raises:
+            CaptureError: it cannot be traced.
+            PassError: a pass failed, or computes something else than the module on the sample.
+        """
+        with with_own_forward(module, own):
+            features = combined_in(args, kwargs)
+            apart = replaced(args, kwargs)
+            try:
+                traced = trace_sample(module, args, kwargs, needs_grad)
+            except BridgeError as error:
+                abandon(self.passes, error)
+                raise
+            state = ModuleState(module, traced.captured)
+            tensors, leaves = state.tensors(), pytree.tree_leaves(apart)
+            original = traced.graph_module
+            layout = None if features is None else Layout.of(args, kwargs, features)
+            if layout is not None:
+                original.meta[FEATURES] = _features(traced, layout)
+
+            def trial(graph_module: fx.GraphModule) -> Trial:
+                combines = graph_module.meta.get(DONE) is not None
+                binding = Binding(traced, state, graph_module, layout if combines else None)
+                given = pytree.tree_leaves((args, dict(kwargs))) if combines else leaves
+                return Trial(module, graph_module, binding, tensors, given, needs_grad)
+
+            def slower(before: fx.GraphModule, after: fx.GraphModule) -> str | None:
+                return trial(after).slower(trial(before))
+
+            veto = slower if self.measure else None
+            graph_module, records = run_fx_passes(original, self.passes, veto)
+            final = trial(graph_module)
+            final.compare(*apart)
+            combines = final.binding.combines
+            call = (args, dict(kwargs)) if combines else apart
+            return Entry(
+                module=module,
+                graph_module=graph_module,
+                original=original,
+                out_spec=traced.captured.convention.out_spec,
+                signature=Signature(*call, module.forward),
+                sizes=Sizes(
+                    pytree.tree_leaves(call),
+                    traced.relations,
+                    layout.shapes if layout is not None and combines else shapes_of,
+                    traced.degenerate,
+                ),
+                state=state,
+                binding=final.binding,
+                records=records,
+                combines=combines,
+            )
+
+
+def _features(traced: Traced, layout: Layout) -> tuple[Feature, ...]:
+    """The features of a traced call by their placeholders."""
+    specs = traced.program.graph_signature.input_specs
+    users = [s.arg.name for s in specs if s.kind.name == "USER_INPUT"]
+
+    def name(number: int, kind: int) -> str:
+        return users[layout.leaf(number, kind)]
+
+    return tuple(
+        Feature(each, name(i, 0), name(i, 1), name(i, 2) if layout.weighted else None)
+        for i, each in enumerate(layout.names)
+    )

@@ -1,0 +1,111 @@
+"""Sizes: whether the arguments of a call are of the kinds and sizes that a graph was traced for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+
+from tvmbridge.core.contents import same_value
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.graph_capture.observe.plain import PLAIN
+from tvmbridge.graph_capture.relations import Relations
+
+_FUNCTIONS: dict[str, Any] = {
+    "Eq": operator.eq,
+    "Ne": operator.ne,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "Max": max,
+    "Min": min,
+    "True": True,
+    "False": False,
+}
+
+
+class Sizes:
+    """Compares the leaves of a call's arguments with those that were traced.
+
+    Args:
+        leaves: of the sample.
+        relations: between their sizes; None: no argument is a tensor.
+        shapes: of the traced arguments, from the leaves of a call.
+        degenerate: traced arguments whose sizes may be 0 and 1 as well, which symbols leave out.
+
+    Raises:
+        CaptureError: a relation cannot be told of numbers.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Any],
+        relations: Relations | None,
+        shapes: Callable[[Sequence[Any]], Sequence[Any]],
+        degenerate: Collection[int] = (),
+    ) -> None:
+        tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+        self._kinds = [(i, t.dtype, t.device, t.dim()) for i, t in tensors.items()]
+        self._constants = [(i, leaf) for i, leaf in enumerate(leaves) if i not in tensors]
+        self._shapes = shapes
+        self._fits = _compiled(relations, degenerate) if relations is not None else lambda _: None
+        try:
+            refused = self.mismatch(leaves)
+        except Exception as error:
+            raise CaptureError(f"a relation between sizes cannot be told: {error}") from error
+        if refused is not None:
+            raise CaptureError(f"the traced graph does not fit the sample: {refused}")
+
+    def mismatch(self, leaves: Sequence[Any]) -> str | None:
+        """Why the graph cannot serve a call with these leaves; None when it can."""
+        for i, dtype, device, rank in self._kinds:
+            tensor = leaves[i]
+            if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+                return "an argument is no plain tensor"
+            if tensor.dtype is not dtype:
+                return "the dtype of an input differs"
+            if tensor.device != device:
+                return "the device of an input differs"
+            if tensor.dim() != rank:
+                return "the number of dimensions of an input differs"
+        for i, value in self._constants:
+            if not same_value(leaves[i], value):
+                return "a constant argument differs"
+        return self._fits(self._shapes(leaves))
+
+
+def _compiled(
+    relations: Relations, degenerate: Collection[int]
+) -> Callable[[Sequence[Any]], str | None]:
+    """A function that holds sizes against the relations."""
+    names: dict[str, str] = {}
+    lines: list[str] = []
+    late: list[tuple[str, str]] = []
+    small: set[str] = set()
+    for leaf, shape in relations.shapes.items():
+        for dim, expression in enumerate(shape):
+            size = f"shapes[{leaf}][{dim}]"
+            if isinstance(expression, sympy.Symbol) and str(expression) not in names:
+                names[str(expression)] = size
+                if leaf in degenerate:
+                    small.add(str(expression))
+                lines.append(f"{expression} = {size}")
+            else:
+                late.append((size, str(expression)))
+    what = "the shape of an input differs"
+    lines += [f"if {size} != {expected}: return {what!r}" for size, expected in late]
+    for symbol, (least, most) in relations.bounds.items():
+        if str(symbol) in names:
+            least = 0 if str(symbol) in small else least
+            lines.append(f"if not {least} <= {symbol} <= {most}: return {what!r}")
+    for guard in relations.guards:
+        if {str(s) for s in guard.free_symbols} <= names.keys():
+            lines.append(f"if not ({guard}): return {what!r}")
+    source = "def fits(shapes):\n" + "".join(f"    {line}\n" for line in lines)
+    scope = dict(_FUNCTIONS)
+    exec(compile(source, "<sizes>", "exec"), scope)
+    function: Callable[[Sequence[Any]], str | None] = scope["fits"]
+    return function

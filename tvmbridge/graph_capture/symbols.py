@@ -1,0 +1,34 @@
+"""Symbols: how torch.export is told which sizes of the arguments are to be symbolic."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.torch_private import pytree
+
+
+def spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Signature:
+    """A signature of these arguments alone: torch.export places symbols by it, and cannot where
+    arguments go to ``**kwargs``."""
+    kinds = inspect.Parameter
+    positional = [kinds(f"argument_{i}", kinds.POSITIONAL_ONLY) for i in range(len(args))]
+    return inspect.Signature([*positional, *(kinds(k, kinds.KEYWORD_ONLY) for k in kwargs)])
+
+
+def dynamic_shapes(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    symbolic: Mapping[int, Mapping[int, Any]],
+) -> Any:
+    """What torch.export is told of sizes: of leaves of the arguments, by number and dimension."""
+    shapes = torch.export.ShapesCollection()
+    leaves = pytree.tree_leaves((args, kwargs))
+    for number, dimensions in symbolic.items():
+        shapes[leaves[number]] = dict(dimensions)
+    return shapes.dynamic_shapes(module, args, kwargs)
