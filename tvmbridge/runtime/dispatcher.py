@@ -175,7 +175,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         if fast is not None and self._mode(specialization, leaves) == mode:
             self._ask_first(fast, specialization)
 
-    def _ask_first(self, fast: FastPath, specialization: Specialization) -> None:
+    def _ask_first(self, fast: FastPath[CompiledEntry], specialization: Specialization) -> None:
         others = [known for known in self._fast if known[0].entry is not fast.entry]
         self._fast = ((fast, specialization), *others[: _MOST_FAST - 1])
         specialization.put_first(fast.entry)

@@ -155,13 +155,17 @@ class CompiledEntry:
 
     # Calls that the fast guard lets pass ---------------------------------------------------------
 
-    def run_fast(self, fast: FastPath, leaves: Sequence[Any], arguments: Arguments) -> Any:
+    def run_fast(
+        self, fast: FastPath[CompiledEntry], leaves: Sequence[Any], arguments: Arguments
+    ) -> Any:
         """Serve a call that the guard of ``fast`` let pass."""
         self._slow_calls = 0
         results = self._results(leaves, fast.tensors, fast)
         return self.outputs.assemble(results, leaves, fast.tensors, arguments)
 
-    def renew_fast(self, signature: Signature, leaves: Sequence[Any]) -> FastPath | None:
+    def renew_fast(
+        self, signature: Signature, leaves: Sequence[Any]
+    ) -> FastPath[CompiledEntry] | None:
         """A fast path for calls like this one, which the full guards let pass; None: there is none.
 
         Where it lets no call pass, it is made again after ever more calls.
@@ -177,7 +181,7 @@ class CompiledEntry:
 
     def _pinned(
         self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> FastPath | None:
+    ) -> FastPath[CompiledEntry] | None:
         written = self.outputs.written_tensors(leaves, tensors)
         frozen = self.frozen
         guard = FastGuard(
@@ -239,7 +243,7 @@ class CompiledEntry:
         return self._results(leaves, tensors, None)
 
     def _results(
-        self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
+        self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath[CompiledEntry] | None
     ) -> Sequence[torch.Tensor]:
         if not (self._autocast or profiling()):
             return self._computed(leaves, tensors, fast)
@@ -248,7 +252,7 @@ class CompiledEntry:
             return self._computed(leaves, tensors, fast)
 
     def _computed(
-        self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath | None
+        self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath[CompiledEntry] | None
     ) -> Sequence[torch.Tensor]:
         training = self.training
         # What hooks on saved tensors keep must be tensors of PyTorch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 import torch
 
@@ -14,20 +14,19 @@ from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.second_order import Pinned
 from tvmbridge.runtime.step import Held
 
-if TYPE_CHECKING:
-    from tvmbridge.runtime.entry import CompiledEntry
+_Entry = TypeVar("_Entry")
 
 
 @dataclass(eq=False)
-class FastPath:
+class FastPath(Generic[_Entry]):
     """What calls need that the fast ``guard`` lets pass: what it has pinned, made ready once.
 
-    ``entry`` serves them. ``tensors`` are those of the module; as compiled code takes them they are
-    ``bound`` for inference and ``held`` for training. ``graphs`` replay calls on a GPU.
-    ``outdated`` is memory that calls under way may still read.
+    ``entry``, a :class:`~.entry.CompiledEntry`, serves them. ``tensors`` are those of the module;
+    as compiled code takes them they are ``bound`` for inference and ``held`` for training.
+    ``graphs`` replay calls on a GPU. ``outdated`` is memory that calls under way may still read.
     """
 
-    entry: CompiledEntry
+    entry: _Entry
     guard: FastGuard
     tensors: list[torch.Tensor]
     strides: Strides

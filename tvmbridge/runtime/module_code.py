@@ -65,7 +65,7 @@ class ModuleCode:
         self.compiler = Compiler(module, own, target, options, self.packing)
         self.dropped = 0
         # Those that are asked before any full guard, with a guard of their own.
-        self._fast: tuple[tuple[FastPath, Specialization], ...] = ()
+        self._fast: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
         self._process = os.getpid()
         self._uses = itertools.count(1)
         self._counting = threading.Lock()
