@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -55,13 +56,14 @@ def test_reductions_are_rounded_once(dtype: torch.dtype) -> None:
             assert bool(((found.double() - value).abs() <= 0.51 * unit + 1e-5).all())
 
 
-def test_products_round_with_their_bias() -> None:
+def test_products_round_once_with_their_bias() -> None:
     torch.manual_seed(0)
     module, x = torch.nn.Linear(64, 48).bfloat16(), torch.randn(5, 64).bfloat16()
     with torch.no_grad():
-        expected = module(x)
+        exact = copy.deepcopy(module).double()(x.double())
         add_tvm_dispatch(module, x)
-        assert torch.equal(module(x), expected)
+        unit = torch.finfo(torch.bfloat16).eps * exact.abs()
+        assert bool(((module(x).double() - exact).abs() <= 0.51 * unit + 1e-5).all())
     assert dispatch_report(module).aten_calls == []
 
 

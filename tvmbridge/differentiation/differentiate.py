@@ -89,15 +89,15 @@ def differentiate(
             "PyTorch's own derivatives"
         )
     function = mod["main"]
-    for parameter in function.params:
-        if dtype_of(parameter) == "bfloat16" and parameter.name in wanted:
-            raise UnsupportedOperatorError(
-                f"TVM's Gradient takes no bfloat16, and {parameter.name} wants a gradient; take "
-                "joint='aot' (or 'auto'), which uses PyTorch's own derivatives"
-            )
     results = flat_results(function)
     named = set(wanted)
     active = active_variables(function, [p for p in function.params if p.name in named])
+    halves = [v for v in active if isinstance(v.ty, relax.TensorType) and dtype_of(v) == "bfloat16"]
+    if halves:
+        raise UnsupportedOperatorError(
+            f"TVM's Gradient takes no bfloat16, and {min(v.name for v in halves)} has a "
+            "gradient; take joint='aot' (or 'auto'), which uses PyTorch's own derivatives"
+        )
     differentiable = tuple(i for i in outputs if is_floating(results[i]) and results[i] in active)
     if not differentiable:
         raise UnsupportedOperatorError(

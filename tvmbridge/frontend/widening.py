@@ -6,6 +6,7 @@ the result. Numbers among the arguments are not rounded to half precision either
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,10 +30,13 @@ def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
         Declined: the converter declines.
     """
     graph, stand_ins = fx.Graph(), {}
+    half = _promoted([source.meta["val"] for source in node.all_input_nodes])
     for source in node.all_input_nodes:
         stand_in = stand_ins[source] = graph.placeholder(source.name)
-        fake, stand_in.meta = source.meta["val"], {"val": _widened(source.meta["val"])}
-        value = ctx.values[source]
+        fake, value = source.meta["val"], ctx.values[source]
+        if half is not None and fake.is_floating_point() and not fake.dim():
+            fake, value = fake.to(half), ctx.cast(value, fake.dtype, half)
+        stand_in.meta = {"val": _widened(fake)}
         ctx.values[stand_in] = ctx.cast(value, fake.dtype, WIDE) if _is_half(fake) else value
     args, kwargs = fx.node.map_aggregate(
         fx.node.map_arg((node.args, node.kwargs), stand_ins.__getitem__), _widened
@@ -44,6 +48,12 @@ def convert_widened(ctx: Any, node: fx.Node, converter: Converter) -> Any:
     if not isinstance(result, tuple):
         return _rounded(ctx, result, results)
     return tuple(_rounded(ctx, r, fake) for r, fake in zip(result, results, strict=True))
+
+
+def _promoted(operands: Sequence[Any]) -> torch.dtype | None:
+    """The half precision that PyTorch promotes ``operands`` to, rounding those of no dimensions."""
+    sized = {t.dtype for t in operands if t.is_floating_point() and t.dim()}
+    return next(iter(sized)) if len(sized) == 1 and sized <= HALVES else None
 
 
 def _is_half(value: Any) -> bool:
