@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import tvm
@@ -14,6 +14,11 @@ from tvmbridge.passes.base import map_calls
 from tvmbridge.schedules.reader import mentions
 from tvmbridge.symbolic.specs import MARK
 
+# They are not negative where no operand is.
+_OF_BOTH = (
+    *(tirx.Add, tirx.Mul, tirx.Min, tirx.Max),
+    *(tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod),
+)
 _PACKED = ("relax.call_pure_packed", "relax.call_dps_packed")
 
 
@@ -31,7 +36,7 @@ def attach_sizes(mod: tvm.IRModule, count: int, prefix: str) -> tvm.IRModule:
         found = _named(function, names)
         if found:
             # Its old name says of which type it was.
-            function = _without_vector_divisions(function)
+            function = _with_plain_divisions(_without_vector_divisions(function), found.values())
             function = _taking_numbers(
                 function, list(found.values()), inputs.get(name.name_hint, len(function.params))
             )
@@ -97,6 +102,37 @@ def _divides_by_size(body: tirx.Stmt, lane: tirx.Var) -> bool:
 
     tvm_ffi.structural_walk(body, ((tirx.FloorDiv, tirx.FloorMod), look))
     return bool(found)
+
+
+def _with_plain_divisions(function: tirx.PrimFunc, symbols: Iterable[tirx.Var]) -> tirx.PrimFunc:
+    """``function`` with divisions that truncate, where no operand can be negative.
+
+    TVM rounds a quotient down by several copies of the dividend, unless it can prove the sign: of
+    divisions within divisions, by sizes, the copies are so many that LLVM takes minutes.
+    """
+    known, loops = set(symbols), list[tirx.For]()
+    tvm_ffi.structural_walk(function.body, (tirx.For, loops.append))
+    for _ in loops:  # where one begins may depend on those around it, in whatever order they come
+        known |= {loop.loop_var for loop in loops if _never_negative(loop.min, known)}
+
+    def divided(division: Any) -> Any:
+        if not all(_never_negative(side, known) for side in (division.a, division.b)):
+            return division
+        plain = tirx.Div if isinstance(division, tirx.FloorDiv) else tirx.Mod
+        return plain(division.a, division.b)
+
+    body = tvm_ffi.structural_map(function.body, ((tirx.FloorDiv, tirx.FloorMod), divided))
+    return function.with_body(body)
+
+
+def _never_negative(expr: Any, known: Container[Any]) -> bool:
+    if isinstance(expr, tirx.IntImm):
+        return int(expr) >= 0
+    if isinstance(expr, tirx.Var):
+        return expr in known
+    if isinstance(expr, _OF_BOTH):
+        return _never_negative(expr.a, known) and _never_negative(expr.b, known)
+    return False
 
 
 def _taking_numbers(function: tirx.PrimFunc, symbols: list[tirx.Var], inputs: int) -> tirx.PrimFunc:
