@@ -9,7 +9,7 @@ After::
     lv = R.call_tir(log1p, (x,), out_ty=...)
 
 Requires: the operator of each marked call is in ``tvmbridge.legalize.aten.COMPILED``.
-Guarantees: no marked call is left; others are untouched.
+Guarantees: no marked call of the chosen operators is left; others are untouched.
 Runs after: the split (until then an ATen call says what it means). Runs before: FuseOps.
 """
 
@@ -28,10 +28,12 @@ from tvmbridge.passes.base import PassReport, RelaxPass
 
 @dataclass(frozen=True)
 class CompileAtenCalls(RelaxPass):
-    """Replace marked ATen calls by loops."""
+    """Replace marked ATen calls by loops: those of ``operators``, or all."""
+
+    operators: frozenset[str] | None = None
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewriter = _CallMutator(mod, report)
+        rewriter = _CallMutator(mod, report, self.operators)
         for name, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 rewriter.builder_.update_func(name, rewriter.visit_expr(function))
@@ -40,14 +42,20 @@ class CompileAtenCalls(RelaxPass):
 
 @mutator
 class _CallMutator(PyExprMutator):
-    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
+    def __init__(
+        self, mod: tvm.IRModule, report: PassReport, operators: frozenset[str] | None
+    ) -> None:
         super().__init__(mod)
         self.report = report
+        self.operators = operators
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = self.builder_.normalize(super().visit_call_(call))
         content = compiled_call(call)
-        if content is None:
+        if content is None or not self._chosen(content["op"]):
             return call
         self.report.rewrote()
         return compile_aten_call(self.builder_, call, content)
+
+    def _chosen(self, operator: str) -> bool:
+        return self.operators is None or operator in self.operators

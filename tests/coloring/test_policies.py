@@ -122,6 +122,13 @@ def test_of_equal_cuts_the_one_with_less_to_repeat_is_taken() -> None:
     assert {v.name for v in coloring.repeated} == {"dropped", "twice", "keep"}
 
 
+def test_what_a_product_of_backward_reads_is_kept() -> None:
+    coloring = color(joint_of(Chain, drawn=("mask",)), "keep_operands")
+    # Through a permutation; once has its own bytes, since slope and masked are ours.
+    assert kept(coloring) == {"once", "twice", "mask"}
+    assert kept(color(joint_of(Powers), "keep_operands")) == {"a"}
+
+
 def test_masks_cost_a_byte_an_element() -> None:
     for drawn, expected in (((), 2 * 4 * 4), (("mask",), 2 * 4 * 4 + 2 * 4)):
         graph = JointGraph(joint_of(Chain, drawn=drawn))

@@ -14,11 +14,6 @@ from tvmbridge import dispatch_report
 pytestmark = GPU
 
 
-@pytest.fixture(autouse=True)
-def _fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVMBRIDGE_FUSED_ATTENTION", "1")
-
-
 class Attention(nn.Module):
     """Heads of a projection, mixed; ``mask`` says which columns are open, as numbers or truths."""
 

@@ -212,7 +212,8 @@ def test_memory_does_not_grow() -> None:
         optimizer.step()
         if number >= 20:
             held.append(torch.cuda.memory_allocated())
-    assert held[-1] <= held[0]
+    # The least of a while: what waits for the garbage collector comes and goes.
+    assert min(held[-50:]) <= min(held[:50])
     assert replays(tvm) > 300
 
 

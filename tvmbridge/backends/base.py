@@ -11,11 +11,13 @@ import tvm
 from tvm import relax
 
 from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.copy_pieces import CopyPieces
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.passes.relax.legalize_ops import LegalizeOps
+from tvmbridge.passes.relax.repeat_casts import RepeatCasts
 from tvmbridge.pipeline import AnyPass, tidy_passes
 
 
@@ -53,6 +55,8 @@ def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> lis
         CopyPieces(),
         *tidy_passes(),
         *before_legalizing,
+        CollapseViews(),
+        RepeatCasts(),
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         # A constant has one size.

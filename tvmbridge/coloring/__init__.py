@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
 from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
+from tvmbridge.coloring.keep_operands import keep_operands
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.coloring.recompute_cheap import recompute_cheap
@@ -25,8 +27,20 @@ from tvmbridge.differentiation.differentiate import JointModule
 Policy = Callable[[JointGraph], frozenset[relax.Var]]
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"save_all": save_all, "recompute_cheap": recompute_cheap, "min_cut": min_cut}
+    {
+        "save_all": save_all,
+        "recompute_cheap": recompute_cheap,
+        "min_cut": min_cut,
+        "keep_operands": keep_operands,
+    }
 )
+
+
+def policy_for(name: str, device: torch.device) -> str:
+    """The key of :data:`POLICIES` that ``CompileOptions.residual_policy`` is on ``device``."""
+    if name != "auto":
+        return name
+    return "min_cut" if device.type == "cpu" else "keep_operands"
 
 
 @dataclass(frozen=True)
@@ -59,14 +73,14 @@ def color(
     Args:
         joint: the joint function.
         policy: a key of :data:`POLICIES`.
-        recompute: operators that ``min_cut`` may repeat besides the cheap ones.
+        recompute: operators that minimum cuts may repeat besides the cheap ones.
 
     Raises:
         ValueError: ``recompute`` names something that is no operator.
         UnsupportedOperatorError: backward reads something of forward that is no tensor.
     """
     check_names(recompute)
-    graph = JointGraph(joint, recompute if policy == "min_cut" else ())
+    graph = JointGraph(joint, recompute if policy in ("min_cut", "keep_operands") else ())
     bindings = joint.mod["joint"].body.blocks[0].bindings
     chosen = decided(Rule.MIDDLE, lambda: _numbers(bindings, POLICIES[policy](graph)))
     repeated = frozenset(bindings[i].var for i in chosen)
@@ -112,4 +126,4 @@ def _backward(
     return tuple(binding_of[v] for v in ordered)
 
 
-__all__ = ["POLICIES", "Coloring", "JointGraph", "color", "tensor_bytes"]
+__all__ = ["POLICIES", "Coloring", "JointGraph", "color", "policy_for", "tensor_bytes"]

@@ -8,6 +8,7 @@ is that of T. Chen et al., "Training Deep Nets with Sublinear Memory Cost", as a
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from tvm import relax
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 _SOURCE, _SINK = "source", "sink"
 
 
-def min_cut(graph: JointGraph) -> frozenset[relax.Var]:
-    """The variables that backward computes rather than reads.
+def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> frozenset[relax.Var]:
+    """The variables that backward computes rather than reads; ``once``: only forward does.
 
     Of several cuts of the same size it is one that keeps what forward has anyway, and of those
     the one with the least to compute again.
@@ -33,7 +34,7 @@ def min_cut(graph: JointGraph) -> frozenset[relax.Var]:
     """
     import networkx
 
-    network = _network(graph)
+    network = _network(graph, once)
     try:
         _, (_, behind) = networkx.minimum_cut(network, _SOURCE, _SINK)
     except networkx.NetworkXUnbounded:
@@ -43,7 +44,7 @@ def min_cut(graph: JointGraph) -> frozenset[relax.Var]:
     return movable | (graph.early - graph.movable)
 
 
-def _network(graph: JointGraph) -> networkx.DiGraph:
+def _network(graph: JointGraph, once: Collection[relax.Var]) -> networkx.DiGraph:
     """The flow network of what backward needs and what that depends on."""
     import networkx
 
@@ -61,7 +62,7 @@ def _network(graph: JointGraph) -> networkx.DiGraph:
         else:
             capacity = size * scale + (var in graph.early)
             network.add_edge((var, "in"), (var, "out"), capacity=capacity)
-        if var not in graph.bound or not graph.may_repeat(var):
+        if var not in graph.bound or var in once or not graph.may_repeat(var):
             network.add_edge(_SOURCE, (var, "in"))
             continue
         for operand in graph.operands[var]:

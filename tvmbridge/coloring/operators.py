@@ -36,6 +36,8 @@ _ROUNDED = _names(
     "nn.softplus nn.leakyrelu"
 )
 _REDUCTIONS = _names("sum mean max min")
+# Loops along rows.
+_ROW_WISE = _names("nn.softmax nn.log_softmax nn.layer_norm variance std prod")
 _SMOOTH_PRODUCTS = _names(
     "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
     "collapse_sum_to nn.conv1d nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose "
@@ -91,6 +93,15 @@ def is_cheap(value: relax.Expr) -> bool:
     if name in _REDUCTIONS:
         return 0 < _count(value.args[0]) <= _SHORT * _count(value)
     return name in _ELEMENTWISE
+
+
+def fuses(value: relax.Expr) -> bool:
+    """Whether ``value`` is computed in loops of ours, which read what they fuse with as it is made.
+
+    Products, convolutions, and what PyTorch's kernels compute, read tensors in memory.
+    """
+    name = operator_name(value)
+    return name is None or name in _ELEMENTWISE or name in _REDUCTIONS or name in _ROW_WISE
 
 
 def is_elementwise(value: relax.Expr) -> bool:

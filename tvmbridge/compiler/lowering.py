@@ -11,7 +11,7 @@ import tvm
 from torch import nn
 
 from tvmbridge.backends import resolve_target
-from tvmbridge.coloring import color
+from tvmbridge.coloring import color, policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.packing import Packing
@@ -132,7 +132,8 @@ def _forward_and_backward(
 ) -> tuple[SplitModule, Packs]:
     joint, packs = combining.joint(derivation.joint)
     joint = replace(joint, mod=run_extra_passes(joint.mod, passes, combining.records))
-    return split(joint, color(joint, options.residual_policy, options.recompute)), packs
+    policy = policy_for(options.residual_policy, derivation.captured.device)
+    return split(joint, color(joint, policy, options.recompute)), packs
 
 
 def _forward(

@@ -10,7 +10,7 @@ from tvmbridge.core.checks import CheckPolicy
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
-    "residual_policy": ("save_all", "recompute_cheap", "min_cut"),
+    "residual_policy": ("auto", "save_all", "recompute_cheap", "min_cut", "keep_operands"),
     "combine_matmuls": ("auto", "always", "never"),
 }
 
@@ -27,8 +27,9 @@ class CompileOptions:
             forward value that backward reads, ``"recompute_cheap"`` computes element-wise ones
             again where their operands are kept anyway, ``"min_cut"`` keeps the fewest bytes from
             which the rest can be computed again without products, convolutions, long reductions
-            or PyTorch's kernels.
-        recompute: operators that ``min_cut`` may compute again all the same, by their names in
+            or PyTorch's kernels, ``"keep_operands"`` does so but for what these read in backward.
+            ``"auto"`` is ``min_cut`` on the CPU and ``keep_operands`` on a GPU.
+        recompute: operators that minimum cuts may compute again all the same, by their names in
             Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
             (``"aten.avg_pool2d.default"``).
         max_specializations: how many input signatures one module keeps compiled, and of each, in
@@ -72,7 +73,7 @@ class CompileOptions:
     """
 
     joint: str = "auto"
-    residual_policy: str = "min_cut"
+    residual_policy: str = "auto"
     recompute: tuple[str, ...] = ()
     max_specializations: int = 16
     measure_kernels: bool = True

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tvmbridge import capture, to_relax, visualize
-from tvmbridge.coloring import color
+from tvmbridge.coloring import color, policy_for
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.differentiate import differentiate
@@ -30,7 +30,7 @@ def draw_layer(layer: nn.Module, hidden_states: torch.Tensor, folder: Path) -> l
     after = run_passes(before, lowering_passes(), records)
     wanted = [d.name for d in captured.inputs if d.requires_grad]
     joint = differentiate(before, wanted, [0], records)
-    coloring = color(joint, CompileOptions().residual_policy)
+    coloring = color(joint, policy_for(CompileOptions().residual_policy, hidden_states.device))
     graphs = {
         "layer_before_passes": visualize(before),
         "layer_after_passes": visualize(after),

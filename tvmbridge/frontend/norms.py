@@ -25,6 +25,9 @@ aten = torch.ops.aten
 
 _DTYPES = FLOATS | HALVES
 
+# On the CPU PyTorch's own kernels are as fast.
+_COMPILED_WITH_STATISTICS = {"cuda"}
+
 Operand = fx.Node | None
 
 
@@ -77,7 +80,9 @@ def _native_layer_norm(
     bias: Operand,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, x, weight, bias, unread=(1, 2))
+    _check(node, x, weight, bias, unread=())
+    if any(user.args[1] for user in node.users):
+        return _with_statistics(ctx, node, x)
     gamma, beta = _affine(ctx, weight, bias, normalized_shape, x.meta["val"].dtype)
     rank = len(shape_of(x))
     axes = list(range(rank - len(normalized_shape), rank))
@@ -85,6 +90,27 @@ def _native_layer_norm(
         ctx.value(x), gamma, beta, axes, eps, center=bias is not None, scale=weight is not None
     )
     return ctx.emit(normed), None, None
+
+
+@converts(aten.native_layer_norm_backward.default, dtypes=_DTYPES)
+def _native_layer_norm_backward(
+    ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any
+) -> Any:
+    operands = [n for n in node.all_input_nodes if n.meta["val"].dtype != _wide(x)]
+    _check(node, x, *operands, unread=())
+    return _with_statistics(ctx, node, x)
+
+
+def _with_statistics(ctx: Importer, node: fx.Node, x: fx.Node) -> Any:
+    """A layer norm, or its backward, whose mean and deviation are in the dtype of the sums."""
+    if x.meta["val"].device.type not in _COMPILED_WITH_STATISTICS:
+        raise Declined("a norm whose saved statistics are read")
+    statistics = node.args[3:5] if node.target is aten.native_layer_norm_backward.default else ()
+    dtypes = {n.meta["val"].dtype for n in statistics if isinstance(n, fx.Node)}
+    dtypes |= {value.dtype for value in node.meta["val"][1:3] if not statistics}
+    if dtypes != {_wide(x)} or not math.prod(shape_of(x)):
+        raise Declined("statistics of another dtype, or of nothing")
+    return ctx.compiled_call(node)
 
 
 @converts(aten.rms_norm.default, dtypes=_DTYPES)

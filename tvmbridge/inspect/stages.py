@@ -14,7 +14,7 @@ import tvm
 from torch import nn
 from tvm import relax
 
-from tvmbridge.coloring import Coloring, color
+from tvmbridge.coloring import Coloring, color, policy_for
 from tvmbridge.compiler.combining import Combining
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
@@ -123,7 +123,8 @@ class Stages:
         return split(joint, self._coloring(joint)).mod[name]
 
     def _coloring(self, joint: JointModule) -> Coloring:
-        return color(joint, self.options.residual_policy, self.options.recompute)
+        policy = policy_for(self.options.residual_policy, self._lowered.captured.device)
+        return color(joint, policy, self.options.recompute)
 
     def _titled(self, name: str) -> str:
         """What the user calls a parameter or an input of the joint function."""

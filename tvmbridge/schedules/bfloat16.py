@@ -8,6 +8,9 @@ PyTorch does; memory holds 16 bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import tvm_ffi
@@ -16,6 +19,8 @@ from tvm.ir import Call, Expr
 
 NAME = "bfloat16"
 _ARITHMETIC = (tirx.Add, tirx.Sub, tirx.Mul, tirx.Div, tirx.Max, tirx.Min)
+# Whether CUDA's own conversion rounds.
+_by_cuda: ContextVar[bool] = ContextVar("by_cuda", default=False)
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
 
@@ -50,8 +55,21 @@ def to_memory(value: Expr, dtype: str, memory: str) -> Expr:
     return tirx.reinterpret(NAME, bits) if memory == NAME else bits
 
 
+@contextmanager
+def rounded_by_cuda(enabled: bool = True) -> Iterator[None]:
+    """Within it :func:`rounded` is one instruction, which only CUDA source can ask for."""
+    token = _by_cuda.set(enabled)
+    try:
+        yield
+    finally:
+        _by_cuda.reset(token)
+
+
 def rounded(value: Expr) -> Expr:
     """Return a float32 rounded to what bfloat16 can represent, to nearest even; NaN stays NaN."""
+    if _by_cuda.get():
+        half = tirx.call_pure_extern(NAME, "__float2bfloat16_rn", value)
+        return tirx.call_pure_extern("float32", "__bfloat162float", half)
     var = tirx.Var("unrounded", "float32")
     bits = tirx.reinterpret("uint32", var)
 

@@ -55,6 +55,18 @@ class Indexer:
         bound = self._analyzer.const_int_bound(index)
         return bound.min_value >= 0 and bound.max_value < extent
 
+    def start_of(self, flat: Expr, lane: tirx.Var) -> Expr | None:
+        """Return ``flat`` at lane 0 where it is one more from lane to lane, else None."""
+        if not mentions(flat, lane):
+            return None
+        start = self._analyzer.simplify(substitute(flat, {lane: integer(0)}))
+        return start if self._analyzer.can_prove_equal(flat, start + lane) else None
+
+    def is_multiple(self, index: Expr, factor: int) -> bool:
+        """Whether ``index`` is known to be a multiple of ``factor``."""
+        known = self._analyzer.modular_set(index)
+        return known.coeff % factor == 0 and known.base % factor == 0
+
     def coefficient(self, flat: Expr, var: tirx.Var) -> int | None:
         """Return d(flat)/d(var) where it is the same everywhere, else None."""
         if not mentions(flat, var):

@@ -157,14 +157,15 @@ def _has_choices(expr: Expr) -> bool:
     found: list[bool] = []
 
     def look(node: Expr) -> None:
-        if isinstance(node, tirx.Select) or _is_if(node):
+        if isinstance(node, tirx.Select) or is_if(node):
             found.append(True)
 
     tvm_ffi.structural_walk(expr, (Expr, look))
     return bool(found)
 
 
-def _is_if(node: Expr) -> bool:
+def is_if(node: Expr) -> bool:
+    """Return whether ``node`` evaluates one of two expressions only."""
     return isinstance(node, Call) and getattr(node.op, "name", "") == "prim.if_then_else"
 
 
@@ -176,7 +177,7 @@ def variables(expr: Expr) -> set[Any]:
 
 
 def _select(call: Call) -> Expr:
-    return tirx.Select(*call.args) if _is_if(call) else call
+    return tirx.Select(*call.args) if is_if(call) else call
 
 
 def _select_number(cast: tirx.Cast) -> Expr:

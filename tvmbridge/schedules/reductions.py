@@ -18,6 +18,7 @@ from tvmbridge.schedules.indexing import Indexer, index_var, unravel
 from tvmbridge.schedules.kernel import Kernel, Reduction, Stage
 from tvmbridge.schedules.loops import loop
 from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.reader import mentions
 from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
 from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
@@ -57,7 +58,9 @@ def columns_of(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
     if not reduced or not spatial:
         return None
     flats = [indexer.flat(b, i) for _, b, i in reads(kernel, stored, indexer, stage, at)]
-    if any(indexer.coefficient(flat, reduced[-1].var) == 1 for flat in flats):
+    # One value a row is read by all columns.
+    across = [flat for flat in flats if mentions(flat, spatial[-1].var)]
+    if any(indexer.coefficient(flat, reduced[-1].var) == 1 for flat in across):
         return None
     if not any(indexer.coefficient(flat, spatial[-1].var) == 1 for flat in flats):
         return None

@@ -72,6 +72,7 @@ EMULATED_NUMBER(nv_bfloat16)
 EMULATED_NUMBER(half)
 
 static inline nv_bfloat16 __float2bfloat16_rn(float value) { return nv_bfloat16(value); }
+static inline float __bfloat162float(nv_bfloat16 value) { return value; }
 static inline half __float2half_rn(float value) { return half(value); }
 
 // CUDA's max and min of floats give the operand that is a number.
@@ -94,6 +95,8 @@ static inline ushort __bfloat16_as_ushort(nv_bfloat16 v) { return v.bits; }
 static inline nv_bfloat16 __ushort_as_bfloat16(ushort v) { return with_bits<nv_bfloat16>(v); }
 static inline ushort __half_as_ushort(half v) { return with_bits<ushort>(v); }
 static inline half __ushort_as_half(ushort v) { return with_bits<half>(v); }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline double __dmul_rn(double a, double b) { return a * b; }
 #define __expf expf
 #define __logf logf
 #define __powf powf
@@ -101,6 +104,25 @@ static inline half __ushort_as_half(ushort v) { return with_bits<half>(v); }
 #define CUDART_NAN_F NAN
 #define CUDART_INF ((double)INFINITY)
 #define CUDART_NAN ((double)NAN)
+
+// ---- vectors, which lie on multiples of their size ----
+
+static char failure[200];
+
+template <int SIZE>
+struct Vector {
+  char bytes[SIZE];
+  Vector& operator=(const Vector& other) {
+    for (const Vector* side : {(const Vector*)this, &other})
+      if ((uintptr_t)side % SIZE) snprintf(failure, 200, "a vector of %d bytes is not aligned", SIZE);
+    memcpy(bytes, other.bytes, SIZE);
+    return *this;
+  }
+};
+typedef Vector<16> float4, double2, int4, uint4, longlong2, ulonglong2;
+typedef Vector<8> float2, int2, uint2, half4, nv_bfloat164, short4, ushort4;
+typedef Vector<4> half2, nv_bfloat162, short2, ushort2;
+typedef Vector<2> char2, uchar2;
 
 // ---- fibers ----
 
@@ -119,7 +141,6 @@ static std::vector<Fiber> fibers;
 static ucontext_t scheduler;
 static void (*body)();
 static int current;
-static char failure[200];
 
 static void enter() {
   body();

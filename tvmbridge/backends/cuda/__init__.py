@@ -10,8 +10,10 @@ from tvmbridge.backends.cuda.bits import register_bits
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
 from tvmbridge.core.devices import gpu_index
+from tvmbridge.legalize.aten import FOR_GPUS
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
+from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules.gpu import schedule_for_gpu
@@ -26,7 +28,7 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
-    return kernel_passes(DispatchKernels())
+    return kernel_passes(DispatchKernels(), CompileAtenCalls(FOR_GPUS))
 
 
 def _prepare() -> None:

@@ -1,4 +1,8 @@
-"""The bits of a number in CUDA source, where TVM would take the address of an expression."""
+"""The bits of a number in CUDA source, where TVM would take the address of an expression.
+
+A product of the graph, which passes through its bits (:mod:`tvmbridge.legalize.arithmetic`), is
+asked for by a function that is never made one with a sum. Those inside a polynomial are.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,8 @@ _FUNCTIONS = {
     ("uint16", "float16"): "__ushort_as_half",
 }
 
+_PRODUCTS = {"float32": "__fmul_rn", "float64": "__dmul_rn"}
+
 
 @functools.cache
 def register_bits() -> None:
@@ -33,6 +39,9 @@ def _by_function(call: Expr) -> Expr:
     source = str(value.ty.dtype)
     if source == to:
         return value
+    product = value.args[0] if getattr(value, "op", None) == call.op else None
+    if isinstance(product, tirx.Mul) and to in _PRODUCTS and str(product.ty.dtype) == to:
+        return tirx.call_pure_extern(to, _PRODUCTS[to], product.a, product.b)
     # CUDA has them for signed 64-bit integers alone.
     if source == "uint64":
         value, source = tirx.Cast("int64", value), "int64"

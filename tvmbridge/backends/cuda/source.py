@@ -1,4 +1,4 @@
-"""CUDA source becomes machine code, with PyTorch's own rounding."""
+"""CUDA source becomes machine code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import tvm_ffi
 
 from tvmbridge.core.errors import BuildError
 
-# A product and a sum round twice, as they do in PyTorch, where they are kernels apart.
-_OPTIONS = ("-fmad=false", "-O3", "--std=c++17", "-w")
+_OPTIONS = ("-O3", "--std=c++17", "-w")
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 from typing import Any
 
 import torch
@@ -17,9 +16,6 @@ from tvmbridge.graph_capture.trace.fused_attention import (
 )
 
 aten = torch.ops.aten
-
-# The fused kernels have yet to be tried on a GPU where attention has a gradient or dropout.
-SWITCH = "TVMBRIDGE_FUSED_ATTENTION"
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -116,9 +112,7 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         return plain_attention(query, key, value, mask, is_causal, scale, enable_gqa)
     if enable_gqa:
         key, value = _repeated(query, key, value)
-    kernel = ""
-    if os.environ.get(SWITCH) == "1":
-        kernel = fused_kernel(query, key, value, mask, dropout_p, is_causal)
+    kernel = fused_kernel(query, key, value, mask, dropout_p, is_causal)
     if not kernel:
         return attention(*args, **kwargs)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale

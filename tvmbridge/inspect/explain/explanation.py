@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.contents import MISSING
@@ -159,7 +160,9 @@ class _Explanation:
         if derivation is not None and parts is not None:
             values = (*parts.residuals, *parts.drawn)
             found["joint"], found["joint_reason"] = derivation.source, derivation.reason
-            found["residual_policy"] = self.options.residual_policy
+            found["residual_policy"] = policy_for(
+                self.options.residual_policy, lowered.captured.device
+            )
             found["residuals"] = tuple(sorted(values, key=lambda v: -v.spec.nbytes))
         return found
 

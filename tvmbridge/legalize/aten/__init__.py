@@ -17,6 +17,7 @@ from tvmbridge.legalize.aten.extrema import EXTREMA
 from tvmbridge.legalize.aten.folds import FOLDS
 from tvmbridge.legalize.aten.histograms import HISTOGRAMS
 from tvmbridge.legalize.aten.moves import MOVES
+from tvmbridge.legalize.aten.norms import NORMS
 from tvmbridge.legalize.aten.pointwise import POINTWISE
 from tvmbridge.legalize.aten.scans import SCANS
 from tvmbridge.legalize.aten.scatters import SCATTERS
@@ -36,7 +37,10 @@ COMPILED: dict[str, Compile] = {
     **SORTS,
     **UPSAMPLE,
     **WINDOWS,
+    **NORMS,
 }
+# Of few arrays and by rows: what kernels of a GPU are made of.
+FOR_GPUS = frozenset(NORMS)
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:
@@ -45,4 +49,4 @@ def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any
     return COMPILED[content["op"]](bb, call, arguments)
 
 
-__all__ = ["COMPILED", "compile_aten_call"]
+__all__ = ["COMPILED", "FOR_GPUS", "compile_aten_call"]

@@ -8,6 +8,7 @@ from tvm.s_tir import SBlock, SBlockRealize, dlight
 from tvm.target import Target
 
 from tvmbridge.schedules import is_scheduled, marked_scheduled
+from tvmbridge.schedules.bfloat16 import rounded_by_cuda
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose, is_elementwise
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
@@ -35,7 +36,8 @@ def schedule_for_gpu(mod: IRModule, target: Target) -> IRModule:
     for name, func in mod.functions_items():
         if not isinstance(func, tirx.PrimFunc) or is_scheduled(func):
             continue
-        scheduled = schedule_function(func)
+        with rounded_by_cuda(target.kind.name == "cuda"):
+            scheduled = schedule_function(func)
         if scheduled is not None:
             updates[name] = scheduled
         else:

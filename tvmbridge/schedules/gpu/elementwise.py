@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.ir import Expr
 
 from tvmbridge.schedules.gpu.threads import launch, when
-from tvmbridge.schedules.indexing import Indexer, integer, unravel
+from tvmbridge.schedules.gpu.vectors import lanes_for, side_by_side
+from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.loops import loop
-from tvmbridge.schedules.rows import RowNest, element_at
+from tvmbridge.schedules.rows import RowNest, element_at, virtual_stages
 from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Evaluator, Memory
 
 _THREADS = 256
-# Elements of one thread, so many that a chip is full of blocks of it.
+# Elements, or vectors of them, of one thread: so many that a chip is full of blocks of it.
 _MOST_EACH = 4
 _FULL = 132 * 8 * _THREADS
 
@@ -48,7 +50,13 @@ def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[ti
                 evaluator.store(stage.buffer, position, named)
         return evaluator.take()
 
-    return [over_elements(indexer, total, element)]
+    buffers = {m.stage.buffer for m in nest.members if m.stage.buffer in shared}
+    for member in nest.members:
+        for stage in virtual_stages(nest.kernel, nest.stored, member.stage):
+            buffers |= {
+                load.buffer for load in stage.loads if nest.kernel.producer(load.buffer) is None
+            }
+    return [over_elements(indexer, total, element, [str(buffer.dtype) for buffer in buffers])]
 
 
 def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
@@ -64,19 +72,34 @@ def emit_transpose(nest: TileNest, memory: Memory) -> list[tirx.Stmt]:
     return [over_elements(indexer, stage.size, element)]
 
 
-def over_elements(indexer: Indexer, total: int, element: Any) -> tirx.Stmt:
-    """A kernel of ``element(position)`` for each position below ``total``."""
-    each = max(1, min(_MOST_EACH, total // _FULL))
+def over_elements(
+    indexer: Indexer,
+    total: int,
+    element: Callable[[Expr], list[tirx.Stmt]],
+    dtypes: Sequence[str] = (),
+) -> tirx.Stmt:
+    """A kernel of ``element(position)`` for each position below ``total``.
+
+    ``dtypes`` are those of arrays that may be read or written as vectors.
+    """
+    lanes = lanes_for(dtypes, total, _FULL // 4)
+    count = total // lanes
+    each = max(1, min(_MOST_EACH, count // _FULL))
     tile = _THREADS * each
 
     def body(block: Expr, thread: Expr) -> list[tirx.Stmt]:
         def one(i: Expr) -> list[tirx.Stmt]:
             if isinstance(i, tirx.Var):
                 indexer.bind(i, each)
-            position = indexer.simplify(block * integer(tile) + i * integer(_THREADS) + thread)
-            inside = None if total % tile == 0 else position < integer(total)
-            return when(inside, element(position))
+            own = indexer.simplify(block * integer(tile) + i * integer(_THREADS) + thread)
+            inside = None if count % tile == 0 else own < integer(count)
+            if lanes == 1:
+                return when(inside, element(own))
+            vector = index_var("vector")
+            indexer.bind(vector, count)
+            vectors = side_by_side(indexer, lanes, vector * integer(lanes), element)
+            return when(inside, [tirx.Bind(vector, own), *vectors])
 
         return [loop(each, one)]
 
-    return launch(indexer, -(-total // tile), _THREADS, body)
+    return launch(indexer, -(-count // tile), _THREADS, body)

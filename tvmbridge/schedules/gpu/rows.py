@@ -33,8 +33,10 @@ from tvmbridge.schedules.values import Evaluator, Memory, TooLargeError
 _REGISTERS = 32
 _SHARED_BYTES = 40_000
 _SMALLEST_BLOCK = 128
-# The longest row of a single warp.
+# The longest row of a single warp, and where there are so many rows that warps fill the chip.
 _WARP_COLUMNS = 256
+_WARP_COLUMNS_OF_MANY = 1024
+_MANY = 132 * 16
 
 
 class GpuRowEmitter:
@@ -45,7 +47,7 @@ class GpuRowEmitter:
         self.indexer = Indexer()
         self.evaluator = Evaluator(nest.kernel, nest.stored, self.indexer, memory)
         widest = max(m.columns for m in nest.members)
-        self.size = _team_size(widest)
+        self.size = _team_size(widest, nest.rows)
         self.teams = _SMALLEST_BLOCK // self.size if self.size <= WARP else 1
         self.local: dict[Any, Buffer] = {}
         self.tile: dict[Any, Buffer] = {}
@@ -210,9 +212,13 @@ class GpuRowEmitter:
             evaluator.statements.append(store(self.tile[buffer], value, at))
 
 
-def _team_size(columns: int) -> int:
-    """Threads for a row, a power of two: a warp up to 256 columns, else one for four columns."""
-    wanted = columns if columns <= WARP else WARP if columns <= _WARP_COLUMNS else -(-columns // 4)
+def _team_size(columns: int, rows: int) -> int:
+    """Threads for a row, a power of two: at most a warp for short rows, else one for four columns.
+
+    Warps need no barriers, but few rows would leave most of the chip without work.
+    """
+    longest = _WARP_COLUMNS_OF_MANY if rows >= _MANY else _WARP_COLUMNS
+    wanted = columns if columns <= WARP else WARP if columns <= longest else -(-columns // 4)
     return min(1 << max(wanted - 1, 0).bit_length(), MOST_THREADS)
 
 

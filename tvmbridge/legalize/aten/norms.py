@@ -1,0 +1,150 @@
+"""Layer norm with the statistics that its backward reads, and that backward.
+
+Rows are in float32 for half precisions; the gradients of weight and bias are sums down columns.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr
+
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.broadcast import shape_of
+from tvmbridge.legalize.functions import FUNCTIONS
+from tvmbridge.legalize.lets import Lets, constant
+from tvmbridge.legalize.reductions import (
+    accumulator_dtype,
+    cast,
+    mean_of,
+    plain_sum,
+    variance_of,
+)
+
+_ZERO = constant(0, "int64")
+
+
+def _layer_norm(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    x, epsilon = arguments["input"], float(arguments["eps"])
+    columns = prod(arguments["normalized_shape"])
+    flat = _flat(bb, x, columns)
+    parameters = [p for p in (arguments["weight"], arguments["bias"]) if p is not None]
+    has = [arguments[name] is not None for name in ("weight", "bias")]
+
+    def compute(x: te.Tensor, *given: te.Tensor) -> list[te.Tensor]:
+        left = iter(given)
+        weight, bias = (next(left) if there else None for there in has)
+        acc = accumulator_dtype(str(x.dtype))
+        wide = cast(x, acc)
+        mean = mean_of(wide, [1], True)
+        var = variance_of(wide, mean, [1], True)
+        inverse = te.compute(
+            var.shape,
+            lambda *i: FUNCTIONS["rsqrt"](var(*i) + constant(epsilon, acc)),
+            name="T_rsqrt",
+        )
+
+        def element(row: Expr, column: Expr) -> Expr:
+            value = (wide(row, column) - mean(row, _ZERO)) * inverse(row, _ZERO)
+            if weight is not None:
+                value = value * tirx.Cast(acc, weight(column))
+            if bias is not None:
+                value = value + tirx.Cast(acc, bias(column))
+            return tirx.Cast(str(x.dtype), value)
+
+        return [te.compute(x.shape, element, name="T_layer_norm"), mean, inverse]
+
+    operands = [flat, *[_flat(bb, p) for p in parameters]]
+    return _emitted(bb, call, arguments, "layer_norm", compute, operands)
+
+
+def _layer_norm_backward(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    columns = prod(arguments["normalized_shape"])
+    rows = [_flat(bb, arguments[name], columns) for name in ("grad_out", "input")]
+    statistics = [_flat(bb, arguments[name], 1) for name in ("mean", "rstd")]
+    weights = [] if arguments["weight"] is None else [_flat(bb, arguments["weight"])]
+
+    def compute(
+        dy: te.Tensor, x: te.Tensor, mean: te.Tensor, inverse: te.Tensor, *weight: te.Tensor
+    ) -> list[te.Tensor]:
+        dtype = str(x.dtype)
+        acc = accumulator_dtype(dtype)
+
+        def normal(row: Expr, column: Expr) -> Expr:
+            return (tirx.Cast(acc, x(row, column)) - mean(row, _ZERO)) * inverse(row, _ZERO)
+
+        def scaled(row: Expr, column: Expr) -> Expr:
+            value = tirx.Cast(acc, dy(row, column))
+            return value * tirx.Cast(acc, weight[0](column)) if weight else value
+
+        def product(row: Expr, column: Expr) -> Expr:
+            return scaled(row, column) * normal(row, column)
+
+        def of_weight(row: Expr, column: Expr) -> Expr:
+            return tirx.Cast(acc, dy(row, column)) * normal(row, column)
+
+        slope = te.compute(x.shape, scaled, name="T_scaled")
+        flat_part = mean_of(slope, [1], True)
+        tilted = mean_of(te.compute(x.shape, product, name="T_product"), [1], True)
+
+        def element(row: Expr, column: Expr) -> Expr:
+            lets = Lets()
+            level = lets.bind(slope(row, column) - flat_part(row, _ZERO), "level")
+            tilt = lets.bind(normal(row, column) * tilted(row, _ZERO), "tilt")
+            return lets.close(tirx.Cast(dtype, (level - tilt) * inverse(row, _ZERO)))
+
+        grad_x = te.compute(x.shape, element, name="T_layer_norm_backward")
+        grad_weight = plain_sum(te.compute(x.shape, of_weight, name="T_of_weight"), [0], False)
+        grad_bias = plain_sum(cast(dy, acc), [0], False)
+        return [grad_x, grad_weight, grad_bias]
+
+    operands = [*rows, *statistics, *weights]
+    return _emitted(bb, call, arguments, "layer_norm_backward", compute, operands)
+
+
+def _flat(bb: relax.BlockBuilder, x: Expr, columns: int | None = None) -> Expr:
+    """``x`` as rows of so many columns; as one dimension without."""
+    count = prod(shape_of(x))
+    shape = (count,) if columns is None else (count // columns, columns)
+    return bb.emit(relax.op.reshape(x, shape))
+
+
+def _dtype(type_: relax.TensorType) -> str:
+    """The dtype of a tensor's type."""
+    return str(type_.dtype.dtype)
+
+
+def _emitted(
+    bb: relax.BlockBuilder,
+    call: Call,
+    arguments: Arguments,
+    name: str,
+    compute: Any,
+    operands: list[Expr],
+) -> Expr:
+    """The results of ``compute`` that the graph has, in their shapes."""
+    read = arguments.results or (0, 1, 2)
+
+    declared = list(call.ty.fields)
+
+    def chosen(*tensors: te.Tensor) -> list[te.Tensor]:
+        results = compute(*tensors)
+        return [cast(results[n], _dtype(t)) for n, t in zip(read, declared, strict=True)]
+
+    made = bb.emit(bb.call_te(chosen, *operands, primfunc_name_hint=name))
+    several = len(read) > 1
+    fields = [bb.emit(relax.TupleGetItem(made, i)) if several else made for i in range(len(read))]
+    return relax.Tuple(
+        [
+            bb.emit(relax.op.reshape(field, list(type_.shape.values)))
+            for field, type_ in zip(fields, declared, strict=True)
+        ]
+    )
+
+
+NORMS: dict[str, Compile] = {
+    "aten.native_layer_norm.default": _layer_norm,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+}
