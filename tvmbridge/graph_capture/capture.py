@@ -38,6 +38,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     user_line,
 )
 from tvmbridge.graph_capture.observe.staging import Stage, staged
+from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
@@ -259,6 +260,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     """``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
     refuse_other_dtypes(program)
+    drop_open_masks(program.graph)
     reshape_instead_of_view(program)
     # Without it PyTorch drops draws that nothing reads.
     without_drops = inductor_config().patch(fallback_random=True)

@@ -70,3 +70,26 @@ def test_halves_round_after_every_operation(dtype: torch.dtype) -> None:
     x, y = torch.randn(37, 65).to(dtype), torch.randn(37, 65).to(dtype)
     (result,) = run_all(lambda a, b: op.add(op.multiply(op.add(a, b), a), op.subtract(a, b)), x, y)
     assert torch.equal(result, (x + y) * x + (x - y))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_neighbours_move_as_vectors(dtype: torch.dtype) -> None:
+    # So large that a thread has several; the last mask makes the other branch lie outside.
+    x = torch.randint(-9, 9, (1100, 768)).to(dtype)
+    row, column = torch.randint(-9, 9, (768,)).to(dtype), torch.randint(-9, 9, (1100, 1)).to(dtype)
+    keep = torch.rand(1100, 768) > 0.5
+    name = str(dtype).removeprefix("torch.")
+
+    def graph(v: relax.Expr, r: relax.Expr, c: relax.Expr, m: relax.Expr) -> list[relax.Expr]:
+        total = op.add(op.multiply(v, r), c)
+        moved = op.concat([op.strided_slice(v, [1], [3], [768]), op.negative(v)], 1)
+        return [
+            op.where(m, total, op.negative(v)),
+            moved,
+            op.full((1100, 768), relax.const(1, name)),
+        ]
+
+    results = run_all(graph, x, row, column, keep)
+    exact = [(x * row + column).where(keep, -x), torch.cat([x[:, 3:], -x], 1), torch.ones_like(x)]
+    for result, wanted in zip(results, exact, strict=True):
+        assert torch.equal(result, wanted)

@@ -79,7 +79,7 @@ class Team:
         offset = min(self.size, WARP) // 2
         while offset:
             mine = load(value, integer(0))
-            other = _exchanged(mine, dtype, offset)
+            other = exchanged(mine, dtype, offset)
             statements.append(store(value, reduction.combine(mine, other), integer(0)))
             offset //= 2
         if self.size > WARP:
@@ -105,7 +105,7 @@ class Team:
         return [room, more, *when(first, [put]), barrier(), *combined, done]
 
 
-def _exchanged(value: Expr, dtype: str, offset: int) -> Expr:
+def exchanged(value: Expr, dtype: str, offset: int) -> Expr:
     """The value of the thread whose lane differs in the bit ``offset``."""
     wide = dtype if dtype in _EXCHANGED else "float32" if "float" in dtype else "int32"
     sent = value if wide == dtype else tirx.Cast(wide, value)

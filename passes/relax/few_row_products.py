@@ -1,0 +1,77 @@
+"""A float32 product of few rows with the transpose of a matrix becomes a kernel of our own.
+
+Before::
+
+    lv = R.permute_dims(w, axes=[1, 0])
+    lv1 = R.matmul(x, lv)
+
+After::
+
+    lv1 = R.call_tir(few_row_product, (x, w), out_ty=R.Tensor((14, 768), "float32"))
+
+Requires: products of matrices have two dimensions where they can. Guarantees: what does not fit
+(``schedules/gpu/few_rows.py``) is untouched, and everything where the user lets PyTorch multiply
+in TF32 or bfloat16: its libraries are as fast then.
+Runs after: the split. Runs before: DispatchKernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
+from tvmbridge.schedules.gpu.few_rows import few_row_product, fits
+
+
+@dataclass(frozen=True)
+class FewRowProducts(RelaxPass):
+    """Replace products of few rows."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        if torch.get_float32_matmul_precision() != "highest":
+            report.decline("matmul", "the precision of float32 products is not the highest")
+            return mod
+        rewriter = _ProductMutator(mod, report)
+        for name, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                rewriter.builder_.update_func(name, rewriter.visit_expr(function))
+        return rewriter.builder_.get() if report.rewrites else mod
+
+
+@mutator
+class _ProductMutator(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
+        super().__init__(mod)
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.builder_.normalize(super().visit_call_(call))
+        if getattr(call.op, "name", "") != "relax.matmul" or dtype_of(call) != "float32":
+            return call
+        x, transposed = call.args
+        w = self._transposed(transposed)
+        shape = shape_of(x)
+        if w is None or dtype_of(x) != "float32" or shape is None or len(shape) != 2:
+            return call
+        rows, depth = shape
+        columns = (shape_of(w) or ())[0]
+        if not fits(rows, columns, depth):
+            return call
+        self.report.rewrote()
+        product = self.builder_.add_func(few_row_product(rows, columns, depth), "few_row_product")
+        return relax.call_tir(product, [x, w], relax.TensorType([rows, columns], "float32"))
+
+    def _transposed(self, operand: relax.Expr) -> relax.Expr | None:
+        """The matrix of static shape that ``operand`` is the transpose of."""
+        value = self.lookup_binding(operand) if isinstance(operand, relax.Var) else None
+        if not isinstance(value, relax.Call) or getattr(value.op, "name", "") != (
+            "relax.permute_dims"
+        ):
+            return None
+        shape = shape_of(value.args[0])
+        return value.args[0] if shape is not None and len(shape) == 2 else None

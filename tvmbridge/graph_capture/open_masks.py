@@ -1,0 +1,111 @@
+"""Masks of attention that are the same at every call, and say nothing.
+
+Libraries of models make a mask of whole extents while they are traced, where they make none in a
+call: one that is open everywhere, or the causal one. PyTorch's kernels are faster without.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.custom_operator import NAMESPACE
+from tvmbridge.core.torch_private import OpOverload
+
+# Elements of masks that are looked at.
+_MOST = 1 << 24
+# Of each operator the places of the mask and of what says that it is causal.
+_PLACES = {
+    "aten.scaled_dot_product_attention.default": (3, 5),
+    f"{NAMESPACE}.attention.default": (3, 4),
+}
+
+
+def drop_open_masks(graph: fx.Graph) -> None:
+    """Take constant masks off attention that are open, or causal, which it is told instead."""
+    known: dict[fx.Node, torch.Tensor | None] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or str(node.target) not in _PLACES:
+            continue
+        mask_place, causal_place = _PLACES[str(node.target)]
+        mask = _argument(node, mask_place)
+        if not isinstance(mask, fx.Node) or _argument(node, causal_place):
+            continue
+        value = _constant(mask, known)
+        if value is None:
+            continue
+        if _is_open(value):
+            _set(node, mask_place, None)
+        elif _is_causal(value):
+            _set(node, mask_place, None)
+            _set(node, causal_place, True)
+
+
+def _argument(node: fx.Node, place: int) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(_name(node, place))
+
+
+def _set(node: fx.Node, place: int, value: Any) -> None:
+    if place < len(node.args):
+        node.update_arg(place, value)
+    else:
+        node.update_kwarg(_name(node, place), value)
+
+
+def _name(node: fx.Node, place: int) -> str:
+    name: str = node.target._schema.arguments[place].name  # type: ignore[union-attr]
+    return name
+
+
+def _constant(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
+    """The value of a node that depends on no input; None if it does, or is large."""
+    pending = [node]
+    while pending:
+        current = pending[-1]
+        if current in known:
+            pending.pop()
+            continue
+        inputs = current.all_input_nodes
+        unknown = [n for n in inputs if n not in known] if _may_run(current) else []
+        if unknown:
+            pending += unknown
+            continue
+        known[current] = _run(current, known)
+    return known[node]
+
+
+def _may_run(node: fx.Node) -> bool:
+    """Whether an operator of the graph makes the same at each call from the same operands."""
+    target, value = node.target, node.meta.get("val")
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    extents = value.shape if isinstance(value, torch.Tensor) else ()
+    return isinstance(value, torch.Tensor) and (
+        all(isinstance(n, int) for n in extents) and value.numel() <= _MOST
+    )
+
+
+def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tensor | None:
+    if not _may_run(node) or any(known[n] is None for n in node.all_input_nodes):
+        return None
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+    with torch.no_grad():
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def _is_open(mask: torch.Tensor) -> bool:
+    return bool(mask.all()) if mask.dtype is torch.bool else not bool(mask.any())
+
+
+def _is_causal(mask: torch.Tensor) -> bool:
+    """Whether each row sees the columns up to its own, of as many."""
+    rows, columns = mask.shape[-2:]
+    if mask.dtype is not torch.bool or rows != columns:
+        return False
+    causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
+    return bool((mask == causal).all())
