@@ -13,6 +13,7 @@ import tvm_ffi
 from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
+from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.profiling import kernels_told, profiling
 from tvmbridge.core.torch_private import current_raw_stream
@@ -114,6 +115,8 @@ class LoadedModule:
             if _has(vm, name)
         }
         self._lock = threading.RLock()
+        if device.type == "cuda":
+            stays_at_exit(self)
 
     def at(self, sizes: Sequence[int]) -> LoadedModule:
         """These functions with ``sizes``, which symbolic code takes last, in each call."""

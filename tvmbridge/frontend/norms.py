@@ -27,6 +27,11 @@ _DTYPES = FLOATS | HALVES
 
 # On the CPU PyTorch's own kernels are as fast.
 _COMPILED_WITH_STATISTICS = {"cuda"}
+# The operands of backward that are statistics.
+_STATISTICS: dict[Any, slice] = {
+    aten.native_layer_norm_backward.default: slice(3, 5),
+    aten._fused_rms_norm_backward.default: slice(3, 4),
+}
 
 Operand = fx.Node | None
 
@@ -101,13 +106,37 @@ def _native_layer_norm_backward(
     return _with_statistics(ctx, node, x)
 
 
+@converts(aten._fused_rms_norm.default, dtypes=_DTYPES)
+def _fused_rms_norm(
+    ctx: Importer,
+    node: fx.Node,
+    x: fx.Node,
+    normalized_shape: Sequence[int],
+    weight: Operand,
+    eps: float | None,
+) -> Any:
+    _check(node, x, weight, unread=())
+    return _with_statistics(ctx, node, x)
+
+
+@converts(aten._fused_rms_norm_backward.default, dtypes=_DTYPES)
+def _fused_rms_norm_backward(
+    ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any
+) -> Any:
+    operands = [n for n in node.all_input_nodes if n.meta["val"].dtype != _wide(x)]
+    _check(node, x, *operands, unread=())
+    return _with_statistics(ctx, node, x)
+
+
 def _with_statistics(ctx: Importer, node: fx.Node, x: fx.Node) -> Any:
     """A layer norm, or its backward, whose mean and deviation are in the dtype of the sums."""
     if x.meta["val"].device.type not in _COMPILED_WITH_STATISTICS:
         raise Declined("a norm whose saved statistics are read")
-    statistics = node.args[3:5] if node.target is aten.native_layer_norm_backward.default else ()
-    dtypes = {n.meta["val"].dtype for n in statistics if isinstance(n, fx.Node)}
-    dtypes |= {value.dtype for value in node.meta["val"][1:3] if not statistics}
+    read = _STATISTICS.get(node.target)
+    if read is None:
+        dtypes = {value.dtype for value in node.meta["val"][1:]}
+    else:
+        dtypes = {n.meta["val"].dtype for n in node.args[read] if isinstance(n, fx.Node)}
     if dtypes != {_wide(x)} or not math.prod(shape_of(x)):
         raise Declined("statistics of another dtype, or of nothing")
     return ctx.compiled_call(node)

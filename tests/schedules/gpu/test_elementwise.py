@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional
@@ -93,3 +95,10 @@ def test_neighbours_move_as_vectors(dtype: torch.dtype) -> None:
     exact = [(x * row + column).where(keep, -x), torch.cat([x[:, 3:], -x], 1), torch.ones_like(x)]
     for result, wanted in zip(results, exact, strict=True):
         assert torch.equal(result, wanted)
+
+
+@pytest.mark.parametrize("number", [1e-30, -3.3e-9, 2.2204460492503131e-16, 1e300, 0.1, math.pi])
+def test_constants_of_float64_keep_their_bits(number: float) -> None:
+    x = torch.randn(77, dtype=torch.float64)
+    (result,) = run_all(lambda v: op.multiply(v, relax.const(number, "float64")), x)
+    assert torch.equal(result, x * number)

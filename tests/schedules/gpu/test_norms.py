@@ -1,8 +1,10 @@
-"""Layer norm with its statistics, and its backward, emulated: as PyTorch's own in float64."""
+"""Norms with their statistics, and their backward, emulated: as PyTorch's own in float64."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,59 +15,76 @@ from tests.schedules.gpu.emulator import run_module
 from tvmbridge.kernels.aten_call import ATEN_CALL, packed_call
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 
-Given = list[torch.Tensor | None]
-_OPERATORS = {"forward": "native_layer_norm", "backward": "native_layer_norm_backward"}
+# float32 statistics of values around 3; bfloat16 rounds the result.
+_BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
-def _call(name: str, given: Given, variables: tuple[relax.Var, ...], wide: str) -> list[relax.Expr]:
-    """The results of the operator for ``given``, whose tensors are ``variables`` in a graph."""
-    encoded, left = [], 0
-    for value in given:
-        encoded.append(None if value is None else {"tensor": left})
-        left += value is not None
-    x = next(v for v in given if v is not None)
-    columns, dtype = [x.shape[-1]], str(x.dtype).removeprefix("torch.")
-    rows = relax.TensorType([*x.shape[:-1], 1], wide)
-    if name == "forward":
-        args = [encoded[0], columns, *encoded[1:], 1e-5]
-        types = [relax.TensorType(list(x.shape), dtype), rows, rows]
-    else:
-        args = [*encoded[:2], columns, *encoded[2:], [True, True, True]]
-        types = [relax.TensorType(list(x.shape), dtype), *[relax.TensorType(columns, dtype)] * 2]
-    content = {"op": f"aten.{_OPERATORS[name]}.default", "args": args, "kwargs": {}}
-    spec = json.dumps({**content, "results": [0, 1, 2], "compiled": True})
-    call = relax.BlockBuilder.current().emit(
-        packed_call(ATEN_CALL, spec, list(variables), relax.TupleType(types))
-    )
-    return [relax.TupleGetItem(call, n) for n in range(3)]
+def _call(
+    operator: str, args: list[Any], results: list[relax.Type], variables: tuple[relax.Var, ...]
+) -> list[relax.Expr]:
+    """The results of the operator; tensors among ``args`` are ``variables`` in their order."""
+    numbers = iter(range(len(variables)))
+    encoded = [{"tensor": next(numbers)} if isinstance(a, torch.Tensor) else a for a in args]
+    content = {"op": f"aten.{operator}.default", "args": encoded, "kwargs": {}, "compiled": True}
+    spec = json.dumps({**content, "results": list(range(len(results)))})
+    call = packed_call(ATEN_CALL, spec, list(variables), relax.TupleType(results))
+    made = relax.BlockBuilder.current().emit(call)
+    return [relax.TupleGetItem(made, n) for n in range(len(results))]
+
+
+def _check(operator: str, args: list[Any], exact: Sequence[torch.Tensor | None]) -> None:
+    """Run it, emulated; ``exact`` are its results in float64, None for what there is none of."""
+    given = [a for a in args if isinstance(a, torch.Tensor)]
+    x, wide = given[0], torch.float64 if given[0].dtype is torch.float64 else torch.float32
+
+    def type_of(truth: torch.Tensor | None, is_statistic: bool) -> relax.Type:
+        shape = [x.shape[-1]] if truth is None else list(truth.shape)
+        dtype = wide if is_statistic else x.dtype
+        return relax.TensorType(shape, str(dtype).removeprefix("torch."))
+
+    forward = "backward" not in operator
+    results = [type_of(truth, forward and n > 0) for n, truth in enumerate(exact)]
+    mod = build_main(given, lambda *v: _call(operator, args, results, v))
+    for ours, truth in zip(run_module(CompileAtenCalls()(mod), *given), exact, strict=True):
+        if truth is not None:
+            error = (ours.double() - truth).norm() / truth.norm()
+            assert error <= _BOUNDS[wide if ours.dtype is wide else ours.dtype], operator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(3, 5, 48), (130, 37), (2, 768)])
-def test_results_and_gradients(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
+def test_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
+    columns, wide = [shape[-1]], torch.float64 if dtype is torch.float64 else torch.float32
     x, dy = torch.randn(shape).to(dtype) + 3, torch.randn(shape).to(dtype)
-    weight = torch.randn(shape[-1]).to(dtype) if affine else None
-    bias = torch.randn(shape[-1]).to(dtype) if affine else None
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    doubled = [None if t is None else t.double() for t in (x, weight, bias)]
-    exact = torch.native_layer_norm(doubled[0], [shape[-1]], *doubled[1:], 1e-5)  # type: ignore[arg-type]
-    backward = torch.ops.aten.native_layer_norm_backward.default(
-        dy.double(), doubled[0], [shape[-1]], *exact[1:], *doubled[1:], [True, affine, affine]
+    weight, bias = (torch.randn(columns).to(dtype) if affine else None for _ in range(2))
+    exact_x, *parameters = (None if t is None else t.double() for t in (x, weight, bias))
+    assert exact_x is not None
+    exact = torch.native_layer_norm(exact_x, columns, *parameters, 1e-5)
+    _check("native_layer_norm", [x, columns, weight, bias, 1e-5], exact)
+    mask = [True, affine, affine]
+    gradients = torch.ops.aten.native_layer_norm_backward.default(
+        dy.double(), exact_x, columns, *exact[1:], *parameters, mask
     )
-    mean, rstd = (t.to(wide) for t in exact[1:])
-    for name, given, wanted in (
-        ("forward", [x, weight, bias], exact),
-        ("backward", [dy, x, mean, rstd, weight, bias], backward),
-    ):
-        tensors = [t for t in given if t is not None]
-        width = str(wide).removeprefix("torch.")
-        mod = build_main(tensors, lambda *v, n=name, g=given, w=width: _call(n, g, v, w))
-        found = run_module(CompileAtenCalls()(mod), *tensors)
-        for ours, truth in zip(found, wanted, strict=True):
-            if truth is None:
-                continue
-            bound = (
-                1e-5 if ours.dtype is torch.float32 else 1e-13 if wide is torch.float64 else 6e-3
-            )
-            assert (ours.double() - truth).norm() <= bound * truth.norm(), name
+    statistics = [t.to(wide) for t in exact[1:]]
+    args = [dy, x, columns, *statistics, weight, bias, mask]
+    _check("native_layer_norm_backward", args, gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("eps", [None, 1e-3])
+def test_rms_norm(eps: float | None, affine: bool, dtype: torch.dtype) -> None:
+    columns, wide = [300], torch.float64 if dtype is torch.float64 else torch.float32
+    x, dy = torch.randn(7, 300).to(dtype) * 1e-2, torch.randn(7, 300).to(dtype)
+    weight = torch.randn(300).to(dtype) if affine else None
+    exact_x = x.double().requires_grad_()
+    exact_weight = None if weight is None else weight.double().requires_grad_()
+    added = torch.finfo(wide).eps if eps is None else eps
+    y = torch.nn.functional.rms_norm(exact_x, columns, exact_weight, added)
+    rstd = (exact_x.square().mean(-1, keepdim=True) + added).rsqrt()
+    _check("_fused_rms_norm", [x, columns, weight, eps], [y.detach(), rstd.detach()])
+    wanted = [exact_x] if exact_weight is None else [exact_x, exact_weight]
+    gradients = [*torch.autograd.grad(y, wanted, dy.double()), None]
+    args = [dy, x, columns, rstd.detach().to(wide), weight, [True, affine]]
+    _check("_fused_rms_norm_backward", args, gradients[:2])

@@ -10,6 +10,7 @@ from tvm.target import Target
 from tvmbridge.schedules import is_scheduled, marked_scheduled
 from tvmbridge.schedules.bfloat16 import rounded_by_cuda
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
+from tvmbridge.schedules.gpu.doubles import exact_doubles
 from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose, is_elementwise
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
 from tvmbridge.schedules.gpu.rows import emit_gpu_rows
@@ -46,6 +47,8 @@ def schedule_for_gpu(mod: IRModule, target: Target) -> IRModule:
         with target:
             by_rule = dlight.ApplyDefaultSchedule(dlight.gpu.Fallback())(IRModule(rest))
         updates |= {name: by_rule[name.name_hint] for name in rest}
+    if target.kind.name == "cuda":
+        updates = {name: exact_doubles(func) for name, func in updates.items()}
     return IRModule({**dict(mod.functions_items()), **updates}, attrs=mod.attrs)
 
 

@@ -97,7 +97,8 @@ def over_elements(
                 return when(inside, element(own))
             vector = index_var("vector")
             indexer.bind(vector, count)
-            vectors = side_by_side(indexer, lanes, vector * integer(lanes), element)
+            position = vector * integer(lanes)
+            vectors = side_by_side(indexer, lanes, position, lambda at, _: element(at))
             return when(inside, [tirx.Bind(vector, own), *vectors])
 
         return [loop(each, one)]

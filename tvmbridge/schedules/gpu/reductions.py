@@ -10,6 +10,7 @@ from tvm.ir import Expr
 
 from tvmbridge.schedules.gpu.elementwise import over_elements
 from tvmbridge.schedules.gpu.threads import WARP, Team, allocate_in, barrier, launch, when
+from tvmbridge.schedules.gpu.vectors import side_by_side
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.loops import load, loop, store
 from tvmbridge.schedules.machine import Machine
@@ -19,7 +20,10 @@ from tvmbridge.schedules.values import Lane, Memory
 
 _LONG_TEAM = 512
 _HEIGHT = 16
-_LANE = Lane(integer(0), 1)
+_FIRST = integer(0)
+_LANE = Lane(_FIRST, 1)
+# Columns of a thread where there are many elements, and blocks for each multiprocessor.
+_LANES, _MANY, _FILLING = 4, 1 << 21, 2
 
 
 class _Parts:
@@ -58,9 +62,9 @@ class _Parts:
         return [room, kernel, over_elements(indexer, self.total, element)]
 
 
-def accumulate(total: Buffer, e: ReductionEmitter, value: Expr) -> tirx.Stmt:
-    """Combine ``total[0]`` with ``value``."""
-    return store(total, e.reduction.combine(load(total, integer(0)), value), integer(0))
+def accumulate(total: Buffer, e: ReductionEmitter, value: Expr, at: Expr = _FIRST) -> tirx.Stmt:
+    """Combine ``total[at]`` with ``value``."""
+    return store(total, e.reduction.combine(load(total, at), value), at)
 
 
 def emit_gpu_reduction(nest: ReductionNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
@@ -71,8 +75,10 @@ def emit_gpu_reduction(nest: ReductionNest, machine: Machine, memory: Memory) ->
 
 def _down_columns(e: ReductionEmitter) -> list[tirx.Stmt]:
     nest, depth = e.nest, e.stage.depth
-    tiles = -(-nest.columns // WARP)
-    wanted = max(1, -(-4 * e.machine.cores // (nest.rows * tiles)))
+    lanes = _columns_of_thread(e)
+    width = WARP * lanes
+    tiles = -(-nest.columns // width)
+    wanted = max(1, -(-_FILLING * e.machine.cores // (nest.rows * tiles)))
     parts = _Parts(e, max(1, min(wanted, depth // (4 * _HEIGHT))))
     stretch = -(-depth // parts.count)
 
@@ -80,38 +86,66 @@ def _down_columns(e: ReductionEmitter) -> list[tirx.Stmt]:
         simplify = e.indexer.simplify
         part, rest = simplify(block % integer(parts.count)), simplify(block // integer(parts.count))
         row, tile = simplify(rest // integer(tiles)), simplify(rest % integer(tiles))
-        lane, height = simplify(thread % integer(WARP)), simplify(thread // integer(WARP))
-        column = e.index(nest.columns, "column")
-        own = tile * integer(WARP) + lane
-        if nest.columns % WARP:
-            own = tirx.Min(own, integer(nest.columns - 1))
-        total, room = allocate_in("local", 1, e.stage.dtype, "total")
-        sums, more = allocate_in("shared", WARP * _HEIGHT, e.stage.dtype, "sums")
+        own, height = simplify(thread % integer(WARP)), simplify(thread // integer(WARP))
+        group = e.index(-(-nest.columns // lanes), "group")
+        at = tile * integer(WARP) + own
+        if nest.columns % width:
+            at = tirx.Min(at, integer(nest.columns // lanes - 1))
+        totals, room = allocate_in("local", lanes, e.stage.dtype, "totals")
+        sums, more = allocate_in("shared", width * _HEIGHT, e.stage.dtype, "sums")
         end = tirx.Min(integer(depth), (part + integer(1)) * integer(stretch))
         begin = part * integer(stretch) + height
+        columns = group * integer(lanes)
+        put = [
+            store(sums, load(totals, integer(i)), thread * integer(lanes) + integer(i))
+            for i in range(lanes)
+        ]
         return [
-            tirx.Bind(column, own),
+            tirx.Bind(group, at),
             room,
             more,
-            store(total, e.reduction.init, integer(0)),
-            _strided(e, total, begin, end, -(-stretch // _HEIGHT), row, column),
-            store(sums, load(total, integer(0)), thread),
+            *(store(totals, e.reduction.init, integer(i)) for i in range(lanes)),
+            _strided(e, totals, begin, end, -(-stretch // _HEIGHT), row, columns, lanes=lanes),
+            *put,
             barrier(),
             *when(
-                height.equal(integer(0)),
-                [
-                    store(total, e.reduction.init, integer(0)),
-                    loop(
-                        _HEIGHT,
-                        lambda i: [accumulate(total, e, load(sums, i * integer(WARP) + lane))],
-                    ),
-                    parts.put(part, row * integer(nest.columns) + column, load(total, integer(0))),
-                ],
+                None if width == WARP * _HEIGHT else thread < integer(width),
+                _over_heights(e, parts, sums, part, row, tile * integer(width), thread, width),
             ),
         ]
 
     kernel = launch(e.indexer, nest.rows * tiles * parts.count, WARP * _HEIGHT, body)
     return parts.around(kernel)
+
+
+def _columns_of_thread(e: ReductionEmitter) -> int:
+    """Neighbouring columns of a thread: several where enough is left for all threads."""
+    many = e.nest.rows * e.nest.columns * e.stage.depth >= _MANY
+    return _LANES if many and e.nest.columns % _LANES == 0 else 1
+
+
+def _over_heights(
+    e: ReductionEmitter,
+    parts: _Parts,
+    sums: Buffer,
+    part: Expr,
+    row: Expr,
+    first: Expr,
+    thread: Expr,
+    width: int,
+) -> list[tirx.Stmt]:
+    """Combine a column's sums at all heights, and store that."""
+    total, room = allocate_in("local", 1, e.stage.dtype, "total")
+
+    def add(i: Expr) -> list[tirx.Stmt]:
+        return [accumulate(total, e, load(sums, i * integer(width) + thread))]
+
+    column = first + thread
+    inside = None if e.nest.columns % width == 0 else column < integer(e.nest.columns)
+    position = row * integer(e.nest.columns) + column
+    stored = parts.put(part, position, load(total, integer(0)))
+    begin = store(total, e.reduction.init, integer(0))
+    return [room, begin, loop(_HEIGHT, add), *when(inside, [stored])]
 
 
 def _strided(
@@ -123,19 +157,26 @@ def _strided(
     row: Expr,
     column: Expr,
     stride: int = _HEIGHT,
+    lanes: int = 1,
 ) -> tirx.Stmt:
-    """Add every ``stride``-th element from ``begin`` on, below ``end``."""
+    """Add every ``stride``-th element from ``begin`` on, below ``end``, of ``lanes`` columns."""
 
     def step(i: Expr) -> list[tirx.Stmt]:
         if isinstance(i, tirx.Var):
             e.indexer.bind(i, count)
         depth = e.index(e.stage.depth, "depth")
         at = begin + i * integer(stride)
-        evaluator = e.evaluator(_LANE)
-        value = e.element(evaluator, row, depth, column)
-        return when(
-            at < end, [tirx.Bind(depth, at), *evaluator.take(), accumulate(total, e, value)]
-        )
+
+        def element(position: Expr, lane: Expr) -> list[tirx.Stmt]:
+            evaluator = e.evaluator(_LANE)
+            value = e.element(evaluator, row, depth, position)
+            return [*evaluator.take(), accumulate(total, e, value, lane)]
+
+        if lanes == 1:
+            statements = element(column, integer(0))
+        else:
+            statements = side_by_side(e.indexer, lanes, column, element)
+        return when(at < end, [tirx.Bind(depth, at), *statements])
 
     return loop(count, step)
 

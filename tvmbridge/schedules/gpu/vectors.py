@@ -37,16 +37,17 @@ def side_by_side(
     indexer: Indexer,
     lanes: int,
     position: Expr,
-    element: Callable[[Expr], list[tirx.Stmt]],
+    element: Callable[[Expr, Expr], list[tirx.Stmt]],
 ) -> list[tirx.Stmt]:
-    """``element(position + i)`` for each ``i`` below ``lanes``; ``position`` is a multiple of it.
+    """``element(position + i, i)`` for each ``i`` below ``lanes``, of which ``position`` is a
+    multiple.
 
     A read of ``lanes`` neighbours from a multiple of their size on goes before the loop, as
     vectors, and such a write behind it. Reads within a choice stay: they may lie outside.
     """
     lane = index_var("lane")
     indexer.bind(lane, lanes)
-    body = element(indexer.simplify(position + lane))
+    body = element(indexer.simplify(position + lane), lane)
     mover = _Mover(indexer, lane, lanes, body)
     body = [mover.moved(statement) for statement in body]
     each = tirx.For(lane, integer(0), integer(lanes), tirx.ForKind.UNROLLED, sequence(body))
