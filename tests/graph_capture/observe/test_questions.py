@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tvmbridge import BridgeError, CaptureError, add_tvm_dispatch, dispatch_report
+from tvmbridge.core.assumptions import Question
+from tvmbridge.graph_capture.capture import capture
 
 KNOWN = torch.ones(3)
 
@@ -178,3 +183,37 @@ def test_questions_to_autograd_are_refused(name: str) -> None:
     module = Asking(lambda _, x: bool(getattr(x, name))).train()
     with pytest.raises(CaptureError, match=f"reads {name} of a tensor"):
         add_tvm_dispatch(module, torch.randn(3, requires_grad=True))
+
+
+class Imports(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import imported_by_forward  # type: ignore[import-not-found]
+
+        return x if imported_by_forward.WHOLE else x + 1
+
+
+class Compares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import imported_by_forward
+
+        return x + (2 if imported_by_forward.same(x, x) else 1)
+
+
+def test_what_an_import_runs_is_not_of_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def same(a, b):\n    return a is b\n\n\nWHOLE = same(1, 2)\n"
+    (tmp_path / "imported_by_forward.py").write_text(text)
+    # The whole program may run in an import too.
+    (tmp_path / "imports_all.py").write_text("import builtins\nbuiltins.WHOLE_PROGRAM()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+
+    def whole_program() -> None:
+        for module in (Imports(), Compares()):
+            asks = capture(module.eval(), torch.ones(2)).assumptions.asks
+            found.append(Question.IDENTITY in asks)
+
+    monkeypatch.setattr(builtins, "WHOLE_PROGRAM", whole_program, raising=False)
+    importlib.import_module("imports_all")
+    assert found == [False, True]

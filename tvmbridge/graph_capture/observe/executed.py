@@ -14,7 +14,9 @@ from tvmbridge.graph_capture.observe.names import Names, names_of
 from tvmbridge.graph_capture.trace.callers import calling_python_module
 
 # Of these nothing is read that is not watched, or that may change what is computed.
-_LIBRARIES = frozenset({"functorch", "numpy", "sympy", "torch", "torchgen", "tvm", "tvmbridge"})
+_LIBRARIES = frozenset({"functorch", "mpmath", "numpy", "sympy", "torch", "torchgen", "triton"})
+_LIBRARIES |= {"tvm", "tvmbridge"}
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,11 @@ class Executed:
 def executed_functions(note: Callable[[Executed], None]) -> Iterator[None]:
     """Within it ``note`` gets each function that runs in this thread, before its first run.
 
-    Those of PyTorch, Python's library and the bridge are left out. A profiler rests meanwhile.
+    Those of PyTorch, Python's library and the bridge are left out, and what runs while something is
+    imported: it does not run again. A profiler rests meanwhile.
     """
     known: dict[tuple[int, ...], CodeType] = {}
+    before = _imports_under_way(sys._getframe())
 
     def called(frame: FrameType, event: str, argument: object) -> None:
         code = frame.f_code
@@ -49,12 +53,20 @@ def executed_functions(note: Callable[[Executed], None]) -> Iterator[None]:
         values = frame.f_locals if code.co_freevars else {}
         free = {name: values[name] for name in code.co_freevars if name in values}
         key = (id(code), *map(id, free.values()))
-        if key not in known:
+        if key not in known and _imports_under_way(frame) == before:
             known[key] = code
             note(Executed(code, frame.f_globals, free))
 
     with _profiled(called):
         yield
+
+
+def _imports_under_way(frame: FrameType | None) -> int:
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename == _IMPORTING
+        frame = frame.f_back
+    return count
 
 
 def is_called_by_library(depth: int, passing: str = "") -> bool:
