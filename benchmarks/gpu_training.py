@@ -121,6 +121,7 @@ def held_bytes(steps: int) -> tuple[int, int]:
     for number in range(1, steps + 1):
         step()
         if number in (100, steps):
+            gc.collect()
             held.append(torch.cuda.memory_allocated())
     return held[0], held[1]
 

@@ -87,7 +87,8 @@ def copies(count: int) -> list[Row]:
     }
 
     def apart() -> list[Any]:
-        return [tensor.to(DEVICE, non_blocking=True) for tensor in separate]
+        held = [t for jagged in separate.values() for t in (jagged.indices, jagged.lengths)]
+        return [tensor.to(DEVICE, non_blocking=True) for tensor in held]
 
     def together() -> CombinedFeatures:
         return combined.to(DEVICE, non_blocking=True)
