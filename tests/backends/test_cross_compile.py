@@ -20,9 +20,11 @@ from benchmarks import layers
 from tests.gpu.blocks import LlamaBlock
 from tests.schedules.gpu.emulator import gpu_target, source_of
 from tvmbridge.backends import BACKENDS
+from tvmbridge.backends.cuda.nvrtc import nvrtc
 from tvmbridge.backends.cuda.source import compile_source
 from tvmbridge.compiler.build import COMPILER_CONFIG, fuse
 from tvmbridge.compiler.lowering import lower_module
+from tvmbridge.core.errors import BuildError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.schedules.exact_indices import with_exact_indices
 from tvmbridge.schedules.gpu import schedule_for_gpu
@@ -63,6 +65,20 @@ def test_nvcc_takes_the_source_of_a_bert_layer(arch: str) -> None:
     assert cubin[:4] == b"\x7fELF"
     launched = [launch.kernel for f in functions.values() for launch in f.launches]
     assert all(name.encode() in cubin for name in launched)
+
+
+@pytest.mark.skipif(nvrtc() is None, reason="no run-time compiler of CUDA (NVRTC)")
+def test_nvrtc_takes_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMBRIDGE_CUDA_COMPILER", "nvrtc")
+    module, x = LlamaBlock(64, 4, 19).train().bfloat16(), torch.randn(2, 19, 64).bfloat16()
+    kernels = _kernels(module, x.requires_grad_(), gpu_target())
+    source, functions = source_of(kernels, gpu_target())
+    cubin = compile_source(source, "sm_90")
+    assert cubin[:4] == b"\x7fELF"
+    launched = [launch.kernel for f in functions.values() for launch in f.launches]
+    assert all(name.encode() in cubin for name in launched)
+    with pytest.raises(BuildError, match="refuses the kernels"):
+        compile_source("no program", "sm_90")
 
 
 @pytest.mark.slow

@@ -89,12 +89,13 @@ def test_a_gpu_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_gpu_lacks_is_told_and_leaves_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr("tvmbridge.backends.cuda.source.nvrtc", lambda: None)
     findings = doctor.examine(Machine(gpu=ProbeResult(GPU | {"graphs": False})))
     assert "nvcc" in finding(findings, "CUDA's compiler").advice
     assert finding(findings, "CUDA graphs").status is Status.NOTE
     assert doctor.cpu_path_works(findings)
     found = doctor.verdict(findings)
-    assert found == "The CPU path works, but GPUs need nvcc and pictures need dot."
+    assert found == "The CPU path works, but GPUs need nvcc or NVRTC and pictures need dot."
 
 
 def test_a_wrong_pin_shows_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tvmbridge.backends.cuda.source import cuda_compiler
 from tvmbridge.core import versions
 from tvmbridge.doctor.probes import ALIGNMENT, RESULT_MARK
 
@@ -210,14 +211,15 @@ def _gpu(probe: Probe) -> list[Finding]:
 def _gpu_compiler(facts: dict[str, Any]) -> list[Finding]:
     if not facts["needs_nvcc"]:
         return []
-    path = shutil.which("nvcc")
-    if path is not None:
-        return [Finding("CUDA's compiler", Status.OK, path)]
-    advice = "put the nvcc of a CUDA toolkit on the PATH; without it nothing is compiled for GPUs"
-    lacks = "GPUs need nvcc"
-    return [
-        Finding("CUDA's compiler", Status.WRONG, "nvcc is not on the PATH", advice, lacks=lacks)
-    ]
+    found = cuda_compiler()
+    if found is not None:
+        return [Finding("CUDA's compiler", Status.OK, found)]
+    advice = (
+        "put the nvcc of a CUDA toolkit on the PATH, or pip install nvidia-cuda-nvrtc "
+        "nvidia-cuda-runtime; without either nothing is compiled for GPUs"
+    )
+    lacks = "GPUs need nvcc or NVRTC"
+    return [Finding("CUDA's compiler", Status.WRONG, "there is none", advice, lacks=lacks)]
 
 
 def _cuda_graphs(facts: dict[str, Any]) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import subprocess
 import tempfile
@@ -12,8 +13,10 @@ import torch
 import tvm
 import tvm_ffi
 
+from tvmbridge.backends.cuda.nvrtc import compile_by_nvrtc, nvrtc
 from tvmbridge.core.errors import BuildError
 
+NVRTC = "nvrtc"
 _OPTIONS = ("-O3", "--std=c++17", "-w")
 
 
@@ -38,12 +41,30 @@ def arch_of(device: torch.device | None = None) -> str:
 def compile_source(source: str, arch: str) -> bytes:
     """A cubin of CUDA ``source`` for ``arch`` (``sm_90``).
 
+    By :func:`cuda_compiler`.
+
     Raises:
         BuildError: there is no CUDA compiler, or it refuses the source.
     """
-    compiler = shutil.which("nvcc")
+    compiler = cuda_compiler()
     if compiler is None:
-        raise BuildError("CUDA's compiler (nvcc) is not on the PATH")
+        raise BuildError(
+            "there is no CUDA compiler: put the nvcc of a CUDA toolkit on the PATH, or install "
+            "NVIDIA's run-time compiler (pip install nvidia-cuda-nvrtc nvidia-cuda-runtime)"
+        )
+    return compile_by_nvrtc(source, arch) if compiler == NVRTC else _by_nvcc(compiler, source, arch)
+
+
+def cuda_compiler() -> str | None:
+    """The path of nvcc, or otherwise :data:`NVRTC`; None: there is neither.
+
+    ``TVMBRIDGE_CUDA_COMPILER=nvrtc`` takes that where there is an nvcc.
+    """
+    path = None if os.environ.get("TVMBRIDGE_CUDA_COMPILER") == NVRTC else shutil.which("nvcc")
+    return path if path is not None or nvrtc() is None else NVRTC
+
+
+def _by_nvcc(compiler: str, source: str, arch: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
         file, out = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
         file.write_text(source, encoding="utf-8")
