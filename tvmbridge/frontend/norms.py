@@ -18,6 +18,7 @@ from tvm import relax
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, HALVES, Declined, converts
 from tvmbridge.frontend.running_statistics import moved, moved_as_bfloat16
+from tvmbridge.frontend.saved_statistics import Operand, check, wide, with_statistics
 from tvmbridge.frontend.shapes import shape_of
 from tvmbridge.kernels.dtypes import to_relax_dtype
 
@@ -25,35 +26,10 @@ aten = torch.ops.aten
 
 _DTYPES = FLOATS | HALVES
 
-# On the CPU PyTorch's own kernels are as fast.
-_COMPILED_WITH_STATISTICS = {"cuda"}
-# The operands of backward that are statistics.
-_STATISTICS: dict[Any, slice] = {
-    aten.native_layer_norm_backward.default: slice(3, 5),
-    aten._fused_rms_norm_backward.default: slice(3, 4),
-}
-
-Operand = fx.Node | None
-
-
-def _check(node: fx.Node, *operands: Operand, unread: Sequence[int]) -> None:
-    """Decline mixed dtypes, and results that are saved for a backward and read after all."""
-    dtypes = {n.meta["val"].dtype for n in operands if n is not None}
-    if len(dtypes) > 1:
-        raise Declined("a norm of several dtypes")
-    if unread and any(user.args[1] in unread for user in node.users):
-        raise Declined("a norm whose saved statistics are read")
-
-
-def _wide(x: fx.Node) -> torch.dtype:
-    """The dtype that a norm is computed in: some of Relax's norms have no half precision."""
-    dtype: torch.dtype = x.meta["val"].dtype
-    return torch.float32 if dtype in HALVES else dtype
-
 
 def _narrow(ctx: Importer, value: relax.Expr, x: fx.Node) -> relax.Expr:
-    """A result computed in ``_wide(x)`` in the dtype of ``x``."""
-    return ctx.cast(value, _wide(x), x.meta["val"].dtype)
+    """A result computed in ``wide(x)`` in the dtype of ``x``."""
+    return ctx.cast(value, wide(x), x.meta["val"].dtype)
 
 
 def _parameter(
@@ -85,9 +61,9 @@ def _native_layer_norm(
     bias: Operand,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, x, weight, bias, unread=())
+    check(node, x, weight, bias, unread=())
     if any(user.args[1] for user in node.users):
-        return _with_statistics(ctx, node, x)
+        return with_statistics(ctx, node, x)
     gamma, beta = _affine(ctx, weight, bias, normalized_shape, x.meta["val"].dtype)
     rank = len(shape_of(x))
     axes = list(range(rank - len(normalized_shape), rank))
@@ -95,51 +71,6 @@ def _native_layer_norm(
         ctx.value(x), gamma, beta, axes, eps, center=bias is not None, scale=weight is not None
     )
     return ctx.emit(normed), None, None
-
-
-@converts(aten.native_layer_norm_backward.default, dtypes=_DTYPES)
-def _native_layer_norm_backward(
-    ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any
-) -> Any:
-    operands = [n for n in node.all_input_nodes if n.meta["val"].dtype != _wide(x)]
-    _check(node, x, *operands, unread=())
-    return _with_statistics(ctx, node, x)
-
-
-@converts(aten._fused_rms_norm.default, dtypes=_DTYPES)
-def _fused_rms_norm(
-    ctx: Importer,
-    node: fx.Node,
-    x: fx.Node,
-    normalized_shape: Sequence[int],
-    weight: Operand,
-    eps: float | None,
-) -> Any:
-    _check(node, x, weight, unread=())
-    return _with_statistics(ctx, node, x)
-
-
-@converts(aten._fused_rms_norm_backward.default, dtypes=_DTYPES)
-def _fused_rms_norm_backward(
-    ctx: Importer, node: fx.Node, grad_out: fx.Node, x: fx.Node, *_: Any
-) -> Any:
-    operands = [n for n in node.all_input_nodes if n.meta["val"].dtype != _wide(x)]
-    _check(node, x, *operands, unread=())
-    return _with_statistics(ctx, node, x)
-
-
-def _with_statistics(ctx: Importer, node: fx.Node, x: fx.Node) -> Any:
-    """A layer norm, or its backward, whose mean and deviation are in the dtype of the sums."""
-    if x.meta["val"].device.type not in _COMPILED_WITH_STATISTICS:
-        raise Declined("a norm whose saved statistics are read")
-    read = _STATISTICS.get(node.target)
-    if read is None:
-        dtypes = {value.dtype for value in node.meta["val"][1:]}
-    else:
-        dtypes = {n.meta["val"].dtype for n in node.args[read] if isinstance(n, fx.Node)}
-    if dtypes != {_wide(x)} or not math.prod(shape_of(x)):
-        raise Declined("statistics of another dtype, or of nothing")
-    return ctx.compiled_call(node)
 
 
 @converts(aten.rms_norm.default, dtypes=_DTYPES)
@@ -151,7 +82,7 @@ def _rms_norm(
     weight: Operand = None,
     eps: float | None = None,
 ) -> relax.Expr:
-    _check(node, x, weight, unread=())
+    check(node, x, weight, unread=())
     dtype = x.meta["val"].dtype
     if eps is None:
         eps = torch.finfo(torch.float32 if dtype in HALVES else dtype).eps
@@ -174,10 +105,10 @@ def _native_group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, x, weight, bias, unread=(1, 2))
-    gamma, beta = _affine(ctx, weight, bias, [channels], _wide(x))
+    check(node, x, weight, bias, unread=(1, 2))
+    gamma, beta = _affine(ctx, weight, bias, [channels], wide(x))
     normed = relax.op.nn.group_norm(
-        ctx.tensor(x, _wide(x)),
+        ctx.tensor(x, wide(x)),
         gamma,
         beta,
         groups,
@@ -202,7 +133,7 @@ def _batch_norm_in_inference(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, x, weight, bias, mean, variance, unread=(1, 2))
+    check(node, x, weight, bias, mean, variance, unread=(1, 2))
     normed, _, _ = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
     return _narrow(ctx, normed, x), None, None
 
@@ -218,7 +149,7 @@ def _batch_norm_without_statistics(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, x, weight, bias, unread=(1, 2))
+    check(node, x, weight, bias, unread=(1, 2))
     if not training:
         raise Declined("batch norm without any statistics")
     if shape_of(x)[0] == 1 and len(shape_of(x)) > 2:
@@ -240,7 +171,7 @@ def _batch_norm_in_training(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, x, weight, bias, mean, variance, unread=(1, 2))
+    check(node, x, weight, bias, mean, variance, unread=(1, 2))
     if not training:
         normed, _, _ = _batch_norm(ctx, x, weight, bias, eps, (mean, variance))
         return _narrow(ctx, normed, x), None, None, ctx.value(mean), ctx.value(variance)
@@ -256,9 +187,9 @@ def _batch_norm_in_training(
             None,
             *moved_as_bfloat16(ctx, (mean, variance), (batch_mean, biased), count, momentum),
         )
-    unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), _wide(x))))
+    unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), wide(x))))
     statistics = [
-        _narrow(ctx, moved(ctx, ctx.tensor(old, _wide(x)), new, momentum, _wide(x)), x)
+        _narrow(ctx, moved(ctx, ctx.tensor(old, wide(x)), new, momentum, wide(x)), x)
         for old, new in ((mean, batch_mean), (variance, unbiased))
     ]
     return _narrow(ctx, y, x), None, None, *statistics
@@ -276,7 +207,7 @@ def _batch_norm_with_update(
     momentum: float,
     eps: float,
 ) -> tuple[Any, ...]:
-    _check(node, unread=(3,))
+    check(node, unread=(3,))
     y, *saved, new_mean, new_variance = _batch_norm_in_training(
         ctx, node, x, weight, bias, mean, variance, True, momentum, eps
     )
@@ -291,12 +222,12 @@ def _batch_norm(
     eps: float,
     statistics: tuple[fx.Node, fx.Node] | None,
 ) -> tuple[relax.Expr, relax.Expr, relax.Expr]:
-    """``(y, mean, biased variance)`` in ``_wide(x)``, by the batch's statistics or those given.
+    """``(y, mean, biased variance)`` in ``wide(x)``, by the batch's statistics or those given.
 
     A momentum of 1 asks for the batch's own mean and variance: PyTorch moves the unbiased
     variance, Relax the biased one.
     """
-    dtype, channels = _wide(x), [shape_of(x)[1]]
+    dtype, channels = wide(x), [shape_of(x)[1]]
     gamma, beta = _affine(ctx, weight, bias, channels, dtype)
     given = statistics or (None, None)
     mean, variance = _affine(ctx, given[1], given[0], channels, dtype)[::-1]
@@ -323,9 +254,9 @@ def _instance_norm(
     ctx: Importer, x: fx.Node, weight: Operand, bias: Operand, eps: float
 ) -> relax.Expr:
     """Batch norm of one sample: PyTorch makes a channel of every channel of every sample."""
-    gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], _wide(x))
+    gamma, beta = _affine(ctx, weight, bias, [shape_of(x)[1]], wide(x))
     normed = relax.op.nn.instance_norm(
-        ctx.tensor(x, _wide(x)),
+        ctx.tensor(x, wide(x)),
         gamma,
         beta,
         1,
