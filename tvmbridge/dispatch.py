@@ -20,7 +20,6 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, SpecializationReport
-from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
@@ -120,7 +119,7 @@ def add_tvm_dispatch(
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
         if dynamic_shapes == "auto":
-            dispatcher.any_size = AnySize(dispatcher.compiler)
+            dispatcher.serve_any_size()
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
@@ -253,7 +252,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
         for mode, entry in specialization.compiled()
     ]
     return DispatchReport(
-        tvm_calls=sum(r.calls for r in reports),
+        tvm_calls=dispatcher.served(),
         fallbacks=dict(dispatcher.tally.counts),
         examples=dict(dispatcher.tally.examples),
         dropped=dispatcher.dropped,

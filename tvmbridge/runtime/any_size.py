@@ -12,9 +12,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -48,6 +48,8 @@ _MOST_FAMILIES = 4
 # What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
+Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
+
 
 class Family:
     """Calls that differ from a sample in the sizes of symbolic dimensions alone.
@@ -58,6 +60,7 @@ class Family:
         symbols: its symbolic dimensions.
         seen: the sizes that calls had so far, the sample's among them.
         shapes: those of the tensors of the call that it was made for.
+        retire: called with the entries that it keeps no longer.
     """
 
     def __init__(
@@ -67,7 +70,9 @@ class Family:
         symbols: Symbols,
         seen: Sequence[Point],
         shapes: Shapes,
+        retire: Retire,
     ) -> None:
+        self.retire = retire
         self.compiler = compiler
         self.signature = signature
         self.symbols = symbols
@@ -91,7 +96,8 @@ class Family:
             found.family = partial(self.entry, point)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:
-                self.instances.popitem(last=False)
+                _, oldest = self.instances.popitem(last=False)
+                self.retire(entry for _, entry in oldest.compiled())
         self.instances.move_to_end(point)
         return found
 
@@ -231,10 +237,12 @@ class AnySize:
 
     Args:
         compiler: of the module.
+        retire: called with the entries that are kept no longer.
     """
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, retire: Retire) -> None:
         self.compiler = compiler
+        self.retire = retire
         self.families: list[Family] = []
         self._lock = threading.Lock()
 
@@ -279,9 +287,11 @@ class AnySize:
             if symbols is None or not symbols.dimensions:
                 continue
             seen = [symbols.point_of(dict(call)) for call in calls]
-            family = Family(self.compiler, signature, symbols, seen, shapes)
+            family = Family(self.compiler, signature, symbols, seen, shapes, self.retire)
             found = family.instance(matched)
             if found is not None:
                 self.families = [*(f for f in self.families if f not in earlier), family]
+                instances = [i for f in earlier for i in f.instances.values()]
+                self.retire(entry for i in instances for _, entry in i.compiled())
                 return found
         return None
