@@ -16,11 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-import torch
-
 from tvmbridge.core.errors import BridgeError, BuildError, CaptureError, first_line
-from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.relations import Relations, relations_of
+from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
@@ -134,7 +132,7 @@ class Family:
             raise BuildError(
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
             )
-        broken = code.relations.broken(_shapes(matched.leaves))
+        broken = code.relations.broken(shapes_of(matched.arguments))
         if broken is not None:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
@@ -169,7 +167,7 @@ class Family:
         dimensions = [d for group in symbols.dimensions for d in group]
         # Of equal sizes torch.export would make one symbol.
         apart = tuple(n + i for i, n in enumerate(self._most))
-        relations = relations_of(
+        trace = traced_with_symbols(
             compiler.module,
             *symbols.probe(args, kwargs, apart),
             dimensions,
@@ -179,8 +177,8 @@ class Family:
         return compile_symbolic(
             compiler.module,
             partial(symbols.probe, args, kwargs),
-            self._points(relations, (args, kwargs)),
-            relations,
+            self._points(trace.relations, (args, kwargs)),
+            trace,
             needs_grad=mode.needs_grad,
             target=compiler.target,
             options=compiler.options,
@@ -204,7 +202,7 @@ class Family:
             if points is None:
                 break
             probes = (self.symbols.probe(*sample, point) for point in points.all)
-            shapes = (_shapes(pytree.tree_leaves(probe)) for probe in probes)
+            shapes = map(shapes_of, probes)
             broken = next(filter(None, map(relations.broken, shapes)), None)
             if broken is None:
                 return points
@@ -226,10 +224,6 @@ class Family:
                 compiler.packing.claim(names)
             self._tried.append(code)
         return entry
-
-
-def _shapes(leaves: Sequence[Any]) -> dict[int, Sequence[int]]:
-    return {i: t.shape for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
 
 
 class AnySize:
