@@ -23,7 +23,9 @@ class Attention(nn.Module):
         rows, length, _ = x.shape
         q, k, v = self.project(x).view(rows, length, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
         mask = torch.ones(length, length).tril() / length
-        return ((q @ k.mT + mask) @ v)[:, :, : length - 1].reshape(rows, -1), torch.rand(rows, length)
+        return ((q @ k.mT + mask) @ v)[:, :, : length - 1].reshape(rows, -1), torch.rand(
+            rows, length
+        )
 
 
 class Marked(nn.Module):
@@ -59,15 +61,15 @@ def test_graphs_are_those_of_a_trace_of_the_size(size: tuple[int, int]) -> None:
     assert found is not None
     assert (found.inputs, found.outputs) == (expected.inputs, expected.outputs)
     assert found.noise == expected.noise
-    graphs = [[repr((n, n.target, n.args, n.kwargs)) for n in g.program.graph.nodes]
-              for g in (found, expected)]  # fmt: skip
-    assert graphs[0] == graphs[1]
     for node, other in zip(found.program.graph.nodes, expected.program.graph.nodes, strict=True):
-        values = [n.meta.get("val") for n in (node, other)]
-        if isinstance(values[0], torch.Tensor):
-            assert [(v.shape, v.stride(), v.dtype) for v in values[:1]] == [
-                (v.shape, v.stride(), v.dtype) for v in values[1:]
-            ]
+        assert _told(node) == _told(other)
+
+
+def _told(node: torch.fx.Node) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        value = value.shape, value.stride(), value.dtype
+    return repr((node, node.target, node.args, node.kwargs, value))
 
 
 @pytest.mark.parametrize("module", [Marked(), Counted()])

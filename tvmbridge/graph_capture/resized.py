@@ -99,7 +99,7 @@ def resized(
     for node, other in zip(given, of_sizes, strict=True):
         _refuse_other(node, other, known, partners)
         partners[other] = node
-        args, kwargs = pytree.tree_map(lambda v: _at(v, wanted, made), (other.args, other.kwargs))
+        args, kwargs = _arguments(other, wanted, made)
         copied = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         copied.name = node.name  # that of an argument may be one of Python's
         copied.meta = dict(node.meta)
@@ -159,12 +159,19 @@ def _refuse_other(
         raise OtherProgramError(f"{other.op} stands for {node.op} {node.name}")
     if node.op != "output" and node.op != "placeholder" and node.target != other.target:
         raise OtherProgramError(f"{other.target} stands for {node.target}")
-    arguments = pytree.tree_map(lambda v: _at(v, known, partners), (other.args, other.kwargs))
+    arguments = _arguments(other, known, partners)
     if pytree.tree_map(repr, arguments) != pytree.tree_map(repr, (node.args, node.kwargs)):
         raise OtherProgramError(f"{node.name} has other arguments with symbols")
     values = [pytree.tree_map(known.of, each.meta.get("val")) for each in (node, other)]
     if values[0] != values[1]:
         raise OtherProgramError(f"{node.name} is {values[1]} with symbols, and not {values[0]}")
+
+
+def _arguments(node: fx.Node, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+    given = node.args
+    if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
+        given = (*given[:2], 0, *given[3:])  # as a trace without symbols spells it
+    return pytree.tree_map(lambda v: _at(v, sizes, nodes), (given, node.kwargs))
 
 
 def _at(value: Any, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
