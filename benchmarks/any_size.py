@@ -76,7 +76,13 @@ def trainer() -> Iterator[Row]:
     def run(dispatched: bool) -> tuple[list[float], float, list[Row]]:
         torch.manual_seed(0)
         model = BertForSequenceClassification(
-            BertConfig(1000, 128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256)
+            BertConfig(
+                vocab_size=1000,
+                hidden_size=128,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                intermediate_size=256,
+            )
         )
         if dispatched:
             add_tvm_dispatch(model, dynamic_shapes="auto")

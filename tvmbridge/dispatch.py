@@ -62,8 +62,9 @@ def add_tvm_dispatch(
             None leaves what an earlier dispatch of the module has set.
         dynamic_shapes: ``"auto"``: calls that differ from a sample in sizes alone are served by
             symbolic code, which is compiled once, at the first such call: the dimensions that
-            changed become symbols. Sizes of 0 and 1, and those that forward treats in another
-            way, run the module's own forward. None, the default: code serves the sizes of samples.
+            changed become symbols, with the rows of a batch. Sizes of 0 and 1, and those that
+            forward treats in another way, run the module's own forward. None, the default: code
+            serves the sizes of samples.
         freeze: the parameters and buffers of now are constants: what depends on them alone is
             computed once, batch norm goes into convolutions, weights of products are packed for
             the fastest library. For modules in eval mode on the CPU, called where autograd records

@@ -75,6 +75,8 @@ class Family:
         self.signature = signature
         self.symbols = symbols
         self.shapes = shapes
+        # More is symbolic than has changed; and there is no code for that.
+        self.guessed = self.refused = False
         self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
@@ -85,7 +87,8 @@ class Family:
     def instance(self, matched: Matched) -> Specialization | None:
         """The specialisation for a call; None: other dimensions than the symbols differ."""
         point = self.symbols.point(matched.leaves)
-        if point is None or not self._differs_in_symbols(matched.leaves):
+        sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
+        if point is None or not self.symbols.are_all(sample, matched.leaves):
             return None
         found = self.instances.get(point)
         if found is None:
@@ -98,16 +101,6 @@ class Family:
                 self.retire(entry for _, entry in oldest.compiled())
         self.instances.move_to_end(point)
         return found
-
-    def _differs_in_symbols(self, leaves: Sequence[Any]) -> bool:
-        symbolic = {d for dimensions in self.symbols.dimensions for d in dimensions}
-        return all(
-            len(shape) == leaves[i].dim()
-            and all(
-                (i, d) in symbolic or size == leaves[i].shape[d] for d, size in enumerate(shape)
-            )
-            for i, shape, *_ in self.signature.tensors
-        )
 
     def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
         """Code for a call with the sizes ``point``.
@@ -127,6 +120,7 @@ class Family:
                 for instance in self.instances.values():
                     instance.failures.clear()
         if isinstance(code, str):
+            self.refused = self.guessed
             raise BuildError(code)
         if not code.points.hold(point):
             raise BuildError(
@@ -238,6 +232,7 @@ class AnySize:
         self.compiler = compiler
         self.retire = retire
         self.families: list[Family] = []
+        self._guesses = True
         self._lock = threading.Lock()
 
     def specialization(
@@ -257,6 +252,8 @@ class AnySize:
 
     def _of_family(self, args: Any, kwargs: Any) -> Specialization | None:
         for family in self.families:
+            if family.refused:
+                continue
             matched = family.signature.match(args, kwargs, any_size=True)
             found = None if isinstance(matched, Mismatch) else family.instance(matched)
             if found is not None:
@@ -280,8 +277,13 @@ class AnySize:
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions:
                 continue
+            # The last batch of an epoch has fewer rows: a symbol for them saves compiling again.
+            self._guesses &= not any(f.refused for f in earlier)
+            guessed = symbols.with_rows(shapes) if self._guesses else None
+            symbols = guessed or symbols
             seen = [symbols.point_of(dict(call)) for call in calls]
             family = Family(self.compiler, signature, symbols, seen, shapes, self.retire)
+            family.guessed = guessed is not None
             found = family.instance(matched)
             if found is not None:
                 self.families = [*(f for f in self.families if f not in earlier), family]
