@@ -20,7 +20,6 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, SpecializationReport
-from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
@@ -63,8 +62,9 @@ def add_tvm_dispatch(
             None leaves what an earlier dispatch of the module has set.
         dynamic_shapes: ``"auto"``: calls that differ from a sample in sizes alone are served by
             symbolic code, which is compiled once, at the first such call: the dimensions that
-            changed become symbols. Sizes of 0 and 1, and those that forward treats in another
-            way, run the module's own forward. None, the default: code serves the sizes of samples.
+            changed become symbols, with the rows of a batch. Sizes of 0 and 1, and those that
+            forward treats in another way, run the module's own forward. None, the default: code
+            serves the sizes of samples.
         freeze: the parameters and buffers of now are constants: what depends on them alone is
             computed once, batch norm goes into convolutions, weights of products are packed for
             the fastest library. For modules in eval mode on the CPU, called where autograd records
@@ -120,7 +120,7 @@ def add_tvm_dispatch(
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
         if dynamic_shapes == "auto":
-            dispatcher.any_size = AnySize(dispatcher.compiler)
+            dispatcher.serve_any_size()
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
@@ -253,7 +253,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
         for mode, entry in specialization.compiled()
     ]
     return DispatchReport(
-        tvm_calls=sum(r.calls for r in reports),
+        tvm_calls=dispatcher.served(),
         fallbacks=dict(dispatcher.tally.counts),
         examples=dict(dispatcher.tally.examples),
         dropped=dispatcher.dropped,

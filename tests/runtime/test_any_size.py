@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.runtime import any_size
 
 Sizes = Sequence[tuple[int, ...]]
 
@@ -162,6 +163,49 @@ def test_parameters_stay_live_and_copies_have_code_of_their_own() -> None:
         expected = nn.functional.linear(x, each.weight, each.bias)
         torch.testing.assert_close(each(x), expected)
         assert dispatch_report(each).tvm_calls > 0
+
+
+class Eight(nn.Module):
+    """Demands eight rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(8, -1).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("module", "last", "compilations", "served"),
+    [(nn.Softmax(-1), (5, 12), 1, 4), (Eight(), (8, 14), 2, 3)],
+)
+def test_rows_are_symbolic_with_the_first_size_that_changes_where_they_may_be(
+    module: nn.Module,
+    last: tuple[int, int],
+    compilations: int,
+    served: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, genuine = [], any_size.Family._compile
+    monkeypatch.setattr(
+        any_size.Family, "_compile", lambda *given: compiled.append(1) or genuine(*given)
+    )
+    plain = copy.deepcopy(module).eval()
+    add_tvm_dispatch(module.eval(), torch.randn(8, 10), dynamic_shapes="auto", on_fallback="silent")
+    for shape in ((8, 10), (8, 12), (8, 11), last):
+        x = torch.randn(shape)
+        torch.testing.assert_close(module(x), plain(x))
+    assert (len(compiled), dispatch_report(module).tvm_calls) == (compilations, served)
+
+
+def test_calls_of_code_that_gave_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(any_size, "_MOST_INSTANCES", 2)
+    module = nn.Linear(4, 2).eval()
+    add_tvm_dispatch(module, torch.randn(3, 5, 4), dynamic_shapes="auto")
+    # The second dimension to change makes code that takes the place of that for the first alone.
+    shapes = [(3, 5), (6, 5), (6, 5), (8, 5), (9, 5), (9, 7), (6, 5), (6, 5)]
+    for shape in shapes:
+        module(torch.randn(*shape, 4))
+    report = dispatch_report(module)
+    assert report.tvm_calls == len(shapes), report.fallbacks
+    assert sum(s.calls for s in report.specializations) < len(shapes)
 
 
 def test_without_the_option_other_sizes_run_in_eager() -> None:

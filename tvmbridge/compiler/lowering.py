@@ -19,14 +19,33 @@ from tvmbridge.compiler.split import SplitModule, split
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import CapturedGraph, PassRecord
-from tvmbridge.differentiation.facts import NothingToDifferentiateError, refuse_other_draws
+from tvmbridge.differentiation.facts import (
+    GradientFacts,
+    NothingToDifferentiateError,
+    refuse_other_draws,
+)
 from tvmbridge.differentiation.joint import Derivation, derive
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
 from tvmbridge.graph_capture.memory.layouts import output_layouts
-from tvmbridge.graph_capture.observe.staging import staged
+from tvmbridge.graph_capture.observe.staging import Stage, staged
 from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a module from compiling it for other sizes, and true of these as well.
+
+    ``captured`` is its graph for these sizes.
+    """
+
+    stage: Stage | None = None
+    captured: CapturedGraph | None = None
+    facts: GradientFacts | None = None
+
+
+NOTHING_KNOWN = Known()
 
 
 @dataclass(frozen=True)
@@ -70,6 +89,7 @@ def lower_module(
     packing: Packing | None = None,
     apart: bool = True,
     autocast: Autocast = (),
+    known: Known = NOTHING_KNOWN,
 ) -> LoweredModule:
     """Capture ``module`` and run the graph passes, up to the functions that are built.
 
@@ -80,6 +100,7 @@ def lower_module(
         packing: says which parameters may be moved to lie side by side; None: none of them.
         apart: trace a stand-in, so that other threads may run the module meanwhile.
         autocast: under which forward is called.
+        known: what is not to be found out again.
 
     Raises:
         CaptureError, UnsupportedOperatorError, PassError: the stage that failed.
@@ -87,14 +108,16 @@ def lower_module(
     """
     passes = [*options.extra_passes, *passes]
     with measure("capture"):
-        stage = staged(module, args, kwargs, needs_grad, apart=apart, autocast=autocast)
+        stage = known.stage or staged(
+            module, args, kwargs, needs_grad, apart=apart, autocast=autocast
+        )
         stage = replace(stage, fx_passes=options.fx_passes)
-        captured = capture_staged(stage, args, kwargs, needs_grad, records)
+        captured = known.captured or capture_staged(stage, args, kwargs, needs_grad, records)
         resolved = resolve_target(target, captured.device)
     derivation = None
     if needs_grad:
         with measure("differentiate"), suppress(NothingToDifferentiateError):
-            derivation = derive(stage.module, args, kwargs, captured, options, records)
+            derivation = derive(stage.module, args, kwargs, captured, options, records, known.facts)
     if derivation is not None:
         with measure("split"):
             combining = Combining.of(derivation.captured, packing, options, records)
@@ -103,8 +126,9 @@ def lower_module(
         mod, num_outputs = parts.mod, parts.num_outputs
     else:
         with measure("import"):
-            # Export drops draws that nothing reads, in evaluation too.
-            refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
+            if known.captured is None:
+                # Export drops draws that nothing reads, in evaluation too.
+                refuse_other_draws(Rehearsal(stage.module, args, kwargs, captured))
             imported = import_graph(captured)
         with measure("passes"):
             combining = Combining.of(captured, packing, options, records)

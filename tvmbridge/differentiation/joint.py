@@ -27,8 +27,9 @@ class Derivation:
     ``captured`` is the captured graph with the noise that the joint function takes; ``source`` is
     ``"relax"`` or ``"aot"``, and ``reason`` says why it is ``aot`` (empty for ``relax``).
     ``layouts`` are those of the gradients that eager PyTorch does not return contiguous, by number.
-    ``traced`` is the graph that was recorded from PyTorch's autograd (None for ``relax``); its
-    placeholders are the inputs and the state, the cotangents, and the draws in program order.
+    ``facts`` are those of the rehearsal. ``traced`` is the graph that was recorded from PyTorch's
+    autograd (None for ``relax``); its placeholders are the inputs and the state, the cotangents,
+    and the draws in program order.
     """
 
     joint: JointModule
@@ -37,6 +38,7 @@ class Derivation:
     source: str
     reason: str
     layouts: Mapping[int, Layout]
+    facts: GradientFacts
     traced: fx.GraphModule | None = None
 
 
@@ -47,11 +49,13 @@ def derive(
     captured: CapturedGraph,
     options: CompileOptions,
     records: list[PassRecord],
+    facts: GradientFacts | None = None,
 ) -> Derivation:
     """The joint function of a captured module, from the source that ``options.joint`` names.
 
     ``auto`` takes TVM's Gradient where the captured graph says all that PyTorch knows of the
-    gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives.
+    gradient and every operator has an admitted rule, otherwise PyTorch's own derivatives. With
+    ``facts`` given, forward is not rehearsed for them.
 
     Raises:
         NothingToDifferentiateError: no computed output requires a gradient.
@@ -59,7 +63,7 @@ def derive(
             message says why.
     """
     rehearsal = Rehearsal(module, args, kwargs, captured)
-    facts = gradient_facts(rehearsal)
+    facts = facts or gradient_facts(rehearsal)
     if options.joint == "aot":
         return _by_autograd(rehearsal, facts, "asked for", records)
     reason = "; ".join(facts.lost) or _complex_reason(captured)
@@ -101,7 +105,7 @@ def _by_relax(
         )
     given = sum(d.kind is not InputKind.CONSTANT for d in captured.inputs)
     joint = replace(joint, gradient_reads=facts.gradient_reads, drawn=joint.primals[given:])
-    return Derivation(joint, captured, imported, "relax", "", facts.layouts)
+    return Derivation(joint, captured, imported, "relax", "", facts.layouts, facts)
 
 
 def _by_autograd(
@@ -110,4 +114,4 @@ def _by_autograd(
     traced = trace_joint(rehearsal, facts, records)
     captured = replace(rehearsal.captured, noise=traced.noise)
     joint, imported, graph = traced.joint, traced.imported, traced.graph
-    return Derivation(joint, captured, imported, "aot", reason, facts.layouts, graph)
+    return Derivation(joint, captured, imported, "aot", reason, facts.layouts, facts, graph)

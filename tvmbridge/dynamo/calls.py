@@ -15,7 +15,6 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.dynamo.graphs import DynamoGraph
-from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.dispatcher import Dispatcher
 
 # After so many calls the code for tensors that none of them came with is let go.
@@ -93,7 +92,7 @@ class CompiledGraph:
         dispatcher.compiler = replace(dispatcher.compiler, instead=self._instead)
         dispatcher.compiles_signatures = True
         if self.graph.symbolic:
-            dispatcher.any_size = AnySize(dispatcher.compiler)
+            dispatcher.serve_any_size()
         like = next(iter(self._known.values()), None)
         if like is not None:
             _share(like.dispatcher, dispatcher)

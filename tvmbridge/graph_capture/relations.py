@@ -13,13 +13,8 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import nn
 
-from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.graph_capture.capture import export_with_symbols
-from tvmbridge.graph_capture.observe.refusal import first_paragraph
-from tvmbridge.graph_capture.observe.staging import staged
 
 # Without a bound of its own a size may be anything.
 _UNBOUNDED = 1 << 40
@@ -39,12 +34,7 @@ class Relations:
 
     def broken(self, sizes: Mapping[int, Sequence[int]]) -> str | None:
         """Which relation does not hold for arguments of these sizes; None: all do."""
-        known: dict[Any, int] = {}
-        for leaf, shape in self.shapes.items():
-            for expression, size in zip(shape, sizes[leaf], strict=True):
-                if isinstance(expression, sympy.Symbol):
-                    known.setdefault(expression, size)
-        self._follow_equations(known)
+        known = self.symbols(sizes)
         for leaf, shape in self.shapes.items():
             for expression, size in zip(shape, sizes[leaf], strict=True):
                 if int(_at(expression, known)) != size:
@@ -56,6 +46,16 @@ class Relations:
             if _at(guard, known) != sympy.true:
                 return f"not {guard}"
         return None
+
+    def symbols(self, sizes: Mapping[int, Sequence[int]]) -> dict[Any, int]:
+        """The symbols for arguments of these sizes."""
+        known: dict[Any, int] = {}
+        for leaf, shape in self.shapes.items():
+            for expression, size in zip(shape, sizes[leaf], strict=True):
+                if isinstance(expression, sympy.Symbol):
+                    known.setdefault(expression, size)
+        self._follow_equations(known)
+        return known
 
     def _follow_equations(self, known: dict[Any, int]) -> None:
         """Add symbols of which a guard says what they are equal to."""
@@ -74,34 +74,6 @@ class Relations:
     def is_symbolic(self, leaf: int, dimension: int) -> bool:
         """Whether a dimension is a symbol: otherwise forward demands its size."""
         return isinstance(self.shapes[leaf][dimension], sympy.Symbol)
-
-
-def relations_of(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    dimensions: Sequence[tuple[int, int]],
-    *,
-    needs_grad: bool,
-    autocast: Autocast = (),
-) -> Relations:
-    """Those of ``module``, where ``dimensions`` (numbers of leaf and dimension) are symbolic.
-
-    Raises:
-        CaptureError: it cannot be traced so.
-    """
-    symbolic: dict[int, dict[int, Any]] = {}
-    for leaf, number in dimensions:
-        symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
-    stage = staged(module, args, kwargs, needs_grad, autocast=autocast)
-    try:
-        program = export_with_symbols(stage, args, kwargs, needs_grad, symbolic)
-    except Exception as error:
-        raise CaptureError(
-            f"torch.export cannot trace {type(module).__name__} with symbolic sizes: "
-            f"{first_paragraph(error)}"
-        ) from error
-    return relations_in(program)
 
 
 def relations_in(program: Any) -> Relations:

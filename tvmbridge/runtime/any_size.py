@@ -12,15 +12,13 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-import torch
+from typing import Any, TypeAlias
 
 from tvmbridge.core.errors import BridgeError, BuildError, CaptureError, first_line
-from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.relations import Relations, relations_of
+from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
@@ -48,6 +46,8 @@ _MOST_FAMILIES = 4
 # What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
+Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
+
 
 class Family:
     """Calls that differ from a sample in the sizes of symbolic dimensions alone.
@@ -58,6 +58,7 @@ class Family:
         symbols: its symbolic dimensions.
         seen: the sizes that calls had so far, the sample's among them.
         shapes: those of the tensors of the call that it was made for.
+        retire: called with the entries that it keeps no longer.
     """
 
     def __init__(
@@ -67,11 +68,15 @@ class Family:
         symbols: Symbols,
         seen: Sequence[Point],
         shapes: Shapes,
+        retire: Retire,
     ) -> None:
+        self.retire = retire
         self.compiler = compiler
         self.signature = signature
         self.symbols = symbols
         self.shapes = shapes
+        # More is symbolic than has changed; and there is no code for that.
+        self.guessed = self.refused = False
         self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
@@ -82,7 +87,8 @@ class Family:
     def instance(self, matched: Matched) -> Specialization | None:
         """The specialisation for a call; None: other dimensions than the symbols differ."""
         point = self.symbols.point(matched.leaves)
-        if point is None or not self._differs_in_symbols(matched.leaves):
+        sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
+        if point is None or not self.symbols.are_all(sample, matched.leaves):
             return None
         found = self.instances.get(point)
         if found is None:
@@ -91,19 +97,10 @@ class Family:
             found.family = partial(self.entry, point)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:
-                self.instances.popitem(last=False)
+                _, oldest = self.instances.popitem(last=False)
+                self.retire(entry for _, entry in oldest.compiled())
         self.instances.move_to_end(point)
         return found
-
-    def _differs_in_symbols(self, leaves: Sequence[Any]) -> bool:
-        symbolic = {d for dimensions in self.symbols.dimensions for d in dimensions}
-        return all(
-            len(shape) == leaves[i].dim()
-            and all(
-                (i, d) in symbolic or size == leaves[i].shape[d] for d, size in enumerate(shape)
-            )
-            for i, shape, *_ in self.signature.tensors
-        )
 
     def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
         """Code for a call with the sizes ``point``.
@@ -123,12 +120,13 @@ class Family:
                 for instance in self.instances.values():
                     instance.failures.clear()
         if isinstance(code, str):
+            self.refused = self.guessed
             raise BuildError(code)
         if not code.points.hold(point):
             raise BuildError(
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
             )
-        broken = code.relations.broken(_shapes(matched.leaves))
+        broken = code.relations.broken(shapes_of(matched.arguments))
         if broken is not None:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
@@ -163,7 +161,7 @@ class Family:
         dimensions = [d for group in symbols.dimensions for d in group]
         # Of equal sizes torch.export would make one symbol.
         apart = tuple(n + i for i, n in enumerate(self._most))
-        relations = relations_of(
+        trace = traced_with_symbols(
             compiler.module,
             *symbols.probe(args, kwargs, apart),
             dimensions,
@@ -173,8 +171,8 @@ class Family:
         return compile_symbolic(
             compiler.module,
             partial(symbols.probe, args, kwargs),
-            self._points(relations, (args, kwargs)),
-            relations,
+            self._points(trace.relations, (args, kwargs)),
+            trace,
             needs_grad=mode.needs_grad,
             target=compiler.target,
             options=compiler.options,
@@ -198,7 +196,7 @@ class Family:
             if points is None:
                 break
             probes = (self.symbols.probe(*sample, point) for point in points.all)
-            shapes = (_shapes(pytree.tree_leaves(probe)) for probe in probes)
+            shapes = map(shapes_of, probes)
             broken = next(filter(None, map(relations.broken, shapes)), None)
             if broken is None:
                 return points
@@ -222,20 +220,19 @@ class Family:
         return entry
 
 
-def _shapes(leaves: Sequence[Any]) -> dict[int, Sequence[int]]:
-    return {i: t.shape for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
-
-
 class AnySize:
     """The families of a dispatched module.
 
     Args:
         compiler: of the module.
+        retire: called with the entries that are kept no longer.
     """
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, retire: Retire) -> None:
         self.compiler = compiler
+        self.retire = retire
         self.families: list[Family] = []
+        self._guesses = True
         self._lock = threading.Lock()
 
     def specialization(
@@ -255,6 +252,8 @@ class AnySize:
 
     def _of_family(self, args: Any, kwargs: Any) -> Specialization | None:
         for family in self.families:
+            if family.refused:
+                continue
             matched = family.signature.match(args, kwargs, any_size=True)
             found = None if isinstance(matched, Mismatch) else family.instance(matched)
             if found is not None:
@@ -278,10 +277,17 @@ class AnySize:
             symbols = Symbols.of(*calls)
             if symbols is None or not symbols.dimensions:
                 continue
+            # The last batch of an epoch has fewer rows: a symbol for them saves compiling again.
+            self._guesses &= not any(f.refused for f in earlier)
+            guessed = symbols.with_rows(shapes) if self._guesses else None
+            symbols = guessed or symbols
             seen = [symbols.point_of(dict(call)) for call in calls]
-            family = Family(self.compiler, signature, symbols, seen, shapes)
+            family = Family(self.compiler, signature, symbols, seen, shapes, self.retire)
+            family.guessed = guessed is not None
             found = family.instance(matched)
             if found is not None:
                 self.families = [*(f for f in self.families if f not in earlier), family]
+                instances = [i for f in earlier for i in f.instances.values()]
+                self.retire(entry for i in instances for _, entry in i.compiled())
                 return found
         return None

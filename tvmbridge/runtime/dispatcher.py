@@ -16,7 +16,6 @@ from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
-from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import Tally
@@ -196,10 +195,6 @@ class Dispatcher(ModuleCode, StandsForForward):
             return "this is a copy of a frozen module, which has no code"
         return "nothing is compiled"
 
-    def served(self) -> int:
-        """The calls that compiled code has served."""
-        return sum(entry.calls for s in self.all_specializations() for _, entry in s.compiled())
-
     def __del__(self) -> None:
         self.sum_up()
 
@@ -222,7 +217,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         duplicate = Dispatcher(module, own, self.target, self.options, self.tally.on_fallback)
         duplicate.compiles_signatures = self.compiles_signatures
         if self.any_size is not None:
-            duplicate.any_size = AnySize(duplicate.compiler)
+            duplicate.serve_any_size()
         if not self.options.freeze:  # nobody compares the copy's weights with those that were
             duplicate.specializations = tuple(
                 s.rebound(memo, duplicate.packing) for s in self.specializations

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,6 +64,7 @@ class ModuleCode:
         self.packing = Packing(module)
         self.compiler = Compiler(module, own, target, options, self.packing)
         self.dropped = 0
+        self._retired_calls = 0
         # Those that are asked before any full guard, with a guard of their own.
         self._fast: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
         self._process = os.getpid()
@@ -109,11 +110,26 @@ class ModuleCode:
         ``why`` says what call asks for it."""
         self.forget_fast()
         entry = self.compiler.entry(specialization.signature, mode, tuple(args), kwargs, why)
+        self._keep(specialization, mode, entry)
+        return entry
+
+    def _keep(self, specialization: Specialization, mode: Mode, entry: CompiledEntry) -> None:
         dropped = specialization.add(mode, entry, self.options.max_specializations)
         if dropped:
             with self._counting:
-                self.dropped += dropped
-        return entry
+                self.dropped += len(dropped)
+            self._retire(dropped)
+
+    def _retire(self, entries: Iterable[CompiledEntry]) -> None:
+        """Count the calls of code that is kept no longer; it serves no further ones."""
+        self.forget_fast()
+        with self._counting:
+            self._retired_calls += sum(entry.calls for entry in entries)
+
+    def served(self) -> int:
+        """The calls that compiled code has served, that which was dropped since included."""
+        kept = [entry.calls for s in self.all_specializations() for _, entry in s.compiled()]
+        return sum(kept) + self._retired_calls
 
     def add(self, specialization: Specialization) -> None:
         """Keep ``specialization``; those that were not used for longest go where too many."""
@@ -124,6 +140,7 @@ class ModuleCode:
             self.specializations = tuple(kept[excess:])
             self.dropped += excess
         for dropped in kept[:excess]:
+            self._retire(entry for _, entry in dropped.compiled())
             logger.info("dropped the specialisation %s, not used for longest", dropped.signature)
 
     def _compiled(
@@ -157,7 +174,7 @@ class ModuleCode:
                 if specialization.family is None:
                     return self.compile(specialization, mode, *matched.arguments, why=why)
                 entry = specialization.family(mode, matched)
-                specialization.add(mode, entry, most)
+                self._keep(specialization, mode, entry)
                 return entry
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
@@ -179,6 +196,7 @@ class ModuleCode:
         if unfit.is_to_be_renewed():
             with compiling():
                 specialization.remove(unfit)
+                self._retire([unfit])
                 why = "the first has left the module otherwise"
                 renewed = self._compiled(specialization, mode, matched, why)
                 if isinstance(renewed, CompiledEntry):
@@ -211,6 +229,7 @@ class ModuleCode:
             for _, entry in specialization.compiled():
                 if entry.frozen is not None and entry.frozen.changed(entry.state.tensors()):
                     specialization.remove(entry)
+                    self._retire([entry])
         self.specializations = tuple(s for s in self.specializations if s.compiled())
         self.forget_fast()
 
@@ -218,6 +237,10 @@ class ModuleCode:
         """Those for samples, and those for calls of other sizes."""
         others = [] if self.any_size is None else self.any_size.instances()
         return [*self.specializations, *others]
+
+    def serve_any_size(self) -> None:
+        """Have calls of other sizes than those of samples served by symbolic code."""
+        self.any_size = AnySize(self.compiler, self._retire)
 
     def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
         """Whether a call that fits no signature, for these reasons, may add one."""
@@ -269,4 +292,4 @@ class ModuleCode:
             self.specializations = ()
             self._fast = ()
             if self.any_size is not None:
-                self.any_size = AnySize(self.compiler)
+                self.serve_any_size()

@@ -74,8 +74,8 @@ class Specialization:
         tried = sum(failed == mode for failed, _ in list(self.failures))
         return _FULL if len(self.entries.get(mode, ())) + tried >= most else None
 
-    def add(self, mode: Mode, entry: CompiledEntry, most: int) -> int:
-        """Keep ``entry``; of more than ``most`` in a mode the others go, and are counted."""
+    def add(self, mode: Mode, entry: CompiledEntry, most: int) -> tuple[CompiledEntry, ...]:
+        """Keep ``entry``; of more than ``most`` in a mode the others go, and are returned."""
         with self._changing:
             others = [v for v in self.entries.get(mode, ()) if v.flags != entry.flags]
             kept = (entry, *others)
@@ -83,7 +83,7 @@ class Specialization:
             self.failures.pop((mode, entry.flags), None)
             for dropped in kept[most:]:
                 self.failures[mode, dropped.flags] = _DROPPED
-        return len(kept[most:])
+        return kept[most:]
 
     def remove(self, entry: CompiledEntry) -> None:
         """Keep ``entry`` no longer."""

@@ -18,7 +18,7 @@ from tvmbridge.compiler.build import Fused, Scheduled, load, prepare, schedule
 from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
 from tvmbridge.compiler.durations import Stages
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions
-from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.split import SplitModule
@@ -27,7 +27,9 @@ from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
+from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import Relations
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.descriptions import at, merged
 from tvmbridge.symbolic.generalize import generalize
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
@@ -112,7 +114,7 @@ def compile_symbolic(
     module: nn.Module,
     sample_at: Callable[[Point], tuple[tuple[Any, ...], dict[str, Any]]],
     points: Points,
-    relations: Relations,
+    trace: SymbolicTrace,
     *,
     needs_grad: bool,
     target: Any,
@@ -124,7 +126,8 @@ def compile_symbolic(
 
     Args:
         sample_at: arguments whose symbolic dimensions have the sizes of a point.
-        points: where it is compiled; all of them must fulfil the ``relations``.
+        points: where it is compiled; all of them must fulfil its relations.
+        trace: the module with symbols.
         needs_grad, target, options, packing, autocast: as of
             :func:`~tvmbridge.compiler.compiled.compile_module`.
 
@@ -134,7 +137,7 @@ def compile_symbolic(
     """
     stages, records = Stages(), list[PassRecord]()
 
-    def lower(point: Point) -> _Lowered:
+    def lower(point: Point, known: Known) -> _Lowered:
         args, kwargs = sample_at(point)
         lowered = lower_module(
             module,
@@ -147,15 +150,17 @@ def compile_symbolic(
             measure=stages.measure,
             packing=packing,
             autocast=autocast,
+            known=known,
         )
         return _laid_out(lowered, options, records)
 
     first, *others = points.all
     with recorded_decisions() as decisions:
-        lowered = [lower(first)]
+        lowered = [lower(first, Known(trace.stage_of_all))]
     for point in others:
+        known = _known(trace, lowered[0].lowered, sample_at(first), sample_at(point))
         with repeated_decisions(decisions):
-            lowered.append(lower(point))
+            lowered.append(lower(point, known))
     sizes = Sizes(points.all)
     with stages.measure("build"):
         assumptions = _together([each.lowered.captured.assumptions for each in lowered])
@@ -171,7 +176,16 @@ def compile_symbolic(
         captured=replace(compiled.captured, assumptions=assumptions),
         partial_backwards=None if common.parts is None else NoPartialBackwards(),
     )
-    return SymbolicCode(points, relations, compiled, described)
+    return SymbolicCode(points, trace.relations, compiled, described)
+
+
+def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: Arguments) -> Known:
+    """What need not be found out again for the arguments ``here``, of those ``there``."""
+    captured = trace.captured(first.captured, there, here)
+    derivation = first.derivation
+    if captured is None or derivation is None or derivation.layouts:
+        return Known(trace.stage_of_all, captured)
+    return Known(trace.stage_of_all, captured, derivation.facts)
 
 
 def _laid_out(

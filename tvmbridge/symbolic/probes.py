@@ -54,6 +54,16 @@ class Symbols:
                     sizes.setdefault(seen, []).append((leaf, number))
         return cls(tuple(map(tuple, sizes.values())))
 
+    def with_rows(self, shapes: Shapes) -> Symbols | None:
+        """These, and one for the first dimensions of all arguments, which seem to be the rows of a
+        batch, since they have one size; None: they do not, or are among these."""
+        first = {(leaf, 0): shape[0] for leaf, shape in shapes if shape}
+        known = {d for group in self.dimensions for d in group}
+        rows = set(first.values())
+        if len(rows) != 1 or min(rows) < _LEAST[0] or known & first.keys():
+            return None
+        return Symbols((tuple(first), *self.dimensions))
+
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """The sizes of the symbols in a call; None: those of one differ, or are 0 or 1."""
         shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -64,6 +74,17 @@ class Symbols:
                 return None
             found += sizes
         return tuple(found)
+
+    def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
+        """Whether a call differs from a sample in the sizes of symbols alone."""
+        symbolic = {d for dimensions in self.dimensions for d in dimensions}
+        return all(
+            len(shape) == leaves[i].dim()
+            and all(
+                (i, d) in symbolic or size == leaves[i].shape[d] for d, size in enumerate(shape)
+            )
+            for i, shape in sample
+        )
 
     def point_of(self, shapes: Mapping[int, Sequence[int]]) -> Point:
         """The sizes of the symbols in a call with these shapes, which they were found in."""

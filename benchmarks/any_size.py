@@ -1,0 +1,208 @@
+"""Any size: what ``dynamic_shapes="auto"`` serves of ordinary uses, how fast, against eager.
+
+``--rows trainer generate resnet layer`` chooses some. The Trainer is transformers'; where it or
+accelerate is missing a line says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.common import Row, alternate, parser, report
+from tests.end_to_end.steps import base_layer
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+LENGTHS = (24, 56, 88, 120, 200)
+
+
+def _served(module: nn.Module, since: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """The calls that TVM served and all of them, without those until ``since``."""
+    told = dispatch_report(module)
+    calls = told.tvm_calls + sum(told.fallbacks.values())
+    return told.tvm_calls - since[0], calls - since[1]
+
+
+def _share(name: str, served: tuple[int, int], bound: float) -> Row:
+    """Of rows the bound is what a figure stays under: the share that was not served."""
+    missed = 1 - served[0] / max(1, served[1])
+    return Row(f"{name}: calls that TVM did not serve", missed, "", 1 - bound)
+
+
+def trainer() -> Iterator[Row]:
+    """BERT of 4 layers, 500 sentences, dynamic padding, 3 epochs and an evaluation."""
+    try:
+        import accelerate  # type: ignore[import-untyped]  # noqa: F401
+        from transformers import (
+            BertConfig,
+            BertForSequenceClassification,
+            Trainer,
+            TrainerCallback,
+            TrainingArguments,
+        )
+    except ImportError as error:
+        print(f"no row for the Trainer: {error}")
+        return
+    draw = random.Random(0)
+    sentences = [
+        ([draw.randrange(5, 1000) for _ in range(draw.randint(6, 48))], draw.randint(0, 1))
+        for _ in range(500)
+    ]
+
+    def collate(batch: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
+        longest = max(len(ids) for ids, _ in batch)
+        ids = torch.tensor([ids + [0] * (longest - len(ids)) for ids, _ in batch])
+        labels = torch.tensor([label for _, label in batch])
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
+
+    class After(TrainerCallback):
+        """Notes how many calls there were at the end of a step."""
+
+        at = (0, 0)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+            if state.global_step == 20 and "forward" in named["model"].__dict__:
+                self.at = _served(named["model"])
+
+    def run(dispatched: bool) -> tuple[list[float], float, list[Row]]:
+        torch.manual_seed(0)
+        model = BertForSequenceClassification(
+            BertConfig(
+                vocab_size=1000,
+                hidden_size=128,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                intermediate_size=256,
+            )
+        )
+        if dispatched:
+            add_tvm_dispatch(model, dynamic_shapes="auto")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = TrainingArguments(
+                folder,
+                num_train_epochs=3,
+                logging_steps=10,
+                report_to=[],
+                save_strategy="no",
+                use_cpu=True,
+                disable_tqdm=True,
+            )
+            after = After()
+            made = Trainer(
+                model=model,
+                args=arguments,
+                train_dataset=sentences,  # type: ignore[arg-type]
+                eval_dataset=sentences[:100],  # type: ignore[arg-type]
+                data_collator=collate,
+                callbacks=[after],
+            )
+            start = time.perf_counter()
+            made.train()
+            losses = [x["loss"] for x in made.state.log_history if "loss" in x]
+            losses.append(made.evaluate()["eval_loss"])
+            seconds = time.perf_counter() - start
+        rows = [_share("Trainer", _served(model, after.at), 0.95)] if dispatched else []
+        return losses, seconds, rows
+
+    theirs, eager, _ = run(dispatched=False)
+    ours, seconds, rows = run(dispatched=True)
+    yield from rows
+    error = max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+    yield Row("Trainer: losses, relative difference", error, "", 1e-5)
+    yield Row("Trainer: wall time with compilations over eager's", seconds / eager, "", 1.0)
+
+
+def generate() -> Iterator[Row]:
+    """GPT-2 small, 200 tokens, greedy, with a dynamic cache; random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(GPT2Config()).eval()
+    module = copy.deepcopy(plain)
+    prompt = torch.randint(0, 50257, (1, 16))
+
+    def run(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model.generate(
+            prompt, max_new_tokens=200, do_sample=False, pad_token_id=0
+        )
+        return found
+
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    run(module)
+    first = _served(module)
+    yield Row("generate: tokens that differ", float((run(module) != run(plain)).sum()), "", 0.0)
+    yield _share("generate", _served(module, first), 0.95)
+    ours, theirs = alternate([lambda: run(module), lambda: run(plain)], rounds=3, warmup=0)
+    yield Row("generate: time over eager's", ours / theirs, "", 1.0)
+
+
+def resnet() -> Iterator[Row]:
+    """A ResNet-18 of torchvision in training, batches of 32 and a last one of 7."""
+    try:
+        from torchvision.models import resnet18  # type: ignore[import-untyped]
+    except ImportError as error:
+        print(f"no row for the ResNet: {error}")
+        return
+    module = resnet18(num_classes=10).train()
+    add_tvm_dispatch(module, dynamic_shapes="auto")
+    optimizer = torch.optim.SGD(module.parameters(), 0.01)
+    since = (0, 0)
+    for epoch, rows in itertools.product(range(3), (32, 32, 7)):
+        optimizer.zero_grad()
+        module(torch.randn(rows, 3, 64, 64)).square().mean().backward()
+        optimizer.step()
+        if epoch == 1 and since == (0, 0):
+            since = _served(module)
+    yield _share("ResNet-18 after the second epoch's first step", _served(module, since), 1.0)
+
+
+def layer() -> Iterator[Row]:
+    """A BertLayer at five lengths: symbolic code over code for the same sizes."""
+    for training in (False, True):
+        plain = base_layer("sdpa").train(training)
+        symbolic = copy.deepcopy(plain)
+        first = torch.randn(4, 16, 768)
+        add_tvm_dispatch(symbolic, first, dynamic_shapes="auto")
+        for length in LENGTHS:
+            x = torch.randn(4, length, 768)
+            static = add_tvm_dispatch(copy.deepcopy(plain), x)
+            steps = [_step(m, x, training) for m in (symbolic, static)]
+            ours, theirs = alternate(steps, rounds=30)
+            name = f"BertLayer 4x{length}, {'training' if training else 'inference'}"
+            yield Row(f"{name}: symbolic over static", ours / theirs, "", 1.1)
+        yield _share("BertLayer", _served(symbolic), 1.0)
+
+
+def _step(module: nn.Module, x: torch.Tensor, training: bool) -> Callable[[], object]:
+    def step() -> object:
+        with torch.set_grad_enabled(training):
+            found = module(x)
+        found = found if isinstance(found, torch.Tensor) else found[0]
+        return found.sum().backward() if training else found
+
+    return step
+
+
+ROWS = {"trainer": trainer, "generate": generate, "resnet": resnet, "layer": layer}
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Measure the rows that are named, or all."""
+    options = parser(__doc__)
+    options.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    chosen = options.parse_args(list(argv))
+    table = [row for name in chosen.rows for row in ROWS[name]()]
+    return report("any size", table, check=not chosen.no_check)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""A module traced with symbols: what it takes for granted of sizes, and its programs at any."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import make_contiguous_strides_for, pytree
+from tvmbridge.core.types import CapturedGraph
+from tvmbridge.graph_capture.capture import export_with_symbols
+from tvmbridge.graph_capture.noise import find_noise
+from tvmbridge.graph_capture.observe.descriptors import (
+    describe_inputs,
+    describe_outputs,
+    with_aliases,
+)
+from tvmbridge.graph_capture.observe.refusal import first_paragraph
+from tvmbridge.graph_capture.observe.staging import Stage, staged
+from tvmbridge.graph_capture.relations import Relations, relations_in
+from tvmbridge.graph_capture.resized import OtherProgramError, output_shapes, resized
+from tvmbridge.graph_capture.trace.arguments import Arguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class SymbolicTrace:
+    """A module traced with symbols in place of some sizes.
+
+    ``relations`` are what it takes for granted of them; ``stage`` is what was traced, with
+    arguments of these ``sizes``.
+    """
+
+    stage: Stage
+    program: ExportedProgram
+    relations: Relations
+    sizes: Mapping[int, Sequence[int]]
+    needs_grad: bool
+
+    @functools.cached_property
+    def stage_of_all(self) -> Stage | None:
+        """The stage, where what was observed of forward holds for all sizes.
+
+        None: sizes are in it.
+        """
+        seen = self.stage.observation
+        if seen is None or seen.assigned or seen.rebound:
+            return None
+        if any(seen.sharing.aliases) or seen.sharing.bases or seen.sharing.exchanged:
+            return None
+        shapes = output_shapes(self.program, self.relations.symbols(self.sizes))
+        dense = [s if s is None else make_contiguous_strides_for(s) for s in shapes]
+        if dense != list(seen.strides):
+            return None
+        # Strides that are not known are those of contiguous results.
+        return replace(self.stage, observation=replace(seen, strides=(None,) * len(dense)))
+
+    def captured(
+        self, like: CapturedGraph, there: Arguments, arguments: Arguments
+    ) -> CapturedGraph | None:
+        """The graph for ``arguments``, by that for others (``like``, captured of ``there``).
+
+        None: it must be captured itself.
+        """
+        if self.stage_of_all is None or like.prologue is not None or like.epilogue is not None:
+            return None
+        seen = self.stage_of_all.observation
+        assert seen is not None
+        symbols = [self.relations.symbols(shapes_of(each)) for each in (there, arguments)]
+        try:
+            program = resized(like.program, self.program, *symbols)
+        except OtherProgramError as error:
+            logger.debug("each size is traced: %s", error)
+            return None
+        leaves = pytree.tree_leaves(arguments)
+        return replace(
+            like,
+            program=program,
+            inputs=describe_inputs(self.stage.module, program, leaves, self.needs_grad)[0],
+            outputs=with_aliases(describe_outputs(program), seen),
+            noise=find_noise(program.graph),
+        )
+
+
+def shapes_of(arguments: Arguments) -> dict[int, Sequence[int]]:
+    """The shapes of the tensors among arguments, by the number of the leaf."""
+    leaves = pytree.tree_leaves(arguments)
+    return {i: t.shape for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+
+
+def traced_with_symbols(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    dimensions: Sequence[tuple[int, int]],
+    *,
+    needs_grad: bool,
+    autocast: Autocast = (),
+) -> SymbolicTrace:
+    """``module``, where ``dimensions`` (numbers of leaf and dimension) are symbolic.
+
+    Raises:
+        CaptureError: it cannot be traced so.
+    """
+    symbolic: dict[int, dict[int, Any]] = {}
+    for leaf, number in dimensions:
+        symbolic.setdefault(leaf, {})[number] = torch.export.Dim.AUTO
+    stage = staged(module, args, kwargs, needs_grad, autocast=autocast)
+    try:
+        program = export_with_symbols(stage, args, kwargs, needs_grad, symbolic)
+    except Exception as error:
+        raise CaptureError(
+            f"torch.export cannot trace {type(module).__name__} with symbolic sizes: "
+            f"{first_paragraph(error)}"
+        ) from error
+    sizes = shapes_of((args, dict(kwargs)))
+    return SymbolicTrace(stage, program, relations_in(program), sizes, needs_grad)

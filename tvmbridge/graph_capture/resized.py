@@ -1,0 +1,203 @@
+"""A captured program at other sizes, from a trace with symbols.
+
+Before, at size 31, beside the same program with a symbol::
+
+    y = aten.view(x, [62, 8])        y = aten.view(x, [2*s0, 8])
+
+After, at size 5::
+
+    y = aten.view(x, [10, 8])
+
+To trace a module once more for each size takes long. The trace with symbols is believed where at
+one size it says all that the trace for this size alone does: operators, arguments and layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.torch_private import pytree
+
+_PLAIN: dict[Any, Any] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_SYMBOLIC = tuple(_PLAIN)
+# They say of numbers what the relations between sizes say as well.
+_CHECKS = frozenset(
+    {
+        torch.ops.aten._assert_scalar.default,
+        torch.ops.aten.sym_constrain_range.default,
+        torch.ops.aten.sym_constrain_range_for_size.default,
+    }
+)
+
+
+class OtherProgramError(BridgeError):
+    """The trace with symbols is not the trace for sizes with symbols in the place of numbers."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the numbers of a trace with symbols are where the symbols are these."""
+
+    symbols: Mapping[Any, int]
+    found: dict[Any, Any] = field(default_factory=dict)
+
+    def of(self, value: Any) -> Any:
+        """``value``, of which symbolic numbers and sizes are numbers."""
+        if isinstance(value, _SYMBOLIC):
+            return self._number(value.node.expr, type(value))
+        if isinstance(value, torch.Tensor):
+            shape, stride = (tuple(map(self.of, ns)) for ns in (value.shape, value.stride()))
+            return shape, stride, value.dtype, value.device
+        return value
+
+    def _number(self, expression: Any, kind: type) -> Any:
+        key = expression, kind
+        if key not in self.found:
+            value = expression.subs(self.symbols)
+            if value not in (sympy.true, sympy.false) and not value.is_number:
+                raise OtherProgramError(f"{value} is no number")
+            self.found[key] = _PLAIN[kind](value)
+        return self.found[key]
+
+
+def resized(
+    program: ExportedProgram,
+    symbolic: ExportedProgram,
+    here: Mapping[Any, int],
+    there: Mapping[Any, int],
+) -> ExportedProgram:
+    """``program``, captured for some sizes, as it is for others.
+
+    Args:
+        symbolic: the program with symbols in place of sizes.
+        here: the symbols for which it is ``program``.
+        there: those for which it is asked for.
+
+    Raises:
+        OtherProgramError: ``symbolic`` is not ``program`` there, so that nothing is known.
+    """
+    of_sizes = [n for n in symbolic.graph.nodes if not _is_number(n) and not _is_whole(n)]
+    given = list(program.graph.nodes)
+    if len(of_sizes) != len(given):
+        raise OtherProgramError("the trace with symbols has more operators, or fewer")
+    kinds = [
+        [type(o.arg) for o in each.graph_signature.output_specs] for each in (program, symbolic)
+    ]
+    if kinds[0] != kinds[1]:
+        raise OtherProgramError("a result is a size")
+    known, wanted = _Sizes(here), _Sizes(there)
+    graph, partners, made = fx.Graph(), dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]()
+    for node, other in zip(given, of_sizes, strict=True):
+        _refuse_other(node, other, known, partners)
+        partners[other] = node
+        args, kwargs = _arguments(other, wanted, made)
+        copied = graph.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        copied.name = node.name  # that of an argument may be one of Python's
+        copied.meta = dict(node.meta)
+        if "val" in node.meta:
+            values = other.meta["val"]
+            copied.meta["val"] = _resized_values(node.meta["val"], values, wanted)
+        made[other] = copied
+    try:
+        return ExportedProgram(
+            torch.nn.Module(),
+            graph,
+            program.graph_signature,
+            program.state_dict,
+            {},
+            program.module_call_graph,
+            None,
+            program.constants,
+        )
+    except Exception as error:  # what torch.export holds against it
+        raise OtherProgramError(f"it is no program: {error}") from error
+
+
+def output_shapes(
+    symbolic: ExportedProgram, symbols: Mapping[Any, int]
+) -> list[tuple[int, ...] | None]:
+    """The shapes of what forward returns, where the symbols are these; None: it is no tensor."""
+    sizes = _Sizes(symbols)
+    values = {n.name: n.meta.get("val") for n in symbolic.graph.nodes}
+    specs = symbolic.graph_signature.output_specs
+    results = [values.get(s.arg.name) for s in specs if s.kind is OutputKind.USER_OUTPUT]
+    return [sizes.of(v)[0] if isinstance(v, torch.Tensor) else None for v in results]
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether it computes a size, or checks one."""
+    return node.target in _CHECKS or isinstance(node.meta.get("val"), _SYMBOLIC)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether it is a slice of all elements, which a trace without symbols leaves out."""
+    if node.target is not torch.ops.aten.slice.Tensor or len(node.args) > 4:
+        return False
+    given = node.all_input_nodes[0]
+    part, whole = ([_expression(n) for n in x.meta["val"].shape] for x in (node, given))
+    return part == whole
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _refuse_other(
+    node: fx.Node, other: fx.Node, known: _Sizes, partners: Mapping[fx.Node, fx.Node]
+) -> None:
+    """Refuse that ``other`` stands for ``node``."""
+    if node.op == "get_attr" or node.op != other.op:
+        raise OtherProgramError(f"{other.op} stands for {node.op} {node.name}")
+    if node.op != "output" and node.op != "placeholder" and node.target != other.target:
+        raise OtherProgramError(f"{other.target} stands for {node.target}")
+    arguments = _arguments(other, known, partners)
+    if pytree.tree_map(repr, arguments) != pytree.tree_map(repr, (node.args, node.kwargs)):
+        raise OtherProgramError(f"{node.name} has other arguments with symbols")
+    values = [pytree.tree_map(known.of, each.meta.get("val")) for each in (node, other)]
+    if values[0] != values[1]:
+        raise OtherProgramError(f"{node.name} is {values[1]} with symbols, and not {values[0]}")
+
+
+def _arguments(node: fx.Node, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+    given = node.args
+    if node.target is torch.ops.aten.slice.Tensor and len(given) > 2 and given[2] is None:
+        given = (*given[:2], 0, *given[3:])  # as a trace without symbols spells it
+    return pytree.tree_map(lambda v: _at(v, sizes, nodes), (given, node.kwargs))
+
+
+def _at(value: Any, sizes: _Sizes, nodes: Mapping[fx.Node, fx.Node]) -> Any:
+    """An argument where the nodes before it are ``nodes``."""
+    if not isinstance(value, fx.Node):
+        return sizes.of(value)
+    if _is_whole(value):
+        return _at(value.args[0], sizes, nodes)
+    return sizes.of(value.meta["val"]) if _is_number(value) else nodes[value]
+
+
+def _resized_values(values: Any, symbolic: Any, sizes: _Sizes) -> Any:
+    """Fake values like ``values`` with the sizes that ``symbolic`` has."""
+    leaves, spec = pytree.tree_flatten(values)
+    others = pytree.tree_leaves(symbolic)
+    return pytree.tree_unflatten(
+        [_resized(v, o, sizes) for v, o in zip(leaves, others, strict=True)], spec
+    )
+
+
+def _resized(value: Any, symbolic: Any, sizes: _Sizes) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return sizes.of(symbolic)
+    shape, stride, dtype, device = sizes.of(symbolic)
+    if (shape, stride) == (tuple(value.shape), value.stride()):
+        return value
+    mode: Any = value.fake_mode  # type: ignore[attr-defined]
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
