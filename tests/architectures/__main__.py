@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 from tests.architectures.check import DOORS, MODES, Outcome
 from tests.architectures.runner import Entry, run_entries
 from tests.architectures.table import architectures
+from tests.device import VARIABLE
 
 _BAD = ("wrong", "crash", "timeout", "error")
 
@@ -23,6 +25,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("names", nargs="*", help="architectures; all of them by default")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--door", choices=DOORS, default=DOORS[0], help="to compiled code")
+    parser.add_argument("--device", default="cpu", help="where models and samples are")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float64"])
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
@@ -71,6 +74,7 @@ def _summary(rows: dict[str, dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 when anything is wrong, crashed, timed out or an error."""
     options = _parse(arguments)
+    os.environ[VARIABLE] = options.device
     rows: dict[str, dict[str, Any]] = {}
     if options.resume and options.out.exists():
         rows = json.loads(options.out.read_text())

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tvmbridge
 from tests.architectures.compare import TOLERANCES, difference, leaves
 from tests.architectures.table import Architecture, architectures, ids
+from tests.device import DEVICE, generators
 from tvmbridge.core.errors import BridgeError
 
 MODES = ("eval", "train", "cache")
@@ -101,7 +102,7 @@ def _report_graphs(outcome: Outcome) -> None:
 
 
 def _model(architecture: Architecture, mode: str, dtype: str) -> nn.Module:
-    model = architecture.build().to(getattr(torch, dtype))
+    model = architecture.build().to(DEVICE, getattr(torch, dtype))
     return model.train(mode == "train")
 
 
@@ -110,7 +111,9 @@ def _sample(architecture: Architecture, model: nn.Module) -> dict[str, Any]:
     floating = torch.float32
 
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype is floating else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.to(DEVICE, dtype if leaf.dtype is floating else leaf.dtype)
 
     return {name: pytree.tree_map(cast, value) for name, value in architecture.sample().items()}
 
@@ -152,6 +155,7 @@ def _train(architecture: Architecture, model: nn.Module, prepare: Prepare) -> di
     wanted = [t for t in tensors(outputs) if t.requires_grad]
     generator = torch.Generator().manual_seed(3)
     cotangents = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in wanted]
+    cotangents = [t.to(DEVICE) for t in cotangents]
     torch.autograd.backward(wanted, cotangents)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"outputs": outputs, "gradients": gradients, "state": state}
@@ -161,8 +165,8 @@ def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) ->
     """Two steps: a prompt, and one more token with the cache that the prompt left."""
     with torch.no_grad():
         _seed()
-        prompt = {"input_ids": ids(6), "use_cache": True}
-        token = ids(1)
+        prompt = {"input_ids": ids(6).to(DEVICE), "use_cache": True}
+        token = ids(1).to(DEVICE)
         prepare(model, prompt)
         first = model(**prompt)
         kept = copy.deepcopy(first)
@@ -190,7 +194,7 @@ def _state(model: nn.Module) -> dict[str, Any]:
     """Buffers and generators after a call."""
     return {
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
-        "torch": torch.get_rng_state(),
+        "torch": generators(),
         "numpy": numpy.random.get_state()[1].tolist(),  # type: ignore[union-attr,call-overload]
         "random": random.getstate()[1],
     }

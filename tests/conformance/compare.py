@@ -78,7 +78,8 @@ def _error(result: torch.Tensor, reference: torch.Tensor) -> float:
     """The largest error; infinite where NaN or an infinity is in another place."""
     if result.shape != reference.shape:
         return float("inf")
-    wide, exact = result.double(), reference.double()
+    # What a sample makes itself may be on another device than what it is given.
+    wide, exact = result.double().cpu(), reference.double().cpu()
     finite = exact.isfinite()
     for test in (torch.isfinite, torch.isnan, torch.isposinf):
         if not torch.equal(test(wide), test(exact)):

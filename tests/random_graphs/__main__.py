@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections import Counter
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tests.device import VARIABLE
 from tests.random_graphs.outcome import Outcome
 from tests.random_graphs.program import Program
 from tests.random_graphs.runner import KINDS, drawn, run_programs
@@ -27,6 +29,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one program")
     parser.add_argument("--only", type=int, nargs="+", help="numbers of programs of this seed")
+    parser.add_argument("--device", default="cpu", help="where programs run; drawn on the CPU")
     parser.add_argument("--resume", type=Path, help="a file that keeps the outcomes")
     return parser.parse_args(arguments)
 
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run and print; 1 when anything is wrong, an error, a crash or a timeout."""
     options = _parse(arguments)
     warnings.filterwarnings("ignore")
+    os.environ[VARIABLE] = options.device
     head = {"count": options.count, "seed": options.seed, "kind": options.kind}
     kept: dict[str, Any] = {"head": head, "rows": {}}
     if options.resume and options.resume.exists():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tvmbridge
 from tests.architectures.compare import Tolerance, difference, leaves, magnitude
+from tests.device import generators
 from tests.random_graphs.outcome import Outcome, text_of
 from tests.random_graphs.program import Drawn, Program
 from tests.random_graphs.running import SEED
@@ -125,7 +126,7 @@ def _run(
     with torch.set_grad_enabled(gradients):
         results = module(*inputs)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    state = {"buffers": buffers, "generator": torch.get_rng_state()}
+    state = {"buffers": buffers, "generators": generators()}
     tensors = [leaf for _, leaf in leaves(results) if isinstance(leaf, torch.Tensor)]
     passed = [[a is b for b in inputs] for a in tensors]
     # Views that eager PyTorch takes of its inputs may require gradients even under no_grad.
@@ -134,7 +135,7 @@ def _run(
         return found
     wanted = list({id(t): t for t in tensors if t.requires_grad}.values())
     generator = torch.Generator().manual_seed(3)
-    cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in wanted]
+    cotangents = [torch.randn(t.shape, generator=generator).to(t) for t in wanted]
     kept = {"needs": [t.requires_grad for t in tensors]}
     if wanted:
         with during_backward or nullcontext():

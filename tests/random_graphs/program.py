@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.device import DEVICE
 from tests.random_graphs import functions
 
 # What the text of a program may name.
@@ -63,9 +64,9 @@ class Leaf:
             return torch.randint(low, high, self.shape, generator=generator)
 
         if self.values == "mask":
-            return integers(0, 2).bool()
+            return integers(0, 2).bool().to(DEVICE)
         if self.values in ("index", "count"):
-            return integers(0, 2)
+            return integers(0, 2).to(DEVICE)
         if self.values == "grid":
             numbers = integers(-8, 9).double() / 4
         else:
@@ -75,7 +76,7 @@ class Leaf:
             place = integers(0, 12)
             for at, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0, -0.0)):
                 numbers = torch.where(place == at, value, numbers)
-        return numbers.to(dtype or getattr(torch, self.dtype))
+        return numbers.to(dtype or getattr(torch, self.dtype)).to(DEVICE)
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def submodule(owner: nn.Module, name: str, text: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
         made: nn.Module = eval(text, {**NAMES, "self": owner})
-        return made
+        return made.to(DEVICE)
 
 
 class Drawn(nn.Module):

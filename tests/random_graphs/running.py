@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.device import generators
 from tests.random_graphs.outcome import text_of
 from tests.random_graphs.program import NAMES, Call, Program
 from tests.random_graphs.tensors import detached, order, sharing, tensors_in
@@ -115,7 +116,7 @@ def run(module: nn.Module, program: Program, call: Call) -> Found:
         except Exception as error:
             raise Raised(error, {**found, "stage": "backward"}) from error
         found["gradients"] = _gradients(module, leaves, given)
-        found["generator after backward"] = torch.get_rng_state()
+        found["generators after backward"] = generators()
     return {**found, "stage": "end"}
 
 
@@ -138,7 +139,7 @@ def _afterwards(module: nn.Module, given: list[Any], passed: list[torch.Tensor])
         "written": [not t.is_inference() and t._version > 0 for t in passed],
         "state": state_of(module),
         "attributes": {k: v for k, v in vars(module).items() if k[0] in "ak" and len(k) == 2},
-        "generator": torch.get_rng_state(),
+        "generators": generators(),
     }
 
 
@@ -162,7 +163,7 @@ def _backward(wanted: list[torch.Tensor]) -> None:
     if not wanted:
         return
     generator = torch.Generator().manual_seed(3)
-    cotangents = [torch.randn(t.shape, generator=generator).to(t.dtype) for t in wanted]
+    cotangents = [torch.randn(t.shape, generator=generator).to(t) for t in wanted]
     torch.autograd.backward(wanted, cotangents)
 
 

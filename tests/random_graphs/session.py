@@ -8,6 +8,7 @@ import torch
 
 import tvmbridge
 from tests.architectures.compare import Tolerance, difference
+from tests.device import generators
 from tests.random_graphs.outcome import Outcome, text_of
 from tests.random_graphs.program import Call, Program
 from tests.random_graphs.running import (
@@ -156,13 +157,13 @@ class _Session:
         sample = call.given(leaves_of(self.ours, self.program, call.seed + 100))
         state = state_of(self.ours)
         torch.manual_seed(SEED)
-        state["generator"] = torch.get_rng_state()
+        state["generators"] = generators()
         options = dict(self.program.options)
         try:
             with mode_of(call):
                 tvmbridge.add_tvm_dispatch(self.ours, tuple(sample), options=options)
         finally:
-            now = {**state_of(self.ours), "generator": torch.get_rng_state()}
+            now = {**state_of(self.ours), "generators": generators()}
             departure = difference(now, state, self.tolerance)
             if departure:
                 raise _Changed(f"dispatch changed {departure}")
