@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 from tests.architectures.check import Outcome, check
+from tests.device import VARIABLE
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,13 @@ def run_entries(
         timeout: seconds for one entry.
         door: how models come to compiled code.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tvm", "transformers", "tests.architectures.check"])
+    # Not forked where a GPU is used, which nothing may have asked for before.
+    forked = os.environ.get(VARIABLE, "cpu") == "cpu"
+    context = multiprocessing.get_context("forkserver" if forked else "spawn")
+    if forked:
+        context.set_forkserver_preload(
+            ["torch", "tvm", "transformers", "tests.architectures.check"]
+        )
     waiting: queue.SimpleQueue[Entry] = queue.SimpleQueue()
     for entry in entries:
         waiting.put(entry)
@@ -68,9 +75,7 @@ def run_entries(
         thread.join()
 
 
-def _run(
-    context: multiprocessing.context.ForkServerContext, entry: Entry, timeout: float, door: str
-) -> Outcome:
+def _run(context: Any, entry: Entry, timeout: float, door: str) -> Outcome:
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(entry, door, theirs))
     process.start()

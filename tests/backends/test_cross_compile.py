@@ -59,7 +59,8 @@ def _kernels(module: nn.Module, x: torch.Tensor, target: tvm.target.Target) -> t
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc)")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_nvcc_takes_the_source_of_a_bert_layer(arch: str) -> None:
+def test_nvcc_takes_the_source_of_a_bert_layer(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMBRIDGE_CUDA_COMPILER", "nvcc")
     source, functions = source_of(_kernels(*layers.bert_training(), gpu_target()), gpu_target())
     cubin = compile_source(source, arch)
     assert cubin[:4] == b"\x7fELF"
@@ -68,8 +69,7 @@ def test_nvcc_takes_the_source_of_a_bert_layer(arch: str) -> None:
 
 
 @pytest.mark.skipif(nvrtc() is None, reason="no run-time compiler of CUDA (NVRTC)")
-def test_nvrtc_takes_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TVMBRIDGE_CUDA_COMPILER", "nvrtc")
+def test_nvrtc_takes_the_source() -> None:
     module, x = LlamaBlock(64, 4, 19).train().bfloat16(), torch.randn(2, 19, 64).bfloat16()
     kernels = _kernels(module, x.requires_grad_(), gpu_target())
     source, functions = source_of(kernels, gpu_target())
@@ -84,7 +84,10 @@ def test_nvrtc_takes_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no CUDA compiler (nvcc)")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_nvcc_takes_the_source_in_half_precision(dtype: torch.dtype) -> None:
+def test_nvcc_takes_the_source_in_half_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TVMBRIDGE_CUDA_COMPILER", "nvcc")
     for module, x in (
         layers.bert_training(),
         (LlamaBlock(64, 4, 19).train(), torch.randn(2, 19, 64)),

@@ -62,6 +62,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]
 CASES: dict[str, Case] = {
     "mlp": (small, lambda: (torch.randn(33, 64),)),
     "one output": (lambda: nn.Sequential(nn.Linear(64, 1)), lambda: (torch.randn(33, 64),)),
+    "few rows": (lambda: nn.Linear(524, 251), lambda: (torch.randn(5, 524),)),
     "batch norm": (lambda: _conv(nn.BatchNorm2d(16), nn.ReLU()), _images),
     "group norm": (lambda: _conv(nn.GroupNorm(4, 16), nn.SiLU()), _images),
     "layer norm": (lambda: _conv(nn.LayerNorm((16, 17, 17)), nn.GELU()), _images),
@@ -95,7 +96,9 @@ def test_a_training_step_in_float16(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["mlp", "batch norm", "softmax, long rows", "gpt2", "embedding"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "few rows", "batch norm", "softmax, long rows", "gpt2", "embedding"]
+)
 def test_inference(name: str, dtype: torch.dtype) -> None:
     make, args = CASES[name]
     check(make, args(), dtype, train=False)

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from tests.planted.plant import ROOT, VARIABLE, Plant
-from tests.planted.table import PLANTS
+from tests.planted.table import ON_GPUS, PLANTS
 
 # What pytest answers when tests ran and some failed.
 SOME_FAILED = 1
@@ -74,13 +74,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each plant; 1 when one is not caught or a selection fails without it."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     parser.add_argument("names", nargs="*", help="mistakes; all of them by default")
+    parser.add_argument("--gpu", action="store_true", help="those that need a GPU instead")
     parser.add_argument("--workers", type=int, default=1, help="processes at a time")
     parser.add_argument("--list", action="store_true", help="print the table and stop")
     options = parser.parse_args(arguments)
-    unknown = [name for name in options.names if name not in PLANTS]
+    table = ON_GPUS if options.gpu else PLANTS
+    unknown = [name for name in options.names if name not in table]
     if unknown:
-        raise SystemExit(f"no such mistakes: {', '.join(unknown)}; there are {', '.join(PLANTS)}")
-    plants = [PLANTS[name] for name in options.names] or list(PLANTS.values())
+        raise SystemExit(f"no such mistakes: {', '.join(unknown)}; there are {', '.join(table)}")
+    plants = [table[name] for name in options.names] or list(table.values())
     if options.list:
         for plant in plants:
             print(f"{plant.part:10} {plant.name:40} {' '.join(plant.tests)}")

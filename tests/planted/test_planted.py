@@ -10,7 +10,7 @@ import pytest
 
 from tests.planted.__main__ import main, verdict
 from tests.planted.plant import ROOT, Plant
-from tests.planted.table import PLANTS
+from tests.planted.table import ON_GPUS, PLANTS
 
 QUICK = [plant for plant in PLANTS.values() if plant.quick]
 
@@ -21,7 +21,7 @@ def test_there_are_mistakes_in_every_part() -> None:
     assert len(PLANTS) >= 18
 
 
-@pytest.mark.parametrize("plant", PLANTS.values(), ids=list(PLANTS))
+@pytest.mark.parametrize("plant", [*PLANTS.values(), *ON_GPUS.values()], ids=lambda p: p.name)
 def test_what_is_changed_is_there(plant: Plant) -> None:
     changed = plant.changed(plant.path.read_text())
     compile(changed, str(plant.path), "exec")

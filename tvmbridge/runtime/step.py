@@ -78,7 +78,7 @@ class Step:
         self.strides = strides
         self.again = again
         self.held = held
-        self.replayed = replayed
+        self._replayed = replayed
         self.lease = None if replayed is None else replayed.lease
         # Where hooks want to see them, autograd keeps them.
         self.residuals: Residuals | None = None
@@ -88,9 +88,11 @@ class Step:
         self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
 
     def run(self) -> list[Any]:
-        """The results of forward: outputs, and behind them the residuals."""
-        if self.replayed is not None:
-            return [*self.replayed.outputs, self.replayed.residuals]
+        """The results of forward: outputs, and behind them the residuals; asked for once."""
+        if self._replayed is not None:
+            # Not held longer: the outputs hold autograd's node, and that holds this.
+            replayed, self._replayed = self._replayed, None
+            return [*replayed.outputs, replayed.residuals]
         bound = None if self.held is None else self.held.forward
         results: list[Any] = self.call.compiled.forward(self.primals, self.strides, bound)
         return results

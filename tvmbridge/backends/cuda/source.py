@@ -41,7 +41,7 @@ def arch_of(device: torch.device | None = None) -> str:
 def compile_source(source: str, arch: str) -> bytes:
     """A cubin of CUDA ``source`` for ``arch`` (``sm_90``).
 
-    By :func:`cuda_compiler`.
+    By :func:`cuda_compiler`. What NVRTC refuses, for want of headers perhaps, nvcc is given.
 
     Raises:
         BuildError: there is no CUDA compiler, or it refuses the source.
@@ -52,16 +52,26 @@ def compile_source(source: str, arch: str) -> bytes:
             "there is no CUDA compiler: put the nvcc of a CUDA toolkit on the PATH, or install "
             "NVIDIA's run-time compiler (pip install nvidia-cuda-nvrtc nvidia-cuda-runtime)"
         )
-    return compile_by_nvrtc(source, arch) if compiler == NVRTC else _by_nvcc(compiler, source, arch)
+    if compiler != NVRTC:
+        return _by_nvcc(compiler, source, arch)
+    try:
+        return compile_by_nvrtc(source, arch)
+    except BuildError:
+        other = shutil.which("nvcc")
+        if other is None:
+            raise
+        return _by_nvcc(other, source, arch)
 
 
 def cuda_compiler() -> str | None:
-    """The path of nvcc, or otherwise :data:`NVRTC`; None: there is neither.
+    """:data:`NVRTC`, which is the faster, or otherwise the path of nvcc; None: there is neither.
 
-    ``TVMBRIDGE_CUDA_COMPILER=nvrtc`` takes that where there is an nvcc.
+    ``TVMBRIDGE_CUDA_COMPILER=nvcc`` takes that where there is an NVRTC.
     """
-    path = None if os.environ.get("TVMBRIDGE_CUDA_COMPILER") == NVRTC else shutil.which("nvcc")
-    return path if path is not None or nvrtc() is None else NVRTC
+    path = shutil.which("nvcc")
+    if path is not None and os.environ.get("TVMBRIDGE_CUDA_COMPILER") == "nvcc":
+        return path
+    return path if nvrtc() is None else NVRTC
 
 
 def _by_nvcc(compiler: str, source: str, arch: str) -> bytes:

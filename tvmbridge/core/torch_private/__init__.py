@@ -54,6 +54,7 @@ GlobalStateGuard = torch._C._dynamo.guards.GlobalStateGuard
 TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 # Functions without a public name
+chosen_attention = torch._fused_sdp_choice
 foreach_mul = torch._foreach_mul
 assert_async = torch._assert_async
 linalg_check_errors = torch._linalg_check_errors

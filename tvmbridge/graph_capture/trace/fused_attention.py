@@ -13,13 +13,18 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from tvmbridge.core.custom_operator import NAMESPACE
-from tvmbridge.core.torch_private import DisablePythonDispatcher, disable_current_modes
+from tvmbridge.core.torch_private import (
+    DisablePythonDispatcher,
+    chosen_attention,
+    disable_current_modes,
+)
 
 aten = torch.ops.aten
 
-FLASH, EFFICIENT = "flash", "efficient"
+FLASH, EFFICIENT, CUDNN = "flash", "efficient", "cudnn"
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias"
@@ -34,6 +39,7 @@ _LIBRARY.define(
     "float? scale, bool enable_gqa) -> Tensor"
 )
 _numbers = itertools.count(1)
+_CUDNN_CHOICE = SDPBackend.CUDNN_ATTENTION.value
 
 # The efficient kernel reads rows of a bias from addresses that these many elements divide, and
 # returns sums for so many rows.
@@ -48,8 +54,9 @@ def fused_kernel(
     dropout_p: float,
     is_causal: bool,
 ) -> str:
-    """The kernel that PyTorch has for these tensors of shape (batch, heads, tokens, size): "flash",
-    "efficient" or, where attention is to be taken apart, "".
+    """The kernel that PyTorch has for these tensors of shape (batch, heads, tokens, size): "cudnn"
+    where it is the one that PyTorch would take, "flash", "efficient" or, where attention is to be
+    taken apart, "".
     """
     tensors = [query, key, value]
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype for t in tensors):
@@ -66,6 +73,8 @@ def fused_kernel(
     with disable_current_modes(), DisablePythonDispatcher():
         q, k, v = map(_real, tensors)
         bias = None if mask is None else _real(mask).expand(*q.shape[:3], k.shape[2])
+        if bias is None and chosen_attention(q, k, v, None, dropout_p, is_causal) == _CUDNN_CHOICE:
+            return CUDNN
         params = backends.SDPAParams(q, k, v, bias, dropout_p, is_causal, False)
         if query.dtype is not torch.float32 and backends.can_use_flash_attention(params):
             return FLASH
@@ -160,6 +169,10 @@ def _forward(
             *tensors, dropout_p, is_causal, False, scale=scale
         )
         seed, offset = seed.view(torch.int64), offset.view(torch.int64)
+    elif kernel == CUDNN:
+        output, sums, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            *tensors, None, True, dropout_p, is_causal, False, scale=scale
+        )
     else:
         spread = _spread(bias, query, key)
         output, sums, seed, offset = aten._scaled_dot_product_efficient_attention(
@@ -179,12 +192,12 @@ def _forward_fake(
     *_: Any,
 ) -> tuple[torch.Tensor, ...]:
     batch, tokens, heads, _size = query.shape
-    flash = kernel == FLASH
-    rows = tokens if flash else -(-tokens // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+    rows = -(-tokens // _SUMS_ALIGNMENT) * _SUMS_ALIGNMENT
+    sums = {FLASH: [tokens], CUDNN: [tokens, 1], EFFICIENT: [rows]}[kernel]
     return (
         query.new_empty([batch, tokens, heads, value.shape[-1]]),
-        query.new_empty([batch, heads, rows], dtype=torch.float32),
-        query.new_empty([2] if flash else [], dtype=torch.int64),
+        query.new_empty([batch, heads, *sums], dtype=torch.float32),
+        query.new_empty([2] if kernel == FLASH else [], dtype=torch.int64),
         query.new_empty([], dtype=torch.int64),
     )
 
@@ -212,6 +225,11 @@ def _backward(
         found = aten._scaled_dot_product_flash_attention_backward(
             gradient, *tensors, output, sums, None, None, *lengths, dropout_p, is_causal, *state,
             scale=scale,
+        )  # fmt: skip
+    elif kernel == CUDNN:
+        found = aten._scaled_dot_product_cudnn_attention_backward(
+            gradient, *tensors, output, sums, seed, offset, None, None, None,
+            query.shape[1], key.shape[1], dropout_p, is_causal, scale=scale,
         )  # fmt: skip
     else:
         if dropout_p and not torch.cuda.is_current_stream_capturing():

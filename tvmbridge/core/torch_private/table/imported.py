@@ -135,6 +135,11 @@ IMPORTED = (
         lambda ask: ask(torch.ones(2)) is False,
     ),
     PrivateName(
+        "torch._fused_sdp_choice",
+        "the kernel that PyTorch would take for attention",
+        lambda f: f(*[torch.ones(1, 1, 2, 8)] * 3, None, 0.0, False) in range(5),
+    ),
+    PrivateName(
         "torch._foreach_mul",
         "copies of many tensors by one launch",
         lambda f: torch.equal(f([torch.ones(2)], 1.0)[0], torch.ones(2)),
