@@ -49,6 +49,21 @@ class Transposed(nn.Module):
         return (x.transpose(1, 2).contiguous() + 1).tanh().permute(2, 0, 1) * 3
 
 
+class HostConstants(nn.Module):
+    """What libraries of models make on the CPU: bucket numbers, moved, and scales."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[1])
+        far = torch.log(places.float() / 3 + 1) / torch.log(torch.tensor(7.0)) * 5
+        bias = self.bias(far.to(torch.int64).to(x.device))
+        scale = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float32))
+        return (x + bias) / scale.to(x.dtype) + torch.ones(24, device=x.device)
+
+
 def _conv(norm: nn.Module, act: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), norm, act, nn.Conv2d(16, 4, 3, stride=2))
 
@@ -73,6 +88,7 @@ CASES: dict[str, Case] = {
         CrossEntropy,
         lambda: (torch.randn(65, 1001), torch.randint(0, 1001, (65,))),
     ),
+    "constants on the CPU": (HostConstants, lambda: (torch.randn(3, 33, 24),)),
     "embedding": (Embedded, lambda: (torch.randint(0, 101, (5, 33)),)),
     "reductions": (Reductions, lambda: (torch.randn(301, 127),)),
     "transposes": (Transposed, lambda: (torch.randn(3, 37, 65),)),

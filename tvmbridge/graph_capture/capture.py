@@ -24,6 +24,7 @@ from tvmbridge.core.types import (
     IntermediateBase,
     PassRecord,
 )
+from tvmbridge.graph_capture.host_constants import device_of, move_host_constants
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.descriptors import (
     OWN_GENERATOR,
@@ -267,6 +268,9 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     with without_drops, composites_prepared_for(program), strides_of_kernels():
         program = program.run_decompositions(table)
     tidy_draws(program)
+    device = device_of(program)
+    if device.type != "cpu":
+        move_host_constants(program, device)
     # It would keep the arguments alive, and what autograd has recorded of them.
     program.example_inputs = None
     return program

@@ -1,0 +1,70 @@
+"""Constants that forward makes on the CPU become constants of the device, with the same values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+
+from tvmbridge.graph_capture.host_constants import device_of, move_host_constants
+
+
+class Buckets(nn.Module):
+    """As T5 does it: places, a logarithm of them, truncated; and a scale that is a tensor."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[0])
+        far = torch.log(places.float() / 3 + 1) / torch.log(torch.tensor(7.0))
+        index = (far * 5).to(torch.int64).clamp(max=x.shape[0] - 1)
+        return x[index] / torch.sqrt(torch.tensor(x.shape[-1]))
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand(3) * torch.ones(3)
+
+
+class Returned(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.arange(4) * 2
+        return x + places, places
+
+
+def _program(module: nn.Module, x: torch.Tensor) -> torch.export.ExportedProgram:
+    return torch.export.export(module, (x,)).run_decompositions({})
+
+
+def _left(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+
+
+def test_what_depends_on_no_input_is_a_constant() -> None:
+    x = torch.randn(11, 5)
+    program = _program(Buckets(), x)
+    move_host_constants(program, torch.device("cpu"))
+    assert _left(program) == ["aten.index.Tensor", "aten.div.Tensor"]
+    kinds = [spec.kind for spec in program.graph_signature.input_specs]
+    assert kinds == [InputKind.CONSTANT_TENSOR] * 2 + [InputKind.USER_INPUT]
+    program.graph.lint()
+    torch.testing.assert_close(program.module()(x), Buckets()(x), rtol=0.0, atol=0.0)
+
+
+def test_draws_stay() -> None:
+    program = _program(Draws(), torch.randn(3))
+    move_host_constants(program, torch.device("cpu"))
+    assert "aten.rand.default" in _left(program)
+    assert "aten.full.default" not in _left(program)
+
+
+def test_what_is_returned_stays() -> None:
+    program = _program(Returned(), torch.randn(4))
+    move_host_constants(program, torch.device("cpu"))
+    assert _left(program) == ["aten.arange.default", "aten.mul.Tensor", "aten.add.Tensor"]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "cpu"), ("meta", "meta")])
+def test_the_device_is_that_of_arguments_and_parameters(device: str, expected: str) -> None:
+    module = nn.Linear(3, 3, device=device)
+    program = torch.export.export(module, (torch.randn(2, 3, device=device),))
+    assert device_of(program) == torch.device(expected)
