@@ -266,3 +266,13 @@ def test_a_call_from_another_device_is_left_to_eager() -> None:
         tvm(batch().cpu())
     assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
     assert sum(dispatch_report(tvm).fallbacks.values()) == 1
+
+
+class OnTheCpu(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + 1, torch.arange(x.shape[0])
+
+
+def test_a_result_on_another_device_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match="returns a tensor on cpu"):
+        add_tvm_dispatch(OnTheCpu(), torch.randn(3, device="cuda"))

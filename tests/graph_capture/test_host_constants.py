@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from tvmbridge.graph_capture.host_constants import device_of, move_host_constants
+from tvmbridge.graph_capture.host_constants import device_of, move_in_module, move_in_program
 
 
 class Buckets(nn.Module):
@@ -42,7 +43,7 @@ def _left(program: torch.export.ExportedProgram) -> list[str]:
 def test_what_depends_on_no_input_is_a_constant() -> None:
     x = torch.randn(11, 5)
     program = _program(Buckets(), x)
-    move_host_constants(program, torch.device("cpu"))
+    move_in_program(program, torch.device("cpu"))
     assert _left(program) == ["aten.index.Tensor", "aten.div.Tensor"]
     kinds = [spec.kind for spec in program.graph_signature.input_specs]
     assert kinds == [InputKind.CONSTANT_TENSOR] * 2 + [InputKind.USER_INPUT]
@@ -50,16 +51,40 @@ def test_what_depends_on_no_input_is_a_constant() -> None:
     torch.testing.assert_close(program.module()(x), Buckets()(x), rtol=0.0, atol=0.0)
 
 
+def test_a_graph_that_holds_its_constants() -> None:
+    x = torch.randn(11, 5)
+    traced = make_fx(Buckets(), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+    move_in_module(traced, torch.device("cpu"))
+    left = [str(n.target) for n in traced.graph.nodes if n.op == "call_function"]
+    assert left == ["aten.index.Tensor", "aten.div.Tensor"]
+    traced.graph.lint()
+    torch.testing.assert_close(traced(x), Buckets()(x), rtol=0.0, atol=0.0)
+
+
+class Unread(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.tensor(2.0)
+        return x + 1 if y is not None else y
+
+
+def test_a_constant_that_nothing_reads_is_dropped() -> None:
+    program = _program(Unread(), torch.randn(3))
+    move_in_program(program, torch.device("cpu"))
+    kinds = [spec.kind for spec in program.graph_signature.input_specs]
+    assert kinds == [InputKind.USER_INPUT]
+    assert len(program.graph.find_nodes(op="placeholder")) == 1
+
+
 def test_draws_stay() -> None:
     program = _program(Draws(), torch.randn(3))
-    move_host_constants(program, torch.device("cpu"))
+    move_in_program(program, torch.device("cpu"))
     assert "aten.rand.default" in _left(program)
     assert "aten.full.default" not in _left(program)
 
 
 def test_what_is_returned_stays() -> None:
     program = _program(Returned(), torch.randn(4))
-    move_host_constants(program, torch.device("cpu"))
+    move_in_program(program, torch.device("cpu"))
     assert _left(program) == ["aten.arange.default", "aten.mul.Tensor", "aten.add.Tensor"]
 
 

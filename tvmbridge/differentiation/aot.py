@@ -25,6 +25,7 @@ from tvmbridge.differentiation.facts import GradientFacts
 from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
 from tvmbridge.graph_capture.hoist import hoist_draws
+from tvmbridge.graph_capture.host_constants import move_in_module
 from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
 from tvmbridge.graph_capture.trace.decompositions import joint_decomposition_table, sort_as_eager
 from tvmbridge.passes.base import free_prefix
@@ -199,6 +200,9 @@ def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModu
         fakes = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
         functional = _traced(run, fakes, joint_decomposition_table())
     functional.graph.eliminate_dead_code()
+    device = rehearsal.captured.device
+    if device.type != "cpu":
+        move_in_module(functional, device)
     return functional
 
 

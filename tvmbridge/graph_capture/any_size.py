@@ -86,7 +86,7 @@ class SymbolicTrace:
             like,
             program=program,
             inputs=describe_inputs(self.stage.module, program, leaves, self.needs_grad)[0],
-            outputs=with_aliases(describe_outputs(program), seen),
+            outputs=with_aliases(describe_outputs(program, like.device), seen),
             noise=find_noise(program.graph),
         )
 

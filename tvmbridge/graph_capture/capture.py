@@ -24,7 +24,7 @@ from tvmbridge.core.types import (
     IntermediateBase,
     PassRecord,
 )
-from tvmbridge.graph_capture.host_constants import device_of, move_host_constants
+from tvmbridge.graph_capture.host_constants import device_of, move_in_program
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.descriptors import (
     OWN_GENERATOR,
@@ -133,6 +133,7 @@ def capture_staged(
         ) from stage.failure
     leaves, in_spec = pytree.tree_flatten((args, dict(kwargs)))
     inputs, constant_tensors = describe_inputs(module, program, leaves, needs_grad)
+    device = inputs[0].spec.device if inputs else None
     noise = find_noise(program.graph)
     convention = CallingConvention(
         in_spec=in_spec,
@@ -158,7 +159,7 @@ def capture_staged(
     return CapturedGraph(
         program=program,
         inputs=inputs,
-        outputs=with_aliases(describe_outputs(program), seen),
+        outputs=with_aliases(describe_outputs(program, device), seen),
         noise=noise,
         constant_tensors=constant_tensors,
         convention=convention,
@@ -270,7 +271,7 @@ def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]])
     tidy_draws(program)
     device = device_of(program)
     if device.type != "cpu":
-        move_host_constants(program, device)
+        move_in_program(program, device)
     # It would keep the arguments alive, and what autograd has recorded of them.
     program.example_inputs = None
     return program

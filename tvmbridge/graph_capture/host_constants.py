@@ -7,6 +7,7 @@ operators of the CPU, whose rounding decides the values, and becomes a constant 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,39 +35,90 @@ def device_of(program: ExportedProgram) -> torch.device:
     return next((d for d in devices if d != _CPU), _CPU)
 
 
-def move_host_constants(program: ExportedProgram, device: torch.device) -> None:
+def move_in_program(program: ExportedProgram, device: torch.device) -> None:
     """Have ``device`` hold what operators there read of values that are the same at every call and
     are made on the CPU; the functional graph of ``program`` is changed in place."""
-    values = _values(program)
-    for node in program.graph.find_nodes(op="call_function", target=_SAME_METADATA):
+    specs = program.graph_signature.input_specs
+    held = {s.arg.name: s.target or "" for s in specs if s.kind is InputKind.CONSTANT_TENSOR}
+    placeholders = program.graph.find_nodes(op="placeholder")
+    constants = {n: program.constants[held[n.name]] for n in placeholders if n.name in held}
+
+    def hold(value: torch.Tensor, number: int) -> fx.Node:
+        kinds = [spec.kind for spec in specs]
+        place = kinds.index(InputKind.USER_INPUT) if InputKind.USER_INPUT in kinds else len(kinds)
+        now = list(program.graph.find_nodes(op="placeholder"))
+        where = now[place] if place < len(now) else now[-1].next
+        with program.graph.inserting_before(where):
+            node = program.graph.placeholder(f"host_constant_{number}")
+        argument = TensorArgument(name=node.name)
+        specs.insert(place, InputSpec(InputKind.CONSTANT_TENSOR, argument, node.name))
+        program.constants[node.name] = value
+        return node
+
+    _move(program.graph, constants, device, hold)
+    left = {node.name for node in program.graph.find_nodes(op="placeholder")}
+    specs[:] = [s for s in specs if s.arg.name in left or s.arg.name not in held]
+    program.graph_module.recompile()
+
+
+def move_in_module(traced: fx.GraphModule, device: torch.device) -> None:
+    """The same for a functional graph that holds its constants itself."""
+    constants = {n: getattr(traced, str(n.target)) for n in traced.graph.find_nodes(op="get_attr")}
+
+    def hold(value: torch.Tensor, number: int) -> fx.Node:
+        name = f"_host_constant_{number}"
+        traced.register_buffer(name, value)
+        with traced.graph.inserting_before(next(iter(traced.graph.nodes))):
+            return traced.graph.get_attr(name)
+
+    _move(traced.graph, constants, device, hold)
+    traced.recompile()
+
+
+def _move(
+    graph: fx.Graph,
+    constants: Mapping[fx.Node, Any],
+    device: torch.device,
+    hold: Callable[[torch.Tensor, int], fx.Node],
+) -> None:
+    values = _values(graph, constants)
+    for node in graph.find_nodes(op="call_function", target=_SAME_METADATA):
         if node.args[0] in values:
-            program.graph.erase_node(node)
-    moved: dict[fx.Node, fx.Node] = {}
+            graph.erase_node(node)
+    moved = 0
     for node in list(values):
         users = [user for user in node.users if user not in values and user.op != "output"]
         if not users:
             continue
-        moved[node] = _constant(program, values[node].to(device), len(moved), node)
+        value = values[node].to(device)
+        constant = hold(value, moved)
+        constant.meta["val"] = _fake(value, node)
+        moved += 1
         for user in users:
-            user.replace_input_with(node, moved[node])
-    if moved:
-        _drop_unread(program, values)
-        program.graph_module.recompile()
+            user.replace_input_with(node, constant)
+    for node in reversed(list(values)):
+        if not node.users:
+            graph.erase_node(node)
 
 
-def _values(program: ExportedProgram) -> Values:
+def _fake(value: torch.Tensor, like: fx.Node) -> torch.Tensor:
+    mode = getattr(like.meta.get("val"), "fake_mode", None)
+    if mode is None:
+        return value
+    with mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+
+def _values(graph: fx.Graph, constants: Mapping[fx.Node, Any]) -> Values:
     """What nodes on the CPU, and those that move it from there, are at every call."""
     values: Values = {}
-    constants = {
-        spec.arg.name: program.constants[spec.target or ""]
-        for spec in program.graph_signature.input_specs
-        if spec.kind is InputKind.CONSTANT_TENSOR
-    }
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and isinstance(constants.get(node.name), torch.Tensor):
-            if constants[node.name].device == _CPU:
-                values[node] = constants[node.name]
-        elif _may_run(node, values):
+    for node in graph.nodes:
+        held = constants.get(node)
+        if type(held) is torch.Tensor and held.device == _CPU:
+            values[node] = held
+        elif held is None and _may_run(node, values):
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _CPU}
@@ -86,42 +138,9 @@ def _may_run(node: fx.Node, values: Values) -> bool:
         return False
     if not isinstance(value, torch.Tensor) or any(n not in values for n in node.all_input_nodes):
         return False
+    # What has been moved is for the operators of the device, which round in their own way.
+    if any(n.meta["val"].device != _CPU for n in node.all_input_nodes if "val" in n.meta):
+        return False
     if not all(isinstance(n, int) for n in value.shape) or value.numel() > _MOST:
         return False
     return value.device == _CPU or bool(node.all_input_nodes)
-
-
-def _constant(program: ExportedProgram, value: torch.Tensor, number: int, like: fx.Node) -> fx.Node:
-    """A new input of the program that is a constant."""
-    specs, placeholders = program.graph_signature.input_specs, _placeholders(program)
-    place = next(
-        (i for i, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT), len(specs)
-    )
-    name = f"host_constant_{number}"
-    where = placeholders[place] if place < len(placeholders) else placeholders[-1].next
-    with program.graph.inserting_before(where):
-        node = program.graph.placeholder(name)
-    fake: Any = like.meta["val"]
-    with fake.fake_mode:
-        node.meta["val"] = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-    argument = TensorArgument(name=node.name)
-    specs.insert(place, InputSpec(InputKind.CONSTANT_TENSOR, argument, node.name))
-    program.constants[node.name] = value
-    return node
-
-
-def _drop_unread(program: ExportedProgram, values: Values) -> None:
-    """Erase what was computed, and constants that nothing reads any more."""
-    specs = program.graph_signature.input_specs
-    for node in reversed(list(values)):
-        if node.users:
-            continue
-        if node.op == "placeholder":
-            specs[:] = [spec for spec in specs if spec.arg.name != node.name]
-        program.graph.erase_node(node)
-
-
-def _placeholders(program: ExportedProgram) -> list[fx.Node]:
-    return list(program.graph.find_nodes(op="placeholder"))

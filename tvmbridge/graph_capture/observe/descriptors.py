@@ -153,7 +153,15 @@ def _moved_parameters(module: nn.Module, program: ExportedProgram) -> set[str]:
     return written
 
 
-def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
+def describe_outputs(
+    program: ExportedProgram, device: torch.device | None
+) -> tuple[OutputDescriptor, ...]:
+    """Descriptors of what forward returns and writes.
+
+    Raises:
+        UnsupportedOperatorError: the bridge does not handle one of them.
+        CaptureError: one of them is not on ``device``.
+    """
     values = _fake_values(program)
     kinds = {
         ExportOutputKind.USER_OUTPUT: OutputKind.USER,
@@ -174,6 +182,11 @@ def describe_outputs(program: ExportedProgram) -> tuple[OutputDescriptor, ...]:
             continue
         name = spec.arg.name
         tensor_spec = _output_spec(name, values[name])
+        if device is not None and tensor_spec.device != device:
+            raise CaptureError(
+                f"forward returns a tensor on {tensor_spec.device}, where its inputs, parameters "
+                f"and buffers are on {device}: compiled code is for one device"
+            )
         outputs.append(OutputDescriptor(kind, name, tensor_spec, spec.target))
     return tuple(outputs)
 

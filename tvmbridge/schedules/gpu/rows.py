@@ -51,6 +51,8 @@ class GpuRowEmitter:
         self.teams = _SMALLEST_BLOCK // self.size if self.size <= WARP else 1
         self.local: dict[Any, Buffer] = {}
         self.tile: dict[Any, Buffer] = {}
+        # A thread's column as it is called within a pass, and the step of the loop that it is of.
+        self.step_of: tuple[tirx.Var | None, Expr] = None, integer(0)
 
     def emit(self) -> list[tirx.Stmt]:
         """The statements of the nest: one kernel."""
@@ -119,7 +121,15 @@ class GpuRowEmitter:
     def _in_registers(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
         local = self.local[member.stage.buffer]
         columns, size = integer(member.columns), integer(self.size)
-        return lambda offset: load(local, self.indexer.simplify((offset - row * columns) // size))
+
+        def place(offset: Expr) -> Expr:
+            column = self.indexer.simplify(offset - row * columns)
+            known, step = self.step_of
+            if known is not None and column.same_as(known):
+                return load(local, step)
+            return load(local, self.indexer.simplify(column // size))
+
+        return place
 
     def _in_tile(self, member: Member, row: Expr) -> Callable[[Expr], Expr]:
         tile, columns = self.tile[member.stage.buffer], integer(member.columns)
@@ -159,9 +169,15 @@ class GpuRowEmitter:
         def step(i: Expr) -> list[tirx.Stmt]:
             if isinstance(i, tirx.Var):
                 self.indexer.bind(i, self._steps(columns))
-            column = self.indexer.simplify(i * integer(size) + self.rank)
-            inside = None if columns % size == 0 else column < integer(columns)
-            return when(inside, self._column(members, sums, row, column, i))
+            own = self.indexer.simplify(i * integer(size) + self.rank)
+            if columns % size == 0:
+                return self._column(members, sums, row, own, i)
+            # A name with a range: that it lies within is not to be seen in the expression.
+            column = index_var("column")
+            self.indexer.bind(column, columns)
+            self.step_of = column, i
+            body = [tirx.Bind(column, own), *self._column(members, sums, row, column, i)]
+            return when(own < integer(columns), body)
 
         statements.append(loop(self._steps(columns), step))
         for member in reducing:
