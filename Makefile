@@ -45,8 +45,12 @@ test-slow: $(READY_DEV) ## Run the long sweeps, which `make test` leaves out
 test-pipeline: $(READY_DEV) ## Run the tests of pipelines with real processes, the long ones too
 	$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS)
 
-test-gpu: $(READY_DEV) ## Run the tests that need a GPU
+test-gpu: $(READY_DEV) ## Run the tests that need a GPU, and the suites on it
 	$(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m tests.planted --gpu
+	$(BIN)/python -m tests.conformance --device cuda --quick once --workers 4
+	$(BIN)/python -m tests.architectures --device cuda --mode eval train --dtype float32 --workers 4
+	$(BIN)/python -m tests.random_graphs --device cuda --count 500 --workers 4
 
 check: $(READY_DEV) ## Lint, format and types
 	$(BIN)/ruff check .

@@ -15,10 +15,8 @@ from tests.architectures.table import architectures
 QUICK = [
     ("bert", "train", "float64"),
     ("gpt2", "cache", "float32"),
-    ("deberta", "train", "float32"),
     ("mixtral", "eval", "float32"),
     ("vit", "eval", "float32"),
-    ("t5", "eval", "float32"),
 ]
 
 

@@ -38,7 +38,9 @@ def test_a_loss_is_found() -> None:
 
 @pytest.mark.parametrize("joint", [None, "auto"], ids=["forward", "gradient"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["long_rows:made", "long_pairs:made"])
+@pytest.mark.parametrize(
+    "name", ["long_rows:made", pytest.param("long_pairs:made", marks=pytest.mark.slow)]
+)
 def test_long_rows_lose_nothing(name: str, dtype: torch.dtype, joint: str | None) -> None:
     check = AccuracyCheck(operators_with_long_rows()[name].op, joint=joint)
     cases = accuracy_cases(name, dtype, 0, gradient=joint is not None)

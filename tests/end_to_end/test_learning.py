@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -120,6 +121,7 @@ def _model() -> Model:
     return Model().double().train()
 
 
+@pytest.mark.slow
 def test_a_model_dispatched_block_by_block_trains_as_in_eager_pytorch() -> None:
     plain, ours = _model(), _model()
     for block in ours.blocks:
@@ -155,6 +157,7 @@ def test_a_model_of_which_more_and_more_learns(compilations: list[str]) -> None:
     assert len(compilations) == 4
 
 
+@pytest.mark.slow
 def test_blocks_of_a_model_of_which_more_and_more_learns() -> None:
     plain, ours = _model(), _model()
     for block in ours.blocks:

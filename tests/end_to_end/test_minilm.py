@@ -67,6 +67,7 @@ def test_a_training_step_in_float64(batch: Batch) -> None:
     assert {name: e for name, e in errors.items() if not e < 1e-12} == {}
 
 
+@pytest.mark.slow
 def test_a_training_step_in_float32_is_as_exact_as_eager(batch: Batch) -> None:
     """Both are compared with float64: six layers enlarge rounding, in eager as much as here."""
     exact = learn(load_bert("sdpa").double().train(), batch)

@@ -51,6 +51,7 @@ def test_a_plant_lives_in_its_process_alone() -> None:
     assert QUICK[0].path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_one_is_caught() -> None:
     found = verdict(QUICK[0])
     assert found.caught, f"{found.plant.name} is not caught:\n{found.last}"

@@ -39,6 +39,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TVMBRIDGE_TUNING_LOGS", raising=False)
 
 
+@pytest.mark.slow
 def test_pending_tasks_are_tuned_and_then_used(tmp_path: Path) -> None:
     module, x = Softmax().eval(), sample()
     expected = module(x)

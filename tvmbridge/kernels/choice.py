@@ -11,6 +11,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ _GAIN = 0.9
 # Short ones are repeated more often: the best of a few may still be one that was interrupted.
 _REPEATS, _MOST_REPEATS = 4, 40
 _ENOUGH_SECONDS, _MOST_SECONDS = 0.03, 0.15
+# Products of fewer multiplications take microseconds with either, and measuring them milliseconds.
+_WORTH_MEASURING = 1 << 17
 # So many rows are compared with the product in float64.
 _MOST_ROWS = 32
 _ATEN, _ONEDNN = _LIBRARIES = ("aten", "onednn")
@@ -44,6 +47,8 @@ def faster_with_onednn(
         biased: whether a row is added.
     """
     if len(result) != 2 or min(result) < 2 or not torch.backends.mkldnn.is_available():
+        return False
+    if prod(left[0]) * result[1] < _WORTH_MEASURING:
         return False
     question = f"float32 product {left} {right}{' biased' * biased}"
     found = choice(question, _LIBRARIES, lambda: _faster_library(left, right, result, biased))

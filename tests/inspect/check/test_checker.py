@@ -68,7 +68,7 @@ def train(module: nn.Module, x: torch.Tensor, steps: int = 3) -> dict[str, torch
 @pytest.mark.parametrize(
     ("module", "x"),
     [
-        (bert_layer("eager"), torch.randn(2, 6, 64)),
+        pytest.param(bert_layer("eager"), torch.randn(2, 6, 64), marks=pytest.mark.slow),
         (convolutions(), torch.randn(3, 2, 6, 6)),
         (Counting(), torch.randn(4, 6)),
         (Centered(), torch.randn(4, 6)),

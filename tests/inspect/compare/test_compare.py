@@ -26,6 +26,7 @@ def right(module: nn.Module, x: torch.Tensor, **arguments: Any) -> ComparisonRep
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", ["relax", "aot"])
 def test_a_bert_layer_in_training(joint: str) -> None:
     x = torch.randn(2, 8, 64, requires_grad=True)
@@ -68,7 +69,7 @@ def test_inference() -> None:
     assert report.departures[-1].verdict == "rounding"
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batch_norm(training: bool) -> None:
     network = norm_network().train(training)
     report = right(network, torch.randn(6, 8), stages=("captured", "imported", "compiled"))

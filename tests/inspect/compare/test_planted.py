@@ -56,7 +56,7 @@ def mistake(module: nn.Module, x: torch.Tensor, **arguments: Any) -> Departure:
     return report.first
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gelu_by_tanh(plant: Callable[..., None], x: torch.Tensor, backward: bool) -> None:
     plant(aten.gelu.default, lambda ctx, node, x, **_: relax.op.nn.gelu_tanh(ctx.value(x)))
     stages = ("compiled", *GRAPHS) if backward else GRAPHS
@@ -195,7 +195,7 @@ class _Halver(PyExprMutator):
         return relax.op.tanh(self.builder_.emit(relax.op.multiply(call.args[0], half)))
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_wrong_pass_of_the_users(x: torch.Tensor, backward: bool) -> None:
     found = mistake(Block(), x, backward=backward, stages=GRAPHS, passes=[HalveTanh()])
     assert (found.value, found.stage, found.operator) == ("output", "HalveTanh", "relax.tanh")
@@ -203,7 +203,7 @@ def test_a_wrong_pass_of_the_users(x: torch.Tensor, backward: bool) -> None:
     assert "torch.tanh(self.second(hidden))" in found.source
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, backward: bool) -> None:
     monkeypatch.setitem(LEGALIZE_MAP, "relax.tanh", unary_float("sigmoid"))
     found = mistake(Block(), x, backward=backward, stages=("captured", "passes", "compiled"))

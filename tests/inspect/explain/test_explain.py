@@ -34,7 +34,7 @@ def test_a_module_in_training() -> None:
     assert "self.drop_again(torch.tanh(self.second(hidden)))" in second.source
 
 
-@pytest.mark.parametrize("joint", ["relax", "aot"])
+@pytest.mark.parametrize("joint", ["relax", pytest.param("aot", marks=pytest.mark.slow)])
 def test_it_says_what_compilation_finds(joint: str) -> None:
     layer, x = bert_layer("eager"), torch.randn(2, 8, 64)
     report = explain(layer, x, options={"joint": joint})
