@@ -18,8 +18,10 @@ import tvm_ffi
 from tvm import relax
 
 from tvmbridge.core.errors import PassError
+from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
+from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.lay_out import LayOut, Permuted
 from tvmbridge.passes.relax.lower_batch_norm import LowerBatchNorm
@@ -42,6 +44,11 @@ AnyPass: TypeAlias = Callable[[Any], Any]
 # Called with the record of a pass, the module before it and the module after it.
 PassObserver: TypeAlias = Callable[[PassRecord, tvm.IRModule, tvm.IRModule], None]
 _observer: ContextVar[PassObserver | None] = ContextVar("observer", default=None)
+
+
+def fx_passes_of(options: CompileOptions) -> tuple[Any, ...]:
+    """Passes on the captured program before it is decomposed; fewer chains are fused by TVM."""
+    return (HorizontalFusion(least=8),) if options.fx_passes is None else options.fx_passes
 
 
 def inference_passes() -> list[AnyPass]:

@@ -32,6 +32,10 @@ class FxPass(PassBase):
     the new one holds the same parameters, buffers and submodules under the same names.
     """
 
+    def applies(self, graph_module: fx.GraphModule) -> bool:
+        """Whether there may be something to rewrite; it is asked before the graph is copied."""
+        return True
+
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
         """Rewrite the graph in place; subclasses implement it."""
         raise NotImplementedError
@@ -42,6 +46,8 @@ class FxPass(PassBase):
         Raises:
             PassError: the graph that the pass has made is not well-formed.
         """
+        if not self.applies(graph_module):
+            return PassResult(graph_module, False)
         changed, before = copied(graph_module), report.rewrites
         self.rewrite(changed, report)
         if report.rewrites == before:

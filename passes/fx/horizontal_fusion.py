@@ -41,6 +41,10 @@ class HorizontalFusion(FxPass):
     least: int = 2
     costs: Costs | None = None
 
+    def applies(self, graph_module: fx.GraphModule) -> bool:
+        """Whether there are as many equal chains on slices of one tensor."""
+        return bool(self._candidates(graph_module.graph))
+
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
         """Fuse every group of slices of which more is computed than a concatenation."""
         graph = graph_module.graph

@@ -60,6 +60,7 @@ def _record(
     pass_: Any, report: PassReport, seconds: float, before: fx.GraphModule, after: fx.GraphModule
 ) -> PassRecord:
     options = getattr(type(pass_), "__dataclass_fields__", {})
+    before_hash = hash(str(before.graph))
     return PassRecord(
         name=type(pass_).__name__,
         options=", ".join(f"{field}={getattr(pass_, field)!r}" for field in options),
@@ -68,8 +69,8 @@ def _record(
         declined=tuple(report.declined),
         bindings_before=_operators(before),
         bindings_after=_operators(after),
-        hash_before=hash(str(before.graph)),
-        hash_after=hash(str(after.graph)),
+        hash_before=before_hash,
+        hash_after=hash(str(after.graph)) if after is not before else before_hash,
     )
 
 

@@ -30,7 +30,13 @@ from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
 from tvmbridge.graph_capture.memory.layouts import output_layouts
 from tvmbridge.graph_capture.observe.staging import Stage, staged
-from tvmbridge.pipeline import AnyPass, inference_passes, run_extra_passes, run_passes
+from tvmbridge.pipeline import (
+    AnyPass,
+    fx_passes_of,
+    inference_passes,
+    run_extra_passes,
+    run_passes,
+)
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def lower_module(
         stage = known.stage or staged(
             module, args, kwargs, needs_grad, apart=apart, autocast=autocast
         )
-        stage = replace(stage, fx_passes=options.fx_passes)
+        stage = replace(stage, fx_passes=fx_passes_of(options))
         captured = known.captured or capture_staged(stage, args, kwargs, needs_grad, records)
         resolved = resolve_target(target, captured.device)
     derivation = None

@@ -59,7 +59,7 @@ class CompileOptions:
             split, in training. They may not change what a function takes and returns.
         fx_passes: passes over PyTorch's graph (``FxPass``), run in order on the program that was
             captured, before it is decomposed: :func:`tvmbridge.optimize_fx` has them in eager
-            PyTorch.
+            PyTorch. None: ``HorizontalFusion`` of eight chains and more, where it pays.
         check: which calls of each specialisation and mode are checked against the module's own
             forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
@@ -83,7 +83,7 @@ class CompileOptions:
     tuning_logs: str | None = None
     cache: bool = True
     extra_passes: tuple[Any, ...] = ()
-    fx_passes: tuple[Any, ...] = ()
+    fx_passes: tuple[Any, ...] | None = None
     check: str = "never"
     freeze: bool = False
 
@@ -100,9 +100,9 @@ class CompileOptions:
             raise ValueError(f"CompileOptions.check: {error}") from None
         _check_recompute(self.recompute)
         _check_extra_passes(self.extra_passes)
-        if not isinstance(self.fx_passes, tuple):
+        if not isinstance(self.fx_passes, tuple | None):
             raise TypeError(f"CompileOptions.fx_passes is {self.fx_passes!r}; give a tuple")
-        check_fx_passes(self.fx_passes, "CompileOptions.fx_passes")
+        check_fx_passes(self.fx_passes or (), "CompileOptions.fx_passes")
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
         if self.tuning_logs is not None:

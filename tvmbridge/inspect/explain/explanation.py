@@ -35,6 +35,7 @@ from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.trace import user_source
 from tvmbridge.inspect.explain.report import Draw, ExplainReport, Mutation, OperatorUse
+from tvmbridge.pipeline import fx_passes_of
 
 
 def explain(
@@ -155,8 +156,11 @@ class _Explanation:
         found["native"] = _uses(imported.native_calls, graph)
         found["aten_calls"] = _uses(imported.aten_calls, graph)
         found["packs"] = lowered.packs
-        names = {type(pass_).__name__ for pass_ in self.options.fx_passes}
-        found["fx_passes"] = tuple(record for record in self.records if record.name in names)
+        names = {type(pass_).__name__ for pass_ in fx_passes_of(self.options)}
+        asked = self.options.fx_passes is not None
+        found["fx_passes"] = tuple(
+            r for r in self.records if r.name in names and (asked or r.rewrites)
+        )
         if derivation is not None and parts is not None:
             values = (*parts.residuals, *parts.drawn)
             found["joint"], found["joint_reason"] = derivation.source, derivation.reason
