@@ -171,9 +171,10 @@ class ModuleCode:
             if known is not None:
                 return known
             try:
-                if specialization.family is None:
+                sizes = self.any_size
+                entry = None if sizes is None else sizes.entry(specialization, mode, matched)
+                if entry is None:
                     return self.compile(specialization, mode, *matched.arguments, why=why)
-                entry = specialization.family(mode, matched)
                 self._keep(specialization, mode, entry)
                 return entry
             except Exception as error:

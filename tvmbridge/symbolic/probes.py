@@ -7,13 +7,18 @@ they differ from their neighbours.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.any_size import shapes_of
+from tvmbridge.graph_capture.relations import Relations
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.sizes import Point
 
@@ -26,6 +31,8 @@ _LANES = 64
 # also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
 _ALLOWED = 2
+# What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
+_LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,47 @@ def _resized(leaf: Any, shape: list[int] | None) -> Any:
         return leaf
     made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)
+
+
+def points_within(
+    relations: Relations,
+    symbols: Symbols,
+    sample: Arguments,
+    smallest: Point,
+    largest: Point,
+    names: Sequence[str],
+) -> Points:
+    """Where to compile code, such that all that forward takes for granted of sizes holds there.
+
+    Args:
+        relations: what that is.
+        symbols: the symbolic dimensions.
+        sample: arguments of some size.
+        smallest, largest: as of :func:`points_for`.
+        names: what messages call the leaves of the arguments.
+
+    Raises:
+        CaptureError: forward demands one size, or goes another way at others.
+    """
+    for leaf, number in (d for group in symbols.dimensions for d in group):
+        if not relations.is_symbolic(leaf, number):
+            raise CaptureError(
+                f"forward demands size {relations.shapes[leaf][number]} of dimension {number} "
+                f"of argument `{names[leaf]}`"
+            )
+    bounds = [min(relations.most(*d) for d in group) for group in symbols.dimensions]
+    broken: str | None = None
+    for limit, tight in itertools.product(_LIMITS, (False, True)):
+        within = [min(bound, limit) for bound in bounds]
+        points = points_for(smallest, largest, within, tight=tight)
+        if points is None:
+            break
+        probes = (symbols.probe(*sample, point) for point in points.all)
+        broken = next(filter(None, map(relations.broken, map(shapes_of, probes))), None)
+        if broken is None:
+            return points
+    reason = broken or f"there are no sizes to compile for around {largest}"
+    raise CaptureError(f"forward goes another way at other sizes: {reason}")
 
 
 def points_for(
