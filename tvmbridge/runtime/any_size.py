@@ -29,7 +29,7 @@ from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
-from tvmbridge.symbolic.probes import Shapes, Symbols, points_within
+from tvmbridge.symbolic.probes import Dimension, Shapes, Symbols, points_within
 from tvmbridge.symbolic.sizes import Point
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ class Family:
         self.shapes = shapes
         # More is symbolic than has changed; and there is no code for that.
         self.guessed = self.refused = False
+        # What is symbolic, and has a size that forward demands.
+        self.demanded: set[Dimension] = set()
+        self.why = "; a call with other sizes asks for it"
         self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
@@ -129,10 +132,13 @@ class Family:
     def _compile(self, mode: Mode, matched: Matched) -> SymbolicCode | str:
         module = self.compiler.module
         name, start = type(module).__name__, time.perf_counter()
-        why = "; a call with other sizes asks for it"
         self.compilations += 1
         code: SymbolicCode | str
-        with progress(f"compiling {name} for {mode}, any size", why), tracing_here(), undisturbed():
+        with (
+            progress(f"compiling {name} for {mode}, any size", self.why),
+            tracing_here(),
+            undisturbed(),
+        ):
             args, kwargs = without_inference_tensors(matched.arguments)
             try:
                 code = self._compiled(mode, args, kwargs)
@@ -146,6 +152,7 @@ class Family:
                 )
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
+                self.demanded.update(getattr(error, "dimensions", ()))
                 kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
                 code = f"no code for any size: {kind}{first_line(error)}"
                 logger.info("%s of %s for %s", code, name, mode)
@@ -154,11 +161,9 @@ class Family:
     def _compiled(self, mode: Mode, args: Any, kwargs: Any) -> SymbolicCode:
         compiler, symbols, names = self.compiler, self.symbols, self.signature.names
         dimensions = [d for group in symbols.dimensions for d in group]
-        # Of equal sizes torch.export would make one symbol.
-        apart = tuple(n + i for i, n in enumerate(self._most))
         trace = traced_with_symbols(
             compiler.module,
-            *symbols.probe(args, kwargs, apart),
+            *symbols.probe(args, kwargs, symbols.apart(shapes_of((args, kwargs)))),
             dimensions,
             needs_grad=mode.needs_grad,
             autocast=mode.autocast,
@@ -207,13 +212,18 @@ class AnySize:
         self._guesses = True
         self._lock = threading.Lock()
 
+    def renewed(self, compiler: Compiler, retire: Retire) -> AnySize:
+        """The same for another module, or process; nothing is compiled for it."""
+        return AnySize(compiler, retire)
+
     def specialization(
         self,
         known: Sequence[Specialization],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Specialization | None:
-        """That for a call of other sizes than those of ``known``; None: it differs otherwise."""
+    ) -> Specialization | Mismatch | None:
+        """That for a call of other sizes than those of ``known``; or why, or None: it differs
+        otherwise."""
         with self._lock:
             return self._of_family(args, kwargs) or self._of_new_family(known, args, kwargs)
 

@@ -35,6 +35,20 @@ _ALLOWED = 2
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
 
+class DemandedSizeError(CaptureError):
+    """Forward demands the sizes of ``dimensions``, which were to be symbols."""
+
+    def __init__(
+        self, dimensions: Sequence[Dimension], relations: Relations, names: Sequence[str]
+    ) -> None:
+        leaf, number = dimensions[0]
+        super().__init__(
+            f"forward demands size {relations.shapes[leaf][number]} of dimension {number} of "
+            f"argument `{names[leaf]}`"
+        )
+        self.dimensions = tuple(dimensions)
+
+
 @dataclass(frozen=True)
 class Symbols:
     """The symbolic dimensions: those of each symbol have one size at every call.
@@ -97,6 +111,15 @@ class Symbols:
         """The sizes of the symbols in a call with these shapes, which they were found in."""
         return tuple(shapes[leaf][number] for (leaf, number), *_ in self.dimensions)
 
+    def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
+        """The sizes of a call, all different: of equal ones torch.export would make one symbol."""
+        taken: list[int] = []
+        for size in self.point_of(shapes):
+            while size in taken:
+                size += 1
+            taken.append(size)
+        return tuple(taken)
+
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as those given whose symbolic dimensions have the sizes of ``point``."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -135,14 +158,12 @@ def points_within(
         names: what messages call the leaves of the arguments.
 
     Raises:
-        CaptureError: forward demands one size, or goes another way at others.
+        DemandedSizeError: forward demands one size.
+        CaptureError: it goes another way at others.
     """
-    for leaf, number in (d for group in symbols.dimensions for d in group):
-        if not relations.is_symbolic(leaf, number):
-            raise CaptureError(
-                f"forward demands size {relations.shapes[leaf][number]} of dimension {number} "
-                f"of argument `{names[leaf]}`"
-            )
+    fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
+    if fixed:
+        raise DemandedSizeError(fixed, relations, names)
     bounds = [min(relations.most(*d) for d in group) for group in symbols.dimensions]
     broken: str | None = None
     for limit, tight in itertools.product(_LIMITS, (False, True)):
