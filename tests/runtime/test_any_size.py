@@ -58,6 +58,15 @@ class Longer(nn.Module):
         return functional.pad(x, (1, 0)).softmax(-1), x.mean(1), x.var(1)
 
 
+class Fewer(nn.Module):
+    """Columns without the first: of sizes that are one more than a multiple of sixteen they are
+    whole vectors."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x[:, 1:].flatten()
+        return y.exp(), y.abs().sqrt().sum()
+
+
 class Parity(nn.Module):
     """Goes two ways, by what no range of sizes says."""
 
@@ -87,6 +96,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Siz
         Longer,
         lambda n: torch.randn(3, n),
         [(20,), (31,), (15,), (32,), (64,), (47,), (63,)],
+        False,
+    ),
+    "columns of one less": (
+        Fewer,
+        lambda b, n: torch.randn(b, n),
+        [(10, 119), (34, 49), (7, 20), (9, 65), (33, 17), (5, 31)],
         False,
     ),
     "parity": (Parity, lambda n: torch.randn(n, 3), [(5,), (7,), (8,), (12,), (9,)], False),

@@ -56,7 +56,7 @@ def build_for_all(
 
     def compile_(mine: list[PassRecord]) -> Code:
         fused = _prepared([mod for mod, _ in graphs], target, mine, options.measure_kernels)
-        scheduled = _scheduled(fused, [bundle for _, bundle in graphs])
+        scheduled = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
         mod = generalize([each.mod for each in scheduled], sizes)
         return compile_code(replace(scheduled[0], mod=mod), mine)
 
@@ -85,7 +85,7 @@ def _prepared(
 
 
 def _scheduled(
-    fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None]
+    fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None], sizes: Sizes
 ) -> list[Scheduled]:
     """The modules with loops by the decisions that hold at all points."""
 
@@ -98,7 +98,7 @@ def _scheduled(
         with recorded_decisions(followed(decided)) as decisions:
             run(each, bundle)
         decided.append(decisions)
-    for_all, found = agreed(decided), []
+    for_all, found = agreed(decided, sizes.content), []
     for each, bundle in both:
         with repeated_decisions(for_all):
             found.append(run(each, bundle))

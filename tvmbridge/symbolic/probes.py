@@ -202,7 +202,10 @@ def points_for(
         if bottom is None:
             return None
         least.append(bottom)
-        between = _prime_below(min(max(high, 2 * _LEAST[-1]), bound), taken, least[-1])
+        # Of one symbol less one no power of two divides all: the largest is one more than many.
+        common = min(max(high, 2 * _LEAST[-1]), bound)
+        between = _prime_below(common, taken, least[-1], 4, 3)
+        between = between or _prime_below(common, taken, least[-1])
         if top is None or between is None:
             return None
         most.append(top)
@@ -231,10 +234,17 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
     return found[0]
 
 
-def _prime_below(limit: int, taken: set[int], least: int, modulus: int = 1) -> int | None:
-    """The greatest prime from ``least`` to ``limit``, one more than a multiple of ``modulus``."""
+def _prime_below(
+    limit: int, taken: set[int], least: int, modulus: int = 1, rest: int = 1
+) -> int | None:
+    """The greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
+    ``modulus``."""
     for candidate in range(limit, least - 1, -1):
-        if candidate not in taken and candidate % modulus == 1 % modulus and _is_prime(candidate):
+        if (
+            candidate not in taken
+            and candidate % modulus == rest % modulus
+            and _is_prime(candidate)
+        ):
             taken.add(candidate)
             return candidate
     return None

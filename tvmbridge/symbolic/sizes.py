@@ -9,6 +9,7 @@ is no answer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -100,6 +101,13 @@ class Sizes:
         size = self.only(_divided(whole, values, self.points))
         self._found[values] = size
         return size
+
+    def content(self, values: Sequence[int]) -> int:
+        """What divides the number with these values at the points, wherever the symbols are."""
+        size = self.find(tuple(values))
+        if size is None or size.divisor != 1:
+            return 1
+        return math.gcd(*(coefficient for coefficient, _ in size.terms))
 
     @property
     def known(self) -> set[Size]:
