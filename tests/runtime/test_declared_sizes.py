@@ -122,6 +122,24 @@ def test_gradients_and_copies() -> None:
     assert [dispatch_report(m).fallbacks for m in (module, twin)] == [{}, {}]
 
 
+class Grown(nn.Module):
+    """Two tensors that grow by a row, as the keys and values of a decoder do, of one length."""
+
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([keys, x], 1) * torch.cat([values, x], 1)
+
+
+@pytest.mark.parametrize("shapes", ["auto", (None, {1: Dim.AUTO}, {1: Dim.AUTO})])
+def test_lengths_that_forward_finds_to_be_equal_when_they_have_grown(shapes: Any) -> None:
+    module = Grown().eval()
+    add_tvm_dispatch(module, dynamic_shapes=shapes)
+    for length in (16, 17, 18, 40):
+        x, keys, values = torch.randn(1, 1, 4), *torch.randn(2, 1, length, 4)
+        expected = torch.cat([keys, x], 1) * torch.cat([values, x], 1)
+        torch.testing.assert_close(module(x, keys, values), expected)
+    assert dispatch_report(module).fallbacks == {}
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "no parameter": ({"y": None}, RuntimeError, "top-level keys must be the arg names"),
     "no dimension": ({"x": {0: "batch"}}, RuntimeError, "Unexpected dimension mapped to index 0"),
