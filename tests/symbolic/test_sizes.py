@@ -26,6 +26,8 @@ def values(function: object) -> tuple[int, ...]:
         lambda b, s: s + 1,
         lambda b, s: 3 * s - 2,
         lambda b, s: b * s - b,
+        lambda b, s: b + s,
+        lambda b, s: 2 * b - 3 * s,
         lambda b, s: 7,
     ],
 )

@@ -126,9 +126,11 @@ class Sizes:
         return self.only(self._of_two_terms(values))
 
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Sums such as ``s + 1`` or ``b * s - b``: the one product divides the other."""
+        """Sums such as ``s + 1`` or ``b * s - b``, where the one product divides the other, and
+        of two symbols."""
         for larger, smaller in itertools.permutations(self._monomials, 2):
-            if any(a < b for a, b in zip(larger, smaller, strict=True)):
+            divided = all(a >= b for a, b in zip(larger, smaller, strict=True))
+            if not divided and (sum(larger), sum(smaller)) != (1, 1):
                 continue
             x, y = self._values[larger], self._values[smaller]
             determinant = x[0] * y[1] - x[1] * y[0]
