@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tvmbridge.core.errors import PassError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.relax.append_cotangents import AppendCotangents
+from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.one_zapp import OneZapp
 from tvmbridge.passes.relax.zapp_like import ZappLike
 from tvmbridge.pipeline import (
@@ -95,6 +97,29 @@ def test_options_of_a_pass_are_recorded() -> None:
     records: list[PassRecord] = []
     run_passes(Single, [AppendCotangents((0,), prefix="grad_")], records)
     assert records[0].options == "outputs=(0,), prefix='grad_'"
+
+
+def test_a_method_among_options_is_told_by_its_name() -> None:
+    @I.ir_module
+    class Single:
+        @R.function
+        def main(x: R.Tensor((2,), "float32")):
+            with R.dataflow():
+                y = R.exp(x)
+                R.output(y)
+            return y
+
+    class Holder:
+        def refuse(self, name: str, kind: str = "") -> str | None:
+            return None
+
+        def __repr__(self) -> str:
+            raise AssertionError("all that it holds is told")
+
+    for refusal in (Holder().refuse, functools.partial(Holder().refuse, kind="input")):
+        records: list[PassRecord] = []
+        run_passes(Single, [CombineParallelBatchMatmul(weight_refusal=refusal)], records)
+        assert "Holder.refuse, group_refusal=None" in records[0].options
 
 
 def test_an_error_names_the_pass_and_keeps_its_cause() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from tvmbridge.backends import known_target
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
-from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.errors import BridgeError, CaptureError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
@@ -20,6 +20,7 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, SpecializationReport
+from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
@@ -37,7 +38,7 @@ def add_tvm_dispatch(
     target: Any = None,
     options: CompileOptions | dict[str, Any] | None = None,
     on_fallback: Literal["warn", "silent", "raise"] | None = None,
-    dynamic_shapes: Literal["auto"] | None = None,
+    dynamic_shapes: Any = None,
     freeze: bool | None = None,
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
@@ -63,8 +64,11 @@ def add_tvm_dispatch(
         dynamic_shapes: ``"auto"``: calls that differ from a sample in sizes alone are served by
             symbolic code, which is compiled once, at the first such call: the dimensions that
             changed become symbols, with the rows of a batch. Sizes of 0 and 1, and those that
-            forward treats in another way, run the module's own forward. None, the default: code
-            serves the sizes of samples.
+            forward treats in another way, run the module's own forward. Or a spec in torch.export's
+            words (a dict by parameter, a tuple, a ShapesCollection): the dimensions that it gives a
+            ``Dim``, ``Dim.AUTO`` or ``Dim.DYNAMIC`` are symbols from the first call on, nothing is
+            compiled for its sizes, and calls outside of a Dim's bounds run the module's own
+            forward; the others are static. None, the default: code serves the sizes of samples.
         freeze: the parameters and buffers of now are constants: what depends on them alone is
             computed once, batch norm goes into convolutions, weights of products are packed for
             the fastest library. For modules in eval mode on the CPU, called where autograd records
@@ -78,8 +82,10 @@ def add_tvm_dispatch(
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
         ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
-            ``on_fallback`` or ``dynamic_shapes`` is another word; ``freeze`` is True for a module
-            in train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze.
+            ``on_fallback`` or ``dynamic_shapes`` is another word; the spec of sizes has one that
+            the sample does not have, or a Dim made of another; ``freeze`` is True for a module in
+            train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze.
+        torch._dynamo.exc.UserError: the spec is not one for the sample; as torch.export says.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
             active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
@@ -95,8 +101,6 @@ def add_tvm_dispatch(
     policy = CheckPolicy.of_now(chosen.check)
     if on_fallback not in (None, *ON_FALLBACK):
         raise ValueError(f"on_fallback is {on_fallback!r}; choose one of {', '.join(ON_FALLBACK)}")
-    if dynamic_shapes not in (None, "auto"):
-        raise ValueError(f"dynamic_shapes is {dynamic_shapes!r}; choose None or 'auto'")
     sampled = sample_input is not MISSING or sample_kwargs is not None
     given = () if sample_input is MISSING else sample_input
     args, kwargs = normalize_sample(given, sample_kwargs)
@@ -109,6 +113,7 @@ def add_tvm_dispatch(
     installed = module.__dict__.get("forward")
     if chosen.freeze:
         _refuse_to_freeze(module, dynamic_shapes)
+    sizes = sizes_to_serve(module, dynamic_shapes, (args, kwargs) if sampled else None)
     if isinstance(installed, Dispatcher):
         dispatcher = installed
         if freeze not in (None, dispatcher.options.freeze):
@@ -116,17 +121,22 @@ def add_tvm_dispatch(
                 f"freeze is {freeze}, and an earlier dispatch of this module has set the contrary: "
                 "call remove_tvm_dispatch first"
             )
+        if sizes not in (None, "auto", getattr(dispatcher.any_size, "spec", None)):
+            raise ValueError(
+                "an earlier dispatch of this module had another dynamic_shapes: call "
+                "remove_tvm_dispatch first"
+            )
         dispatcher.renew_after_fork()
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
-        if dynamic_shapes == "auto":
-            dispatcher.serve_any_size()
+        if sizes is not None:
+            dispatcher.serve_any_size(None if sizes == "auto" else sizes)
         if policy.word != "never":
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
     if sampled:
         _compile_sample(dispatcher, args, kwargs)
-    else:
+    elif not isinstance(dispatcher.any_size, DeclaredSizes):
         dispatcher.compiles_signatures = True
     if on_fallback is not None:
         dispatcher.tally.on_fallback = on_fallback
@@ -134,7 +144,7 @@ def add_tvm_dispatch(
     return module
 
 
-def _refuse_to_freeze(module: nn.Module, dynamic_shapes: str | None) -> None:
+def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:
     if module.training:
         raise ValueError("freeze=True is for evaluation: call module.eval() first")
     if dynamic_shapes is not None:
@@ -146,11 +156,31 @@ def _compile_sample(
 ) -> None:
     """Compile for a sample what is not there yet."""
     dispatcher.drop_outdated()
+    if isinstance(dispatcher.any_size, DeclaredSizes):
+        _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
+        return
     specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
     if mode is not None:
         dispatcher.compile(specialization, mode, *arguments)
     if specialization not in dispatcher.specializations:
         dispatcher.add(specialization)
+
+
+def _compile_declared(
+    dispatcher: Dispatcher, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """As :func:`_compile_sample`, with symbols."""
+    specialization = sizes.of_sample(args, kwargs)
+    leaves = specialization.signature.flatten(args, kwargs) or []
+    mode = _mode(dispatcher, specialization, leaves)
+    while specialization.chosen(mode, leaves) is None:
+        try:
+            dispatcher.compile(specialization, mode, args, kwargs)
+        except BridgeError:
+            failed, specialization = specialization, sizes.of_sample(args, kwargs)
+            if specialization is failed:
+                sizes.forget(failed)
+                raise
 
 
 def _find_or_add(

@@ -239,7 +239,14 @@ def _hash(mod: tvm.IRModule) -> int:
 def _options_of(pass_: AnyPass) -> str:
     if not isinstance(pass_, RelaxPass):
         return ""
-    return ", ".join(f"{f.name}={getattr(pass_, f.name)!r}" for f in fields(pass_))
+    return ", ".join(f"{f.name}={_told(getattr(pass_, f.name))}" for f in fields(pass_))
+
+
+def _told(option: Any) -> str:
+    """``option`` for people: of a method its name, and not all that its object holds."""
+    if isinstance(option, functools.partial):
+        return _told(option.func)
+    return str(getattr(option, "__qualname__", None) or repr(option))
 
 
 def count_bindings(mod: tvm.IRModule) -> int:

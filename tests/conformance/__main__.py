@@ -96,6 +96,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="those of the samples; NaN, infinities, signed zeros and extremes strewn over them; "
         "or those of the samples, where nothing may be less accurate than in eager PyTorch",
     )
+    add("--dynamic", action="store_true", help="with a symbol for the rows, at other sizes")
     add("--device", default="cpu", choices=["cpu", "cuda"], help="where the samples are")
     add("--samples", type=int, default=0, help="cases of an entry; 0 for all of them")
     add("--shard", default="0/1", help="i/n: every n-th entry, from the i-th")
@@ -131,6 +132,8 @@ def _run(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         admit=options.admit,
         special=options.values == "special",
         accuracy=options.values == "accuracy",
+        dynamic=options.dynamic,
+        group_size=1 if options.dynamic else Settings.group_size,
         deadline=time.monotonic() + 60 * options.minutes,
     )
     finished = 0
@@ -153,10 +156,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.write_docs:
         write_document()
         return 0
-    if options.values != "samples" and (options.admit or options.write_results or options.quick):
-        raise SystemExit(
-            f"--values {options.values} is a check of its own: it proves and writes nothing"
-        )
+    apart = "--dynamic" if options.dynamic else f"--values {options.values}"
+    if apart != "--values samples" and (options.admit or options.write_results or options.quick):
+        raise SystemExit(f"{apart} is a check of its own: it proves and writes nothing")
     rows = read_rows(options.read) if options.read else _run(options)
     print(describe(rows))
     if options.admit:

@@ -35,8 +35,9 @@ class Settings:
     """How a run goes about its entries; ``timeout`` is for one group of cases, in seconds.
 
     With ``admit`` claims are used that are not proven; with ``special`` cases are filled with
-    special values; with ``accuracy`` errors are compared with eager's; what is left at
-    ``deadline``, a moment of ``time.monotonic``, is not begun.
+    special values; with ``accuracy`` errors are compared with eager's; with ``dynamic`` cases are
+    compiled for any number of rows; what is left at ``deadline``, a moment of ``time.monotonic``,
+    is not begun.
     """
 
     limit: int = 0
@@ -46,6 +47,7 @@ class Settings:
     admit: bool = False
     special: bool = False
     accuracy: bool = False
+    dynamic: bool = False
     deadline: float = float("inf")
 
 
@@ -156,6 +158,7 @@ def _run_entry(entry: Entry, settings: Settings, worker: Worker) -> tuple[dict[s
             "admit": settings.admit,
             "special": settings.special,
             "accuracy": settings.accuracy,
+            "dynamic": settings.dynamic,
             "limit": settings.limit,
             "group_size": group_size,
             "labels": progress.left(),

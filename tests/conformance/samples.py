@@ -85,7 +85,7 @@ def _features(case: Case) -> Iterator[Any]:
     yield "shapes", len({t.shape for t in case.tensors}) > 1
 
 
-def _choose(cases: list[Case], limit: int) -> list[Case]:
+def choose(cases: list[Case], limit: int) -> list[Case]:
     """At most ``limit`` cases, each adding as much as possible that the others lack."""
     if not limit or len(cases) <= limit:
         return cases
@@ -119,7 +119,7 @@ def cases_of(name: str, dtype: torch.dtype, limit: int, *, gradient: bool = Fals
     torch.manual_seed(0)
     samples = list(op.sample_inputs(device(), dtype, requires_grad=gradient))
     plain = cases_of_samples(samples)
-    cases = _choose(plain, limit)
+    cases = choose(plain, limit)
     for case in [c for c in plain if any(t.numel() > 8 for t in c.tensors)][:1]:
         special = None if name in _ORDINARY_ONLY else "finite" if name in _FINITE_ONLY else "all"
         cases += [v for v in variants(case, special) if _is_defined(name, v, gradient)]
@@ -136,7 +136,7 @@ def special_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) 
     op = special_operators()[name]
     samples = op.sample_inputs(device(), dtype, requires_grad=gradient)
     ordinary = [case for case in cases_of_samples(samples) if case.ordinary]
-    return ordinary if isinstance(op, Made) else _choose(ordinary, limit)
+    return ordinary if isinstance(op, Made) else choose(ordinary, limit)
 
 
 def accuracy_cases(name: str, dtype: torch.dtype, limit: int, *, gradient: bool) -> list[Case]:

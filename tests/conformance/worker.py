@@ -22,6 +22,7 @@ from tests.conformance.accuracy import AccuracyCheck
 from tests.conformance.case import Case
 from tests.conformance.check import Check, GroupFailed, Outcome
 from tests.conformance.coverage import UNDEFINED_VALUES, chooses, every_operator, is_local
+from tests.conformance.dynamic import DynamicCheck, dynamic_cases
 from tests.conformance.samples import accuracy_cases, cases_of, special_cases
 from tests.conformance.special import SpecialCheck
 
@@ -58,7 +59,15 @@ def _check_of(task: dict[str, Any]) -> Check | SpecialCheck:
     if task["accuracy"]:
         return AccuracyCheck(operator, joint=joint)
     values = name.split(":")[0] not in UNDEFINED_VALUES
+    if task["dynamic"]:
+        return DynamicCheck(operator, joint=joint, values=values)
     return Check(operator, joint=joint, values=values, admit=task["admit"])
+
+
+def _chooser(task: dict[str, Any]) -> Callable[..., list[Case]]:
+    """What makes the cases of a task."""
+    kinds = {"special": special_cases, "accuracy": accuracy_cases, "dynamic": dynamic_cases}
+    return next((make for kind, make in kinds.items() if task[kind]), cases_of)
 
 
 def _run_task(task: dict[str, Any], out: TextIO) -> None:
@@ -74,8 +83,7 @@ def _run_task(task: dict[str, Any], out: TextIO) -> None:
     check = _check_of(task)
     wanted = task["labels"]
     write({"group": []})
-    choose = special_cases if task["special"] else accuracy_cases if task["accuracy"] else cases_of
-    cases = choose(name, dtype, task["limit"], gradient=gradient)
+    cases = _chooser(task)(name, dtype, task["limit"], gradient=gradient)
     asked = [c for c in cases if wanted is None or c.label in wanted]
     cases = []
     for case in asked:

@@ -13,7 +13,9 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiler.partial_backwards import PartialBackwards
 from tvmbridge.runtime import any_size
+from tvmbridge.runtime.entry_compiler import Compiler
 
 Sizes = Sequence[tuple[int, ...]]
 
@@ -56,6 +58,15 @@ class Longer(nn.Module):
         return functional.pad(x, (1, 0)).softmax(-1), x.mean(1), x.var(1)
 
 
+class Fewer(nn.Module):
+    """Columns without the first: of sizes that are one more than a multiple of sixteen they are
+    whole vectors."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x[:, 1:].flatten()
+        return y.exp(), y.abs().sqrt().sum()
+
+
 class Parity(nn.Module):
     """Goes two ways, by what no range of sizes says."""
 
@@ -85,6 +96,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Siz
         Longer,
         lambda n: torch.randn(3, n),
         [(20,), (31,), (15,), (32,), (64,), (47,), (63,)],
+        False,
+    ),
+    "columns of one less": (
+        Fewer,
+        lambda b, n: torch.randn(b, n),
+        [(10, 119), (34, 49), (7, 20), (9, 65), (33, 17), (5, 31)],
         False,
     ),
     "parity": (Parity, lambda n: torch.randn(n, 3), [(5,), (7,), (8,), (12,), (9,)], False),
@@ -206,6 +223,59 @@ def test_calls_of_code_that_gave_way_are_counted(monkeypatch: pytest.MonkeyPatch
     report = dispatch_report(module)
     assert report.tvm_calls == len(shapes), report.fallbacks
     assert sum(s.calls for s in report.specializations) < len(shapes)
+
+
+class TwoResults(nn.Module):
+    """A loss, and what it is of; only one of them is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.linear(x).log_softmax(-1)
+        return logits, logits.square().mean()
+
+
+def test_an_epoch_and_an_evaluation_ask_for_three_compilations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[str] = []
+    for owner, method in (
+        (any_size.Family, "_compile"),
+        (Compiler, "entry"),
+        (PartialBackwards, "_compile"),
+    ):
+        genuine = getattr(owner, method)
+
+        def counted(*given: Any, _genuine: Any = genuine, _name: str = owner.__name__) -> Any:
+            compiled.append(_name)
+            return _genuine(*given)
+
+        monkeypatch.setattr(owner, method, counted)
+    module = TwoResults().train()
+    reference = copy.deepcopy(module).double()
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="raise")
+    for rows in (8, 5, 8, 8, 8, 8, 7):
+        x = torch.randn(rows, 4)
+        module(x)[1].backward()
+        reference(x.double())[1].backward()
+    _assert_same(
+        [p.grad for p in module.parameters()],  # type: ignore[misc]
+        [p.grad for p in reference.parameters()],  # type: ignore[misc]
+    )
+    module.eval()
+    with torch.no_grad():
+        for rows in (8, 6, 8):  # the first of them is of the sample's size
+            x = torch.randn(rows, 4)
+            _assert_same(module(x), reference(x.double()))
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        twin.linear.weight.mul_(2)
+        x = torch.randn(8, 4)
+        expected = functional.linear(x, twin.linear.weight, twin.linear.bias).log_softmax(-1)
+        torch.testing.assert_close(twin(x)[0], expected)
+    assert compiled == ["Compiler", "Family", "Family"]
 
 
 def test_without_the_option_other_sizes_run_in_eager() -> None:

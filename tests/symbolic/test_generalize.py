@@ -15,6 +15,7 @@ from tvmbridge.core.decisions import (
     Rule,
     agreed,
     decided,
+    divides,
     recorded_decisions,
     repeated_decisions,
 )
@@ -107,7 +108,7 @@ def test_decisions_of_several_sizes_are_brought_together() -> None:
             decided(Rule.LEAST, lambda: min(size, 16)),
             decided(Rule.MIDDLE, lambda: size),
             decided(Rule.MOST, lambda: size > 100),
-            decided(Rule.ALWAYS, lambda: size % 16 == 0),
+            decided(Rule.ALWAYS, lambda: size > 16),
         ]
 
     recorded = []
@@ -121,3 +122,22 @@ def test_decisions_of_several_sizes_are_brought_together() -> None:
         decided(Rule.LEAST, lambda: 1)
     with pytest.raises(BuildError, match="other things"), repeated_decisions(agreed(recorded)):
         decided(Rule.MOST, lambda: 1)
+
+
+def test_what_divides_a_size_at_the_points_alone_does_not_divide_it() -> None:
+    sizes = Sizes([(113, 31), (769, 449), (17, 5)])
+
+    def decide(n: int, rows: int) -> list[bool]:
+        return [divides(16, n - 1), divides(16, rows * (n - 1)), divides(8, 8 * n), divides(8, 24)]
+
+    recorded = []
+    for point in sizes.points:
+        with recorded_decisions() as decisions:
+            assert all(decide(*point))
+        recorded.append(decisions)
+    for content, expected in ((sizes.content, True), (None, False)):
+        given = () if content is None else (content,)
+        with repeated_decisions(agreed(recorded, *given)):
+            assert decide(20, 3) == [False, False, expected, True]
+    assert divides(16, 32)
+    assert not divides(16, 33)

@@ -26,6 +26,8 @@ def values(function: object) -> tuple[int, ...]:
         lambda b, s: s + 1,
         lambda b, s: 3 * s - 2,
         lambda b, s: b * s - b,
+        lambda b, s: b + s,
+        lambda b, s: 2 * b - 3 * s,
         lambda b, s: 7,
     ],
 )
@@ -60,7 +62,7 @@ def test_what_several_functions_could_be_is_not_found() -> None:
 
 def test_other_functions_are_not_found() -> None:
     sizes = Sizes(POINTS)
-    assert sizes.find(values(lambda b, s: b + s)) is None
+    assert sizes.find(values(lambda b, s: b + s + 1)) is None
     assert sizes.find(values(lambda b, s: min(b, s))) is None
     assert sizes.find_divided(values(lambda b, s: b ^ s)) is None
 

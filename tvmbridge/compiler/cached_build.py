@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +61,37 @@ class CachedBuild:
         Raises:
             BuildError: TVM cannot compile it for the target.
         """
+
+        def graph() -> dict[str, str]:
+            # Names of variables and the values of constants are in it, other than in TVM's
+            # hashes, of which two graphs may have the same.
+            return {"graph": digest_of(tvm.ir.save_json(mod)), "residuals": repr(bundle)}
+
+        return self.found_or_compiled(graph, partial(self._compiled, mod, bundle), records)
+
+    def found_or_compiled(
+        self,
+        entries: Callable[[], Mapping[str, str]],
+        compile_: Callable[[list[PassRecord]], Code],
+        records: list[PassRecord],
+    ) -> Built:
+        """Load from the cache what ``compile_`` would return, or have it compiled.
+
+        Args:
+            entries: the entries of the key that say what is compiled.
+            compile_: called with the list that its passes are recorded in.
+            records: what passes did, now or when the code was compiled.
+
+        Raises:
+            BuildError: TVM cannot compile it for the target.
+        """
         make_ready(self.target)
         off = self.unused()
         if off is not None:
-            code = self._compiled(mod, records, bundle)
+            code = compile_(records)
             return load_code(code, code.executable, self.target, self.device, f"off: {off}")
-        store, key = Store.of_now(), self.key(mod, bundle)
+        store, compiled_of = Store.of_now(), entries()
+        key = self.key(compiled_of)
         with region("compile: read the cache"):
             found = store.read(key)
         if isinstance(found, Kept):
@@ -75,10 +101,12 @@ class CachedBuild:
                 return built
             found = built
         mine: list[PassRecord] = []
-        code = self._compiled(mod, mine, bundle)
+        code = compile_(mine)
         records += mine
         logger.info("compiled code: miss: %s", found)
-        return self._keep(store, key, bundle, mod, code, mine, f"miss: {found}")
+        # What has changed while it was compiled may have changed the code, or not.
+        unchanged = self.key(compiled_of) == key
+        return self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
 
     def unused(self) -> str | None:
         """Why the cache takes no part; None: it does."""
@@ -88,15 +116,12 @@ class CachedBuild:
             return "passes are observed"
         return unusable(self.options.cache)
 
-    def key(self, mod: tvm.IRModule, bundle: BundleResiduals | None = None) -> CacheKey:
-        """All that the code for ``mod`` depends on."""
+    def key(self, compiled_of: Mapping[str, str]) -> CacheKey:
+        """All that code depends on; ``compiled_of`` are the entries that say what it is for."""
         options = self.options
         return CacheKey(
             {
-                # Names of variables and the values of constants are in it, other than in TVM's
-                # hashes, of which two graphs may have the same.
-                "graph": digest_of(tvm.ir.save_json(mod)),
-                "residuals": repr(bundle),
+                **compiled_of,
                 "options": f"measure_kernels={options.measure_kernels}",
                 "tuning records": records_entry(
                     options.tuning_logs, options.tuning_records, self.target
@@ -106,7 +131,7 @@ class CachedBuild:
         )
 
     def _compiled(
-        self, mod: tvm.IRModule, records: list[PassRecord], bundle: BundleResiduals | None
+        self, mod: tvm.IRModule, bundle: BundleResiduals | None, records: list[PassRecord]
     ) -> Code:
         use_records = self.options.tuning_records
         library = Library.open(self.options.tuning_logs, self.target) if use_records else EMPTY
@@ -134,14 +159,15 @@ class CachedBuild:
     def _keep(
         self,
         store: Store,
-        key: CacheKey,
-        bundle: BundleResiduals | None,
-        mod: tvm.IRModule,
+        key: CacheKey | None,
         code: Code,
         passes: list[PassRecord],
         why: str,
     ) -> Built:
-        """Load ``code`` from its exported form where that can be had, and keep this."""
+        """Load ``code`` from its exported form where that can be had, and keep this.
+
+        ``key``: None where what it is made of has changed meanwhile.
+        """
         try:
             library = _exported(code.executable)
             module = _module_of(library)
@@ -150,8 +176,7 @@ class CachedBuild:
             module = code.executable
             why += "; it cannot be exported"
         else:
-            # What has changed while it was compiled may have changed the code, or not.
-            if self.key(mod, bundle) == key:
+            if key is not None:
                 # Tasks are large, and asked for where they are noted alone.
                 noted = named_log_dir(self.options.tuning_logs) is not None
                 description = _description(code, code.missing if noted else {}, passes)

@@ -94,6 +94,11 @@ class CompiledModule:
             put_on(self.layouts.gradients, gradients)
         return gradients
 
+    def compile_no_more(self) -> None:
+        """Have no backward compiled for its speed alone: most calls are served by other code."""
+        if isinstance(self.partial_backwards, PartialBackwards):
+            self.partial_backwards.for_speed = False
+
     @property
     def eager_functions(self) -> Mapping[str, int]:
         """What runs in eager PyTorch after the compiled code, counted by name."""

@@ -23,16 +23,29 @@ class Rule(enum.Enum):
 
     ``LEAST``: that for the smallest sizes, since code for larger ones would not be right for them;
     ``MOST``: that for the largest ones; ``MIDDLE``: any is right, and that for common sizes fast.
-    ``ALWAYS``: yes where it is so for all.
+    ``ALWAYS``: yes where it is so for all. ``DIVIDES``: a number divides another for all sizes; at
+    those that code is compiled for it may do so by accident.
     """
 
     LEAST = "least"
     MIDDLE = "middle"
     MOST = "most"
     ALWAYS = "always"
+    DIVIDES = "divides"
 
 
 _OPEN: Any = object()
+
+
+class _Multiple:
+    """Whether ``extent`` is a multiple of ``divisor``."""
+
+    def __init__(self, extent: int, divisor: int) -> None:
+        self.extent = extent
+        self.divisor = divisor
+
+    def __bool__(self) -> bool:
+        return self.extent % self.divisor == 0
 
 
 class _Recorded:
@@ -74,6 +87,11 @@ def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
         return decide()
     decision: _T = now.follow(rule, decide)
     return decision
+
+
+def divides(divisor: int, extent: int) -> bool:
+    """Whether ``extent`` is a multiple of ``divisor``, at all sizes that code is for."""
+    return bool(decided(Rule.DIVIDES, lambda: _Multiple(extent, divisor)))
 
 
 def sizes_vary() -> bool:
@@ -126,11 +144,20 @@ def followed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule,
     return found
 
 
-def agreed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, Any]]:
+def _itself(values: Sequence[int]) -> int:
+    return values[0] if len(set(values)) == 1 else 1
+
+
+def agreed(
+    recorded: Sequence[Sequence[tuple[Rule, Any]]],
+    content: Callable[[Sequence[int]], int] = _itself,
+) -> list[tuple[Rule, Any]]:
     """The decisions that hold for all sizes.
 
     Args:
         recorded: those for common sizes first, then for the largest, last for the smallest.
+        content: of a number that depends on sizes, given by its values at them, what divides it at
+            any size.
 
     Raises:
         BuildError: they are not decisions of the same things.
@@ -138,13 +165,16 @@ def agreed(recorded: Sequence[Sequence[tuple[Rule, Any]]]) -> list[tuple[Rule, A
     if len({tuple(rule for rule, _ in each) for each in recorded}) > 1:
         raise BuildError("for other sizes other things are decided by them")
     together = zip(*recorded, strict=True)
-    return [(each[0][0], _for_all(each[0][0], [v for _, v in each])) for each in together]
+    return [(each[0][0], _for_all(each[0][0], [v for _, v in each], content)) for each in together]
 
 
-def _for_all(rule: Rule, decisions: Sequence[Any]) -> Any:
+def _for_all(rule: Rule, decisions: Sequence[Any], content: Callable[[Sequence[int]], int]) -> Any:
     common, large, small = decisions[0], decisions[1], decisions[-1]
     if rule is Rule.ALWAYS:
         return all(decisions)
+    if rule is Rule.DIVIDES:
+        whole = content([d.extent for d in decisions])
+        return all(whole % d.divisor == 0 for d in decisions)
     if rule is Rule.LEAST and small != common:
         # Not a power of two only where it is a size itself.
         return 1 << small.bit_length() - 1

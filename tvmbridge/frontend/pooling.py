@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from tvm import relax
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.frontend.elementwise import result_dtype
 from tvmbridge.frontend.importer import Importer
 from tvmbridge.frontend.registry import FLOATS, MOVED, Declined, converts
@@ -42,7 +43,8 @@ def _mean_of_tiles(ctx: Importer, node: fx.Node, x: fx.Node, windows: Sequence[i
 
 
 def _even_windows(inputs: Sequence[int], outputs: Sequence[int]) -> list[int]:
-    if any(i % o for i, o in zip(inputs, outputs, strict=True)):
+    # That one number divides another may be an accident of these sizes.
+    if any(i % o or (o > 1 and sizes_vary()) for i, o in zip(inputs, outputs, strict=True)):
         raise Declined("windows of different sizes")
     return [i // o for i, o in zip(inputs, outputs, strict=True)]
 
@@ -86,7 +88,7 @@ def _mean_of_windows(
     if ceil_mode or divisor_override or (any(edges) and not count_include_pad):
         raise Declined("windows that are not all divided by their size")
     inputs = shape_of(x)[-count:]
-    tiles = all(n % w == 0 for n, w in zip(inputs, windows, strict=True))
+    tiles = not sizes_vary() and all(n % w == 0 for n, w in zip(inputs, windows, strict=True))
     if steps == windows and not any(edges) and tiles:
         return _mean_of_tiles(ctx, node, x, windows)
     return ctx.compiled_call(node)

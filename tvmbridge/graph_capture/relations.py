@@ -25,12 +25,14 @@ class Relations:
     """The decisions of a trace, and the symbols of the dimensions that they are about.
 
     ``shapes`` are the sizes of the tensors among the arguments, by the number of the leaf: integers
-    and sympy's expressions. ``bounds`` are the least and greatest size of each symbol.
+    and sympy's expressions. ``bounds`` are the least and greatest size of each symbol. ``replaced``
+    are symbols that the trace found to be expressions of others, which stand in ``shapes``.
     """
 
     shapes: Mapping[int, tuple[Any, ...]]
     bounds: Mapping[Any, tuple[int, int]]
     guards: tuple[Any, ...] = field(repr=False)
+    replaced: Mapping[Any, Any] = field(default_factory=dict, repr=False)
 
     def broken(self, sizes: Mapping[int, Sequence[int]]) -> str | None:
         """Which relation does not hold for arguments of these sizes; None: all do."""
@@ -54,6 +56,10 @@ class Relations:
             for expression, size in zip(shape, sizes[leaf], strict=True):
                 if isinstance(expression, sympy.Symbol):
                     known.setdefault(expression, size)
+        for symbol, expression in self.replaced.items():
+            value = _at(expression, known)
+            if getattr(value, "is_Integer", False):
+                known.setdefault(symbol, int(value))
         self._follow_equations(known)
         return known
 
@@ -99,7 +105,8 @@ def relations_in(program: Any) -> Relations:
     }
     asserts = [a.expr for each in environment.deferred_runtime_asserts.values() for a in each]
     guards = [guard.expr for guard in environment.guards]
-    return Relations(shapes, bounds, tuple(dict.fromkeys([*guards, *asserts])))
+    replaced = {symbol: environment.replace(symbol) for symbol in environment.replacements}
+    return Relations(shapes, bounds, tuple(dict.fromkeys([*guards, *asserts])), replaced)
 
 
 def _expression(size: Any) -> Any:

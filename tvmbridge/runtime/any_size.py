@@ -7,7 +7,6 @@ counters and converted parameters are those of any other specialisation, the exe
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -16,11 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from tvmbridge.core.errors import BridgeError, BuildError, CaptureError, first_line
+from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
-from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
@@ -31,8 +28,8 @@ from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
-from tvmbridge.symbolic.code import Points, SymbolicCode, compile_symbolic
-from tvmbridge.symbolic.probes import Shapes, Symbols, points_for
+from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
+from tvmbridge.symbolic.probes import Dimension, Shapes, Symbols, points_within
 from tvmbridge.symbolic.sizes import Point
 
 logger = logging.getLogger(__name__)
@@ -43,8 +40,6 @@ _MOST_INSTANCES = 256
 _MOST_RANGES = 3
 # So often calls add dimensions to those of a sample that are symbols.
 _MOST_FAMILIES = 4
-# What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
-_LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
 
@@ -77,6 +72,9 @@ class Family:
         self.shapes = shapes
         # More is symbolic than has changed; and there is no code for that.
         self.guessed = self.refused = False
+        # What is symbolic, and has a size that forward demands.
+        self.demanded: set[Dimension] = set()
+        self.why = "; a call with other sizes asks for it"
         self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
@@ -134,10 +132,13 @@ class Family:
     def _compile(self, mode: Mode, matched: Matched) -> SymbolicCode | str:
         module = self.compiler.module
         name, start = type(module).__name__, time.perf_counter()
-        why = "; a call with other sizes asks for it"
         self.compilations += 1
         code: SymbolicCode | str
-        with progress(f"compiling {name} for {mode}, any size", why), tracing_here(), undisturbed():
+        with (
+            progress(f"compiling {name} for {mode}, any size", self.why),
+            tracing_here(),
+            undisturbed(),
+        ):
             args, kwargs = without_inference_tensors(matched.arguments)
             try:
                 code = self._compiled(mode, args, kwargs)
@@ -151,19 +152,18 @@ class Family:
                 )
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
+                self.demanded.update(getattr(error, "dimensions", ()))
                 kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
                 code = f"no code for any size: {kind}{first_line(error)}"
                 logger.info("%s of %s for %s", code, name, mode)
         return code
 
     def _compiled(self, mode: Mode, args: Any, kwargs: Any) -> SymbolicCode:
-        compiler, symbols = self.compiler, self.symbols
+        compiler, symbols, names = self.compiler, self.symbols, self.signature.names
         dimensions = [d for group in symbols.dimensions for d in group]
-        # Of equal sizes torch.export would make one symbol.
-        apart = tuple(n + i for i, n in enumerate(self._most))
         trace = traced_with_symbols(
             compiler.module,
-            *symbols.probe(args, kwargs, apart),
+            *symbols.probe(args, kwargs, symbols.apart(shapes_of((args, kwargs)))),
             dimensions,
             needs_grad=mode.needs_grad,
             autocast=mode.autocast,
@@ -171,7 +171,7 @@ class Family:
         return compile_symbolic(
             compiler.module,
             partial(symbols.probe, args, kwargs),
-            self._points(trace.relations, (args, kwargs)),
+            points_within(trace.relations, symbols, (args, kwargs), self._least, self._most, names),
             trace,
             needs_grad=mode.needs_grad,
             target=compiler.target,
@@ -179,29 +179,6 @@ class Family:
             packing=compiler.packing,
             autocast=mode.autocast,
         )
-
-    def _points(self, relations: Relations, sample: Arguments) -> Points:
-        """Where the code is compiled: where all that forward takes for granted holds."""
-        for leaf, number in (d for group in self.symbols.dimensions for d in group):
-            if not relations.is_symbolic(leaf, number):
-                raise CaptureError(
-                    f"forward demands size {relations.shapes[leaf][number]} of dimension {number} "
-                    f"of argument `{self.signature.names[leaf]}`"
-                )
-        bounds = [min(relations.most(*d) for d in group) for group in self.symbols.dimensions]
-        broken: str | None = None
-        for limit, tight in itertools.product(_LIMITS, (False, True)):
-            within = [min(bound, limit) for bound in bounds]
-            points = points_for(self._least, self._most, within, tight=tight)
-            if points is None:
-                break
-            probes = (self.symbols.probe(*sample, point) for point in points.all)
-            shapes = map(shapes_of, probes)
-            broken = next(filter(None, map(relations.broken, shapes)), None)
-            if broken is None:
-                return points
-        reason = broken or f"there are no sizes to compile for around {self._most}"
-        raise CaptureError(f"forward goes another way at other sizes: {reason}")
 
     def _instantiated(
         self, code: SymbolicCode, point: Point, flags: Flags, matched: Matched
@@ -235,15 +212,43 @@ class AnySize:
         self._guesses = True
         self._lock = threading.Lock()
 
+    def renewed(self, compiler: Compiler, retire: Retire) -> AnySize:
+        """The same for another module, or process; nothing is compiled for it."""
+        return AnySize(compiler, retire)
+
     def specialization(
         self,
         known: Sequence[Specialization],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> Specialization | None:
-        """That for a call of other sizes than those of ``known``; None: it differs otherwise."""
+    ) -> Specialization | Mismatch | None:
+        """That for a call of other sizes than those of ``known``; or why, or None: it differs
+        otherwise."""
         with self._lock:
             return self._of_family(args, kwargs) or self._of_new_family(known, args, kwargs)
+
+    def entry(
+        self, specialization: Specialization, mode: Mode, matched: Matched
+    ) -> CompiledEntry | None:
+        """Symbolic code for a call that belongs to ``specialization``.
+
+        None: it is a sample's, which is compiled for its sizes. Where calls of other sizes have
+        come, the sample's next mode is compiled with symbols at once.
+
+        Raises:
+            BridgeError: there is none, and it is no sample's.
+        """
+        if specialization.family is not None:
+            return specialization.family(mode, matched)
+        for family in (f for f in self.families if f.signature is specialization.signature):
+            point = None if family.refused else family.symbols.point(matched.leaves)
+            if point is None:
+                continue
+            try:
+                return family.entry(point, mode, matched)
+            except BridgeError as error:
+                logger.debug("a sample has code of its own: %s", error)
+        return None
 
     def instances(self) -> list[Specialization]:
         """All specialisations for calls of other sizes."""
@@ -286,6 +291,8 @@ class AnySize:
             family.guessed = guessed is not None
             found = family.instance(matched)
             if found is not None:
+                for _, entry in specialization.compiled():
+                    entry.compiled.compile_no_more()
                 self.families = [*(f for f in self.families if f not in earlier), family]
                 instances = [i for f in earlier for i in f.instances.values()]
                 self.retire(entry for i in instances for _, entry in i.compiled())

@@ -216,8 +216,7 @@ class Dispatcher(ModuleCode, StandsForForward):
             return own or forward_of_class(module)
         duplicate = Dispatcher(module, own, self.target, self.options, self.tally.on_fallback)
         duplicate.compiles_signatures = self.compiles_signatures
-        if self.any_size is not None:
-            duplicate.serve_any_size()
+        duplicate.serve_sizes_like(self)
         if not self.options.freeze:  # nobody compares the copy's weights with those that were
             duplicate.specializations = tuple(
                 s.rebound(memo, duplicate.packing) for s in self.specializations

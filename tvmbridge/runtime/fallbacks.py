@@ -30,6 +30,9 @@ _THAW = "call the module in eval mode under torch.no_grad(), or dispatch it with
 # What to do, by how a reason begins or by a part of it.
 _ADVICE = (
     ("the shape of an input", f"pad inputs to one shape, or {_ADD}"),
+    ("outside of what dynamic_shapes", "give the Dim wider bounds; sizes of 0 and 1 run in eager"),
+    ("that one Dim stands for", "give them Dims of different names"),
+    ("does not fit the arguments", "name in dynamic_shapes the arguments that calls have"),
     ("the dtype of an input", f"convert the input, or {_ADD}"),
     ("the device of an input", "move the input to the device that code is compiled for"),
     (STRUCTURE, f"pass the same arguments in each call, or {_ADD}"),

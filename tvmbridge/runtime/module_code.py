@@ -19,6 +19,7 @@ from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.any_size import AnySize
+from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fast_path import FastPath
@@ -109,7 +110,12 @@ class ModuleCode:
         """Compile ``specialization`` for ``mode``, in which the module must stand, and try it;
         ``why`` says what call asks for it."""
         self.forget_fast()
-        entry = self.compiler.entry(specialization.signature, mode, tuple(args), kwargs, why)
+        signature = specialization.signature
+        if specialization.family is None:
+            entry = self.compiler.entry(signature, mode, tuple(args), kwargs, why)
+        else:
+            leaves = signature.flatten(tuple(args), kwargs) or []
+            entry = specialization.family(mode, Matched(leaves, (tuple(args), dict(kwargs))))
         self._keep(specialization, mode, entry)
         return entry
 
@@ -171,9 +177,10 @@ class ModuleCode:
             if known is not None:
                 return known
             try:
-                if specialization.family is None:
+                sizes = self.any_size
+                entry = None if sizes is None else sizes.entry(specialization, mode, matched)
+                if entry is None:
                     return self.compile(specialization, mode, *matched.arguments, why=why)
-                entry = specialization.family(mode, matched)
                 self._keep(specialization, mode, entry)
                 return entry
             except Exception as error:
@@ -218,7 +225,9 @@ class ModuleCode:
         yield from known
         if self.any_size is not None and len(misfits) == len(known):
             found = self.any_size.specialization(known, args, kwargs)
-            if found is not None:
+            if isinstance(found, Mismatch):
+                misfits.append(found)
+            elif found is not None:
                 yield found
 
     def drop_outdated(self) -> None:
@@ -238,9 +247,16 @@ class ModuleCode:
         others = [] if self.any_size is None else self.any_size.instances()
         return [*self.specializations, *others]
 
-    def serve_any_size(self) -> None:
-        """Have calls of other sizes than those of samples served by symbolic code."""
-        self.any_size = AnySize(self.compiler, self._retire)
+    def serve_any_size(self, spec: Any = None) -> None:
+        """Have calls of sizes that change served by symbolic code: as ``spec`` says, or any."""
+        of_module = self.compiler, self._retire
+        given = None if spec is None else DeclaredSizes(*of_module, spec, self.original)
+        self.any_size = given or AnySize(*of_module)
+
+    def serve_sizes_like(self, other: ModuleCode) -> None:
+        """Have calls of other sizes served as ``other`` does; nothing is compiled for them."""
+        sizes = other.any_size
+        self.any_size = None if sizes is None else sizes.renewed(self.compiler, self._retire)
 
     def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
         """Whether a call that fits no signature, for these reasons, may add one."""
@@ -291,5 +307,4 @@ class ModuleCode:
             self._process = os.getpid()
             self.specializations = ()
             self._fast = ()
-            if self.any_size is not None:
-                self.serve_any_size()
+            self.serve_sizes_like(self)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import Rule, decided, divides, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import (
     allocate,
     combine_lanes,
-    divides,
     element_loop,
     load,
     loop,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import Rule, decided, divides, sizes_vary
 from tvmbridge.schedules.indexing import index_var, integer
 from tvmbridge.schedules.kernel import Reduction
 from tvmbridge.schedules.reader import Buffer
@@ -56,11 +56,6 @@ def less(extent: int, amount: int) -> Expr:
     if not sizes_vary():
         return integer(extent - amount)
     return tirx.Sub(integer(extent), integer(amount))
-
-
-def divides(divisor: int, extent: int) -> bool:
-    """Return whether ``extent`` is a multiple of ``divisor``, at all sizes that code is for."""
-    return decided(Rule.ALWAYS, lambda: extent % divisor == 0)
 
 
 def rounded_down(extent: int, divisor: int) -> Expr:

@@ -8,12 +8,11 @@ from typing import Any
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, divides
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import (
     allocate,
-    divides,
     element_loop,
     less,
     load,

@@ -7,14 +7,14 @@ the points in more than numbers, there is no symbolic code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm
 from torch import nn
 
-from tvmbridge.compiler.build import Fused, Scheduled, load, prepare, schedule
+from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
 from tvmbridge.compiler.durations import Stages
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions
@@ -24,14 +24,14 @@ from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
-from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
+from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.symbolic.building import build_for_all
 from tvmbridge.symbolic.descriptions import at, merged
-from tvmbridge.symbolic.generalize import generalize
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point, Sizes
 
 _NO_ASSUMPTIONS = Assumptions(training=False)
@@ -68,8 +68,6 @@ class _Described:
     captured: CapturedGraph
     split: SplitModule | None
     layouts: Layouts
-    copied: tuple[frozenset[int], frozenset[int]]
-    unaligned: Mapping[str, tuple[bool, ...]]
     num_outputs: int
     packs: tuple[tuple[str, ...], ...]
     joint: str | None
@@ -80,7 +78,6 @@ class _Lowered:
     lowered: LoweredModule
     mod: tvm.IRModule
     parts: SplitModule | None
-    fused: Fused
     described: _Described
 
 
@@ -152,7 +149,7 @@ def compile_symbolic(
             autocast=autocast,
             known=known,
         )
-        return _laid_out(lowered, options, records)
+        return _laid_out(lowered, records)
 
     first, *others = points.all
     with recorded_decisions() as decisions:
@@ -162,14 +159,19 @@ def compile_symbolic(
         with repeated_decisions(decisions):
             lowered.append(lower(point, known))
     sizes = Sizes(points.all)
+    common = lowered[0]
     with stages.measure("build"):
         assumptions = _together([each.lowered.captured.assumptions for each in lowered])
         described = _merged(lowered, sizes)
-        scheduled = _scheduled([(each.fused, each.parts) for each in lowered])
-        mod = generalize([each.mod for each in scheduled], sizes)
-        common = lowered[0]
-        device = common.lowered.captured.device
-        built = load(replace(scheduled[0], mod=mod), records, device)
+        built = build_for_all(
+            [(e.mod, None if e.parts is None else e.parts.bundle) for e in lowered],
+            sizes,
+            common.lowered.target,
+            options,
+            common.lowered.captured.device,
+            records,
+        )
+        _refuse_other_copies(lowered, built)
     compiled = assembled(common.lowered, common.mod, common.parts, built, records, stages)
     compiled = replace(
         compiled,
@@ -188,27 +190,22 @@ def _known(trace: SymbolicTrace, first: LoweredModule, there: Arguments, here: A
     return Known(trace.stage_of_all, captured, derivation.facts)
 
 
-def _laid_out(
-    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
-) -> _Lowered:
+def _laid_out(lowered: LoweredModule, records: list[PassRecord]) -> _Lowered:
     captured = lowered.captured
     if captured.prologue is not None or captured.epilogue is not None:
         raise DifferentCodeError("a part of it runs eagerly, which is compiled for one size")
     mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     if parts is not None and parts.functions:
         raise DifferentCodeError("it has a backward of its own, which is compiled for one size")
-    fused = prepare(mod, lowered.target, records, measure=options.measure_kernels)
     described = _Described(
         captured=captured,
         split=parts,
         layouts=lowered.layouts,
-        copied=copied_results(lowered, mod, parts, fused.shared),
-        unaligned=fused.unaligned,
         num_outputs=lowered.num_outputs,
         packs=tuple(map(tuple, lowered.packs)),
         joint=None if lowered.derivation is None else lowered.derivation.source,
     )
-    return _Lowered(lowered, mod, parts, fused, described)
+    return _Lowered(lowered, mod, parts, described)
 
 
 def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
@@ -222,6 +219,13 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
             parts = replace(parts, mod=_NO_GRAPH)
         same.append(replace(described, captured=captured, split=parts))
     return merged(same, sizes, "module")
+
+
+def _refuse_other_copies(lowered: Sequence[_Lowered], built: Built) -> None:
+    """Refuse that at some sizes other results share memory."""
+    copied = [copied_results(e.lowered, e.mod, e.parts, built.shared) for e in lowered]
+    if any(other != copied[0] for other in copied[1:]):
+        raise DifferentCodeError("at other sizes, other results share memory")
 
 
 def _together(all_: Sequence[Assumptions]) -> Assumptions:
@@ -244,21 +248,3 @@ def _together(all_: Sequence[Assumptions]) -> Assumptions:
         foreign=tuple({id(t): t for each in all_ for t in each.foreign}.values()),
         asks=frozenset[Question]().union(*(each.asks for each in all_)),
     )
-
-
-def _scheduled(fused: Sequence[tuple[Fused, SplitModule | None]]) -> list[Scheduled]:
-    """The modules with loops by the decisions that hold at all points."""
-
-    def run(each: Fused, parts: SplitModule | None) -> Scheduled:
-        return schedule(each, [], bundle=None if parts is None else parts.bundle)
-
-    decided: list[list[tuple[Rule, Any]]] = []
-    for each, parts in fused:
-        with recorded_decisions(followed(decided)) as decisions:
-            run(each, parts)
-        decided.append(decisions)
-    for_all, found = agreed(decided), []
-    for each, parts in fused:
-        with repeated_decisions(for_all):
-            found.append(run(each, parts))
-    return found

@@ -7,13 +7,18 @@ they differ from their neighbours.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.any_size import shapes_of
+from tvmbridge.graph_capture.relations import Relations
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.code import Points
 from tvmbridge.symbolic.sizes import Point
 
@@ -26,6 +31,22 @@ _LANES = 64
 # also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
 _ALLOWED = 2
+# What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
+_LIMITS = tuple(1 << i for i in range(40, 4, -1))
+
+
+class DemandedSizeError(CaptureError):
+    """Forward demands the sizes of ``dimensions``, which were to be symbols."""
+
+    def __init__(
+        self, dimensions: Sequence[Dimension], relations: Relations, names: Sequence[str]
+    ) -> None:
+        leaf, number = dimensions[0]
+        super().__init__(
+            f"forward demands size {relations.shapes[leaf][number]} of dimension {number} of "
+            f"argument `{names[leaf]}`"
+        )
+        self.dimensions = tuple(dimensions)
 
 
 @dataclass(frozen=True)
@@ -90,6 +111,15 @@ class Symbols:
         """The sizes of the symbols in a call with these shapes, which they were found in."""
         return tuple(shapes[leaf][number] for (leaf, number), *_ in self.dimensions)
 
+    def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
+        """The sizes of a call, all different: of equal ones torch.export would make one symbol."""
+        taken: list[int] = []
+        for size in self.point_of(shapes):
+            while size in taken:
+                size += 1
+            taken.append(size)
+        return tuple(taken)
+
     def probe(self, args: Any, kwargs: Any, point: Point) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as those given whose symbolic dimensions have the sizes of ``point``."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -108,6 +138,45 @@ def _resized(leaf: Any, shape: list[int] | None) -> Any:
         return leaf
     made = torch.empty(shape, dtype=leaf.dtype, device=leaf.device)
     return made.requires_grad_(leaf.requires_grad)
+
+
+def points_within(
+    relations: Relations,
+    symbols: Symbols,
+    sample: Arguments,
+    smallest: Point,
+    largest: Point,
+    names: Sequence[str],
+) -> Points:
+    """Where to compile code, such that all that forward takes for granted of sizes holds there.
+
+    Args:
+        relations: what that is.
+        symbols: the symbolic dimensions.
+        sample: arguments of some size.
+        smallest, largest: as of :func:`points_for`.
+        names: what messages call the leaves of the arguments.
+
+    Raises:
+        DemandedSizeError: forward demands one size.
+        CaptureError: it goes another way at others.
+    """
+    fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
+    if fixed:
+        raise DemandedSizeError(fixed, relations, names)
+    bounds = [min(relations.most(*d) for d in group) for group in symbols.dimensions]
+    broken: str | None = None
+    for limit, tight in itertools.product(_LIMITS, (False, True)):
+        within = [min(bound, limit) for bound in bounds]
+        points = points_for(smallest, largest, within, tight=tight)
+        if points is None:
+            break
+        probes = (symbols.probe(*sample, point) for point in points.all)
+        broken = next(filter(None, map(relations.broken, map(shapes_of, probes))), None)
+        if broken is None:
+            return points
+    reason = broken or f"there are no sizes to compile for around {largest}"
+    raise CaptureError(f"forward goes another way at other sizes: {reason}")
 
 
 def points_for(
@@ -133,7 +202,10 @@ def points_for(
         if bottom is None:
             return None
         least.append(bottom)
-        between = _prime_below(min(max(high, 2 * _LEAST[-1]), bound), taken, least[-1])
+        # Of one symbol less one no power of two divides all: the largest is one more than many.
+        common = min(max(high, 2 * _LEAST[-1]), bound)
+        between = _prime_below(common, taken, least[-1], 4, 3)
+        between = between or _prime_below(common, taken, least[-1])
         if top is None or between is None:
             return None
         most.append(top)
@@ -162,10 +234,17 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
     return found[0]
 
 
-def _prime_below(limit: int, taken: set[int], least: int, modulus: int = 1) -> int | None:
-    """The greatest prime from ``least`` to ``limit``, one more than a multiple of ``modulus``."""
+def _prime_below(
+    limit: int, taken: set[int], least: int, modulus: int = 1, rest: int = 1
+) -> int | None:
+    """The greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
+    ``modulus``."""
     for candidate in range(limit, least - 1, -1):
-        if candidate not in taken and candidate % modulus == 1 % modulus and _is_prime(candidate):
+        if (
+            candidate not in taken
+            and candidate % modulus == rest % modulus
+            and _is_prime(candidate)
+        ):
             taken.add(candidate)
             return candidate
     return None

@@ -9,6 +9,7 @@ is no answer.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -101,6 +102,13 @@ class Sizes:
         self._found[values] = size
         return size
 
+    def content(self, values: Sequence[int]) -> int:
+        """What divides the number with these values at the points, wherever the symbols are."""
+        size = self.find(tuple(values))
+        if size is None or size.divisor != 1:
+            return 1
+        return math.gcd(*(coefficient for coefficient, _ in size.terms))
+
     @property
     def known(self) -> set[Size]:
         """The polynomials that were found so far."""
@@ -118,9 +126,11 @@ class Sizes:
         return self.only(self._of_two_terms(values))
 
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
-        """Sums such as ``s + 1`` or ``b * s - b``: the one product divides the other."""
+        """Sums such as ``s + 1`` or ``b * s - b``, where the one product divides the other, and
+        of two symbols."""
         for larger, smaller in itertools.permutations(self._monomials, 2):
-            if any(a < b for a, b in zip(larger, smaller, strict=True)):
+            divided = all(a >= b for a, b in zip(larger, smaller, strict=True))
+            if not divided and (sum(larger), sum(smaller)) != (1, 1):
                 continue
             x, y = self._values[larger], self._values[smaller]
             determinant = x[0] * y[1] - x[1] * y[0]

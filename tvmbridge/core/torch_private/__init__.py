@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,6 +111,31 @@ def inductor_config() -> Any:
 def export_trace() -> Any:
     """The module of ``torch.export.export``."""
     return importlib.import_module("torch.export._trace")
+
+
+def placed_dynamic_shapes(
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    spec: Any,
+    place: Callable[[str, Any, Any], None],
+) -> None:
+    """Call ``place`` with each leaf of the arguments, the path to it, and what ``spec``, of
+    torch.export's ``dynamic_shapes``, says of it.
+
+    Raises:
+        torch._dynamo.exc.UserError: ``spec`` is not one for these arguments.
+    """
+    shapes = importlib.import_module("torch.export.dynamic_shapes")
+    given = shapes._combine_args(forward, args, kwargs)
+    shapes._check_dynamic_shapes(given, spec)
+    tree = given if isinstance(spec, dict) else type(spec)(given.values())
+    shapes._tree_map_with_path(
+        lambda path, leaf, shape: place(pytree.keystr(path), leaf, shape),
+        tree,
+        spec,
+        tree_name="inputs",
+    )
 
 
 def symbolic_shapes() -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tvm import relax, tirx
 from tvm.ir import Call, Expr
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.aten.nests import (
     Buffer,
@@ -28,7 +29,8 @@ _COLUMNS = 64
 def _cumsum(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     x, result, shape = arguments["self"], dtype_of(call), shape_of(call)
     rows, count, columns = around(shape, arguments["dim"] % len(shape))
-    width = next(w for w in range(min(columns, _COLUMNS), 0, -1) if columns % w == 0)
+    widest = 1 if sizes_vary() else min(columns, _COLUMNS)
+    width = next(w for w in range(widest, 0, -1) if columns % w == 0)
     wide = _SUMMED_IN.get(result, result)
     blocks = (rows, columns // width)
 

@@ -212,6 +212,21 @@ IMPORTED = (
         lambda kind: issubclass(kind, Exception),
     ),
     PrivateName(
+        "torch.export.dynamic_shapes._combine_args",
+        "specs of dynamic shapes",
+        lambda combine: combine(lambda a, *, b: a, (1,), {"b": 2}) == {"a": 1, "b": 2},
+    ),
+    PrivateName(
+        "torch.export.dynamic_shapes._check_dynamic_shapes",
+        "specs of dynamic shapes",
+        lambda check: check({"a": torch.ones(2)}, {"a": {0: None}}) is None,
+    ),
+    PrivateName(
+        "torch.export.dynamic_shapes._tree_map_with_path",
+        "specs of dynamic shapes",
+        lambda walk: walk(lambda _, a, b: (a, b), {"a": [1]}, {"a": [2]}) == {"a": [(1, 2)]},
+    ),
+    PrivateName(
         "torch._inductor.config",
         "keeping draws that nothing reads",
         lambda config: within(config.patch(fallback_random=True), lambda: config.fallback_random),

@@ -1,0 +1,244 @@
+"""Declared sizes: calls whose symbolic dimensions a spec of torch.export's names.
+
+They are symbols from the first call on, or from the sample: nothing is compiled for its sizes. A
+call outside of a Dim's bounds, or of another size where the spec names none, runs the module's own
+forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.export import AdditionalInputs, ShapesCollection
+
+from tvmbridge.core.errors import BuildError, first_line
+from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.runtime.any_size import AnySize, Family, Retire
+from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.guards.signature import Matched, Signature
+from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.symbolic.declared import (
+    DeclaredDimension,
+    Spec,
+    declared,
+    names_no_size,
+    symbols_of,
+)
+from tvmbridge.symbolic.probes import Dimension, Shapes
+from tvmbridge.symbolic.sizes import Point
+
+# So many structures of arguments calls may have compiled.
+_MOST_SIGNATURES = 4
+# So often code for one of them is made anew, with other symbols of hints.
+_MOST_CHOICES = 4
+# Code is compiled for all of a Dim's sizes at once where they are so many times the first ones.
+_FAR, _NEAR = 8, 64
+
+_OUTSIDE = "the size of an input is outside of what dynamic_shapes declares"
+_TOGETHER = "sizes of inputs that one Dim stands for differ"
+
+
+def sizes_to_serve(module: nn.Module, given: Any, sample: Arguments | None) -> Any:
+    """What the argument ``dynamic_shapes`` asks for: a spec, ``"auto"``, or None for no symbols.
+
+    Raises:
+        torch._dynamo.exc.UserError: it is no spec for the sample; as of torch.export.
+        ValueError: it is something else, or needs a sample.
+    """
+    if given is None or (isinstance(given, str) and given == "auto"):
+        return given
+    if isinstance(given, ShapesCollection | AdditionalInputs):
+        if sample is None:
+            raise ValueError(f"dynamic_shapes is a {type(given).__name__}, which needs a sample")
+        shapes: Any = given
+        given = shapes.dynamic_shapes(module, *sample)
+    if not isinstance(given, Mapping | tuple | list):
+        raise ValueError(
+            f"dynamic_shapes is {given!r}; choose None, 'auto', or a spec as of torch.export"
+        )
+    if sample is not None:
+        args, kwargs = sample
+        declared(given, module.forward, tuple(args), kwargs)
+    return None if names_no_size(given) else given
+
+
+@dataclass(eq=False)
+class _Declared:
+    """Calls of one signature: what the spec says of them, and the family that serves them."""
+
+    signature: Signature
+    dimensions: Mapping[Dimension, DeclaredDimension]
+    calls: list[Shapes] = field(default_factory=list)
+    family: Family | None = None
+
+    def outside(self, matched: Matched) -> Mismatch | None:
+        """Which dimension of a call has a size that its Dim is not for."""
+        for (leaf, number), dim in self.dimensions.items():
+            reason = dim.refusal(matched.leaves[leaf].shape[number])
+            if reason is not None:
+                name = self.signature.names[leaf]
+                return Mismatch(_OUTSIDE, f"argument `{name}`: dimension {number}: {reason}")
+        return None
+
+    def served(self, matched: Matched) -> Specialization | None:
+        """The specialisation for a call; None: its family has other symbols."""
+        family = self.family
+        if family is None or family.demanded & self._free():
+            return None
+        return family.instance(matched)
+
+    def renew(self, matched: Matched, compiler: Compiler, retire: Retire) -> Mismatch | None:
+        """Make a family for a call, too, that the one of earlier calls is not for; or why none."""
+        shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in self.signature.tensors]
+        demanded = set() if self.family is None else self.family.demanded
+        symbols = symbols_of(self.dimensions, [*self.calls, shapes], demanded)
+        if symbols is None:
+            return Mismatch("forward demands the sizes of all dimensions that are Dim.AUTO")
+        sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
+        if not symbols.are_all(sample, matched.leaves):
+            return self.signature.mismatch(matched.leaves)
+        if symbols.point(matched.leaves) is None or len(self.calls) >= _MOST_CHOICES:
+            return Mismatch(_TOGETHER, ", ".join(self._names()))
+        self.calls.append(shapes)
+        if self.family is not None:
+            entries = [e for i in self.family.instances.values() for _, e in i.compiled()]
+            retire(entries)
+        seen = [symbols.point_of(dict(call)) for call in self.calls]
+        bounds = [self.dimensions[group[0]] for group in symbols.dimensions]
+        seen += _reach(bounds, seen[-1])
+        family = Family(compiler, self.signature, symbols, seen, shapes, retire)
+        family.why, family.demanded = "", demanded
+        self.family = family
+        return None
+
+    def _free(self) -> set[Dimension]:
+        """The symbols that may be static."""
+        assert self.family is not None
+        symbols = {d for group in self.family.symbols.dimensions for d in group}
+        return {d for d in symbols if self.dimensions[d].free}
+
+    def _names(self) -> list[str]:
+        return [f"`{self.signature.names[leaf]}`[{number}]" for leaf, number in self.dimensions]
+
+
+def _reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
+    """Sizes that calls may have, too, by the bounds of Dims, where they are not far away."""
+    pairs = list(zip(bounds, point, strict=True))
+    small = tuple(min(n, b.least) if b.least > 2 else n for b, n in pairs)
+    large = tuple(
+        n if b.most is None or b.most > _FAR * max(n, _NEAR) else max(n, b.most) for b, n in pairs
+    )
+    return [small, large]
+
+
+class DeclaredSizes(AnySize):
+    """The families of a dispatched module whose sizes are declared.
+
+    Args:
+        compiler, retire: as of :class:`~.any_size.AnySize`.
+        spec: in torch.export's words.
+        forward: its parameters are those that the spec names.
+    """
+
+    def __init__(
+        self, compiler: Compiler, retire: Retire, spec: Spec, forward: Callable[..., Any]
+    ) -> None:
+        self._declared: list[_Declared] = []
+        super().__init__(compiler, retire)
+        self.spec = spec
+        # Whether calls of another structure than that of samples are compiled for.
+        self.is_open = True
+        self._forward = forward
+        self._changing = threading.RLock()
+
+    def renewed(self, compiler: Compiler, retire: Retire) -> DeclaredSizes:
+        """The same for another module; nothing is compiled for it."""
+        return DeclaredSizes(compiler, retire, self.spec, self._forward)
+
+    def instances(self) -> list[Specialization]:
+        """All specialisations, those of samples among them."""
+        with self._changing:
+            families = [d.family for d in self._declared if d.family is not None]
+            return [i for family in families for i in family.instances.values()]
+
+    def specialization(
+        self,
+        known: Sequence[Specialization],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Specialization | Mismatch | None:
+        """That for a call, or why it has none."""
+        with self._changing:
+            found, misfit = self._of_known(args, kwargs)
+            if found is not None:
+                return found
+            if not self.is_open or len(self._declared) >= _MOST_SIGNATURES:
+                return misfit
+            try:
+                return self._added(args, kwargs)
+            except Exception as error:  # torch.export's of a spec are of several classes
+                return Mismatch("dynamic_shapes does not fit the arguments", first_line(error))
+
+    def of_sample(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Specialization:
+        """The specialisation for a sample.
+
+        Raises:
+            torch._dynamo.exc.UserError, ValueError: the spec is not one for it.
+            BuildError: there can be no code for it.
+        """
+        with self._changing:
+            found, _ = self._of_known(args, kwargs)
+            return _refused(found) or self._added(args, kwargs)
+
+    def forget(self, specialization: Specialization) -> None:
+        """Keep nothing of a sample that could not be compiled."""
+        with self._changing:
+            self._declared = [
+                d
+                for d in self._declared
+                if d.family is None or specialization not in d.family.instances.values()
+            ]
+
+    def _of_known(
+        self, args: Any, kwargs: Any
+    ) -> tuple[Specialization | Mismatch | None, Mismatch | None]:
+        """What there is for calls of this structure, and why a call is of no known one."""
+        misfit: Mismatch | None = None
+        for each in self._declared:
+            matched = each.signature.match(args, kwargs, any_size=True)
+            if not isinstance(matched, Mismatch):
+                return self._of(each, matched), None
+            misfit = misfit or matched
+        return None, misfit
+
+    def _added(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Specialization:
+        signature = Signature(args, kwargs, self._forward)
+        matched = signature.untaken() or signature.match(args, kwargs)
+        each = _Declared(signature, declared(self.spec, self._forward, args, kwargs))
+        found = matched if isinstance(matched, Mismatch) else self._of(each, matched)
+        specialization = _refused(found)
+        assert specialization is not None
+        self._declared.append(each)
+        return specialization
+
+    def _of(self, each: _Declared, matched: Matched) -> Specialization | Mismatch:
+        misfit = each.outside(matched)
+        if misfit is not None:
+            return misfit
+        found = each.served(matched)
+        if found is None:
+            misfit = each.renew(matched, self.compiler, self.retire)
+            found = None if misfit is not None else each.served(matched)
+        return found or misfit or Mismatch(_TOGETHER)
+
+
+def _refused(found: Specialization | Mismatch | None) -> Specialization | None:
+    """``found``, or the reason why there is none, raised."""
+    if isinstance(found, Mismatch):
+        raise BuildError(found.reason + (f": {found.detail}" if found.detail else ""))
+    return found

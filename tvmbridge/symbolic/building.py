@@ -1,0 +1,105 @@
+"""Building symbolic code: the graphs for several sizes become one executable, or that on disk.
+
+The cache is asked with the graphs as they are before kernels are chosen, operators legalised and
+loops scheduled, at all of the sizes: the same graphs give the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import tvm
+
+from tvmbridge.cache.key import digest_of
+from tvmbridge.compiler.build import (
+    Built,
+    Code,
+    Fused,
+    Scheduled,
+    compile_code,
+    prepare,
+    schedule,
+)
+from tvmbridge.compiler.cached_build import CachedBuild
+from tvmbridge.core.decisions import Rule, agreed, followed, recorded_decisions, repeated_decisions
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
+from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
+from tvmbridge.symbolic.generalize import generalize
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
+
+
+def build_for_all(
+    graphs: Sequence[tuple[tvm.IRModule, BundleResiduals | None]],
+    sizes: Sizes,
+    target: tvm.target.Target,
+    options: CompileOptions,
+    device: torch.device,
+    records: list[PassRecord],
+) -> Built:
+    """Code for all sizes, of the ``graphs`` at the points of ``sizes``.
+
+    Raises:
+        DifferentCodeError: at one of the points the code is another one.
+        BuildError: TVM cannot compile it for the target.
+    """
+
+    def entries() -> dict[str, str]:
+        return {
+            "graph": digest_of("\n".join(tvm.ir.save_json(mod) for mod, _ in graphs)),
+            "residuals": repr([bundle for _, bundle in graphs]),
+            "sizes": repr((sizes.points, sorted(map(repr, sizes.known)))),
+        }
+
+    def compile_(mine: list[PassRecord]) -> Code:
+        fused = _prepared([mod for mod, _ in graphs], target, mine, options.measure_kernels)
+        scheduled = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
+        mod = generalize([each.mod for each in scheduled], sizes)
+        return compile_code(replace(scheduled[0], mod=mod), mine)
+
+    # Tuning records are of one size.
+    build = CachedBuild(target, replace(options, tuning_records=False), device)
+    return build.found_or_compiled(entries, compile_, records)
+
+
+def _prepared(
+    mods: Sequence[tvm.IRModule],
+    target: tvm.target.Target,
+    records: list[PassRecord],
+    measure: bool,
+) -> list[Fused]:
+    """The modules with the kernels that are chosen for the first of them."""
+    with recorded_decisions() as decisions:
+        fused = [prepare(mods[0], target, records, measure=measure)]
+    for mod in mods[1:]:
+        with repeated_decisions(decisions):
+            fused.append(prepare(mod, target, records, measure=measure))
+    first = fused[0]
+    for other in fused[1:]:
+        if (other.unaligned, other.shared) != (first.unaligned, first.shared):
+            raise DifferentCodeError("at other sizes, results share memory otherwise")
+    return fused
+
+
+def _scheduled(
+    fused: Sequence[Fused], bundles: Sequence[BundleResiduals | None], sizes: Sizes
+) -> list[Scheduled]:
+    """The modules with loops by the decisions that hold at all points."""
+
+    def run(each: Fused, bundle: Any) -> Scheduled:
+        return schedule(each, [], bundle=bundle)
+
+    both = list(zip(fused, bundles, strict=True))
+    decided: list[list[tuple[Rule, Any]]] = []
+    for each, bundle in both:
+        with recorded_decisions(followed(decided)) as decisions:
+            run(each, bundle)
+        decided.append(decisions)
+    for_all, found = agreed(decided, sizes.content), []
+    for each, bundle in both:
+        with repeated_decisions(for_all):
+            found.append(run(each, bundle))
+    return found

@@ -1,0 +1,128 @@
+"""Declared symbols: the dimensions that a spec in torch.export's words names, with their bounds.
+
+``{"x": {0: Dim("batch", max=512), 1: Dim.AUTO}}`` is two symbols for a call ``f(x)``. torch.export
+checks the spec, and its errors are raised as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.export import Dim
+
+from tvmbridge.core.torch_private import placed_dynamic_shapes, pytree
+from tvmbridge.symbolic.probes import Dimension, Shapes, Symbols
+
+Spec: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any]
+
+_HINT = type(Dim.AUTO)
+
+
+@dataclass(frozen=True)
+class DeclaredDimension:
+    """What a spec says of one dimension: the ``name`` of its Dim, or of the hint, and its bounds.
+
+    ``free``: it is ``Dim.AUTO``, and may be of one size after all.
+    """
+
+    name: str
+    least: int
+    most: int | None
+    is_hint: bool
+    free: bool
+
+    @classmethod
+    def of(cls, given: Any, size: int, where: str) -> DeclaredDimension | None:
+        """Of what stands for a dimension of this size; None: it is static.
+
+        Raises:
+            ValueError: it is another size, or a Dim made of another.
+        """
+        if isinstance(given, int):
+            if given != size:
+                raise ValueError(f"dynamic_shapes says that {where} is {given}, and it is {size}")
+            return None
+        if isinstance(given, _HINT):
+            kind = given.type.name
+            if kind == "STATIC":
+                return None
+            return cls(f"Dim.{kind}", given.min or 0, given.max, True, kind == "AUTO")
+        if not isinstance(given, Dim):
+            return None
+        if hasattr(given, "root"):
+            raise ValueError(
+                f"dynamic_shapes: {where} is {given.__name__}, a Dim made of another one, which is "
+                "not supported: write Dim.AUTO"
+            )
+        most = given.max if isinstance(given.max, int) else None
+        return cls(given.__name__, given.min, most, False, False)
+
+    def refusal(self, size: int) -> str | None:
+        """Why code is not for this size; None: it may be."""
+        if size < 2:
+            return f"it is {size}, and there is no code for sizes of 0 and 1"
+        if self.least <= size and (self.most is None or size <= self.most):
+            return None
+        bounds = f"from {self.least}" + ("" if self.most is None else f" to {self.most}")
+        return f"it is {size}, and {self.name} is {bounds}"
+
+
+def names_no_size(spec: Spec) -> bool:
+    """Whether all dimensions are static by ``spec``."""
+    leaves = pytree.tree_leaves(spec)
+    return all(x is None or isinstance(x, int) or x == Dim.STATIC for x in leaves)
+
+
+def declared(
+    spec: Spec, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[Dimension, DeclaredDimension]:
+    """What ``spec`` says of the dimensions of a call that are not static.
+
+    Raises:
+        torch._dynamo.exc.UserError: the spec is not one for these arguments; as of torch.export.
+        ValueError: it names a size that the call does not have, or a Dim made of another.
+    """
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    # Of a tensor that is given twice each place has sizes of its own.
+    apart = [
+        torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else x for x in leaves
+    ]
+    numbers = {id(x): i for i, x in enumerate(apart) if isinstance(x, torch.Tensor)}
+    found: dict[Dimension, DeclaredDimension] = {}
+
+    def place(path: str, leaf: Any, shape: Any) -> None:
+        if not isinstance(leaf, torch.Tensor) or shape is None:
+            return
+        given = shape.items() if isinstance(shape, Mapping) else enumerate(shape)
+        for number, dim in given:
+            where = f"dimension {number} of inputs{path}"
+            if not -leaf.dim() <= number < leaf.dim():
+                raise ValueError(f"dynamic_shapes names {where}, which has {leaf.dim()} dimensions")
+            told = DeclaredDimension.of(dim, leaf.shape[number], where)
+            if told is not None:
+                found[numbers[id(leaf)], number % leaf.dim()] = told
+
+    there, named = pytree.tree_unflatten(apart, structure)
+    placed_dynamic_shapes(forward, there, named, spec, place)
+    return found
+
+
+def symbols_of(
+    found: Mapping[Dimension, DeclaredDimension],
+    calls: Sequence[Shapes],
+    without: Collection[Dimension] = (),
+) -> Symbols | None:
+    """The symbols of declared dimensions: one for each Dim, and for hints of one size in ``calls``.
+
+    None: there are none. Dimensions ``without`` are no symbols, if they need not be.
+    """
+    sizes = [dict(call) for call in calls]
+    groups: dict[Any, list[Dimension]] = {}
+    for (leaf, number), dim in found.items():
+        if not (dim.free and (leaf, number) in without):
+            seen = tuple(each[leaf][number] for each in sizes)
+            groups.setdefault(seen if dim.is_hint else dim.name, []).append((leaf, number))
+    return Symbols(tuple(map(tuple, groups.values()))) if groups else None
