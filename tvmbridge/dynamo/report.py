@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tvmbridge.core.torch_private import graph_breaks
-from tvmbridge.dispatch import report_of
+from tvmbridge.report import report_of
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.report import DispatchReport
 from tvmbridge.runtime.fallbacks import share
