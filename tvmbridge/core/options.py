@@ -62,8 +62,8 @@ class CompileOptions:
             PyTorch.
         background: what a call does for which code has to be compiled. False waits for it; True
             runs the module's own forward, while another process compiles, and the next call after
-            that is served; a number waits for so many seconds. Where that cannot be (docs/limits.md)
-            the call waits.
+            that is served; a number waits for so many seconds. Where that cannot be
+            (docs/limits.md) the call waits.
         check: which calls of each specialisation and mode are checked against the module's own
             forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that

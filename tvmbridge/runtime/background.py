@@ -1,7 +1,7 @@
 """The background: code is compiled in another process, while calls run the module's own forward.
 
-A child compiles, and keeps the code in the cache on disk (:mod:`.child`). A call that comes after its
-end goes the same way again, and finds there what takes long. One child compiles at a time.
+A child compiles, and keeps the code in the cache on disk (:mod:`.child`). A call after its end goes
+the same way again, and finds there what takes long. One child compiles at a time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A compilation in a child of this process, which keeps what it has compiled in the cache on disk.
 
-The child is forked: the module, the arguments, the mode and all settings are those of the call, and
-nothing has to be pickled. It has one thread, since those of PyTorch's are not forked with it, a low
-priority, and ends with its parent. Kernels it does not measure: it asks the parent, on whose threads
-the code will run, and sleeps meanwhile.
+It is forked: the module, the arguments, the mode and all settings are those of the call, and nothing has
+to be pickled. It has one thread, since PyTorch's are not forked with it, a low priority, and ends with its parent. It measures no kernels: it asks the parent, on whose threads the code will
+run, and sleeps meanwhile.
 """
 
 from __future__ import annotations
