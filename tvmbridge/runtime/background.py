@@ -35,8 +35,8 @@ class UnderWayError(Exception):
 @dataclass(frozen=True)
 class _Job:
     child: Child
-    # What the key is about lives as long: its identity is part of the key.
-    about: object
+    # Not held: it may hold the module.
+    about: weakref.ref[object]
 
 
 @dataclass
@@ -88,6 +88,8 @@ class Background:
             return body()
         until = time.monotonic() + self.budget
         job = self._jobs.get((id(about), key))
+        if job is not None and job.about() is not about:  # of one that is gone
+            job = None
         if job is None:
             refusal = self._refusal()
             if refusal is not None:
@@ -145,7 +147,7 @@ class Background:
     def _start(self, what: str, about: object, key: Hashable, body: Callable[[], object]) -> _Job:
         child = Child(what, body)
         _turn.child, _turn.process = child, os.getpid()
-        job = self._jobs[id(about), key] = _Job(child, about)
+        job = self._jobs[id(about), key] = _Job(child, weakref.ref(about))
         logger.info("%s in the background, by process %d", what, child.pid)
         return job
 

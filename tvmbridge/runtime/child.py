@@ -1,8 +1,9 @@
 """A compilation in a child of this process, which keeps what it has compiled in the cache on disk.
 
-It is forked: the module, the arguments, the mode and all settings are those of the call, and nothing has
-to be pickled. It has one thread, since PyTorch's are not forked with it, a low priority, and ends with its parent. It measures no kernels: it asks the parent, on whose threads the code will
-run, and sleeps meanwhile.
+It is forked: the module, the arguments, the mode and all settings are those of the call, and
+nothing has to be pickled. It has one thread, since PyTorch's are not forked with it, and a lower
+priority, and ends with its parent. It measures no kernels: it asks the parent, on whose threads the
+code will run, and sleeps meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tvmbridge.kernels.table import ask_elsewhere, choice
 
 # One that has said nothing for so long hangs.
 MOST_SECONDS = 1800.0
-_NICENESS = 10
+# Where all cores are taken it has about a quarter of one.
+NICENESS = 5
 _PR_SET_PDEATHSIG = 1
 
 _ASKED, _DONE, _FAILED = "asked", "done", "failed"
@@ -145,7 +147,7 @@ def _settle(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    os.nice(_NICENESS)
+    os.nice(NICENESS)
     compile_for_threads(threads())
     torch.set_num_threads(1)
     # The parent tells of it.
