@@ -106,24 +106,24 @@ def test_eager_serves_until_code_is_there(caplog: pytest.LogCaptureFixture) -> N
     assert "has ended" in told[1]
 
 
-def test_a_new_mode_and_other_sizes_do_not_wait() -> None:
-    eager, module = _pair()
-    add_tvm_dispatch(module, X, dynamic_shapes="auto")
+def _small() -> tuple[nn.Module, nn.Module]:
+    eager = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Dropout(0.5))
+    return eager, copy.deepcopy(eager)
+
+
+def test_a_new_mode_does_not_wait() -> None:
+    eager, module = _small()
+    add_tvm_dispatch(module, X, options={"background": 120.0})
     module.forward.background.budget = 0.0
-    for x in (X[:5], X[:7], X[:4]):
-        _assert_same(module, eager, x, 0)
-    assert dispatch_report(module).fallbacks == {COMPILING: 3}
-    tvmbridge.wait(module)
-    for x in (X[:3], X[:7], X):
-        _assert_same(module, eager, x, 1)
-    assert dispatch_report(module).fallbacks == {COMPILING: 3}
-    module.eval(), eager.eval()
+    eager.eval()
+    module.eval()
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(module(X), eager(X), rtol=1e-4, atol=1e-5)
             tvmbridge.wait(module)
-    assert dispatch_report(module).fallbacks == {COMPILING: 4}
-    assert {s.cache for s in dispatch_report(module).specializations[1:]} == {"hit"}
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.fallbacks) == (1, {COMPILING: 1})
+    assert [s.cache for s in report.specializations] == ["hit", "hit"]
 
 
 def test_a_budget_bounds_the_wait(held: None) -> None:
@@ -135,13 +135,6 @@ def test_a_budget_bounds_the_wait(held: None) -> None:
     with pytest.raises(TimeoutError, match="compiling Network"):
         tvmbridge.wait(module, timeout=0.1)
     tvmbridge.remove_tvm_dispatch(module)
-
-
-def test_a_budget_that_is_enough_leaves_code() -> None:
-    eager, module = _pair()
-    add_tvm_dispatch(module, X, budget=120)
-    _assert_same(module, eager, X, 0)
-    assert dispatch_report(module).fallbacks == {}
 
 
 def test_a_child_that_is_killed_is_a_reason(held: None) -> None:
@@ -188,19 +181,20 @@ def test_what_cannot_be_compiled_is_told_as_at_a_call() -> None:
 
 
 def test_training_with_sizes_that_change() -> None:
-    eager, module = _pair()
+    eager, module = _small()
     add_tvm_dispatch(module, dynamic_shapes="auto", options=BACKGROUND)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (module, eager)]
-    for seed in range(60):
-        _assert_same(module, eager, X[: 3 + seed % 5], seed)
+    for seed, rows in enumerate((8, 7, 8, 5, 4, 7, 3, 7, 8)):
+        _assert_same(module, eager, X[:rows], seed)
         for optimizer in optimizers:
             optimizer.step()
-        time.sleep(0.05 if seed < 50 else 0.0)
-        if seed in (5, 50):
+        # What was begun for eight rows alone gives way to code for any number.
+        assert all("any size" in what for what in dispatch_report(module).under_way) or not seed
+        if rows in (4, 3):  # the code is for the sizes until then, and again for more
             tvmbridge.wait(module)
     report = dispatch_report(module)
-    assert set(report.fallbacks) == {COMPILING}
-    assert report.tvm_calls >= 9
+    assert (report.tvm_calls, set(report.fallbacks)) == (4, {COMPILING})
+    assert {s.cache for s in report.specializations} == {"hit"}
 
 
 def test_the_parent_measures_for_the_child(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,13 +113,15 @@ class Family:
         code = self.codes.get((mode, flags))
         self._least = tuple(map(min, self._least, point))
         self._most = tuple(map(max, self._most, point))
-        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
-        if code is None or (outside and self.compilations < _MOST_RANGES * len(self.codes)):
+        # That compiled in the background may be for the sizes of earlier calls.
+        while code is None or self._is_for_less(code, point):
             wider = self._compile(mode, flags, matched)
             if code is None or isinstance(wider, SymbolicCode):
                 code = self.codes[mode, flags] = wider
                 for instance in self.instances.values():
                     instance.failures.clear()
+            if isinstance(wider, str):
+                break
         if isinstance(code, str):
             self.refused = self.guessed
             raise BuildError(code)
@@ -132,6 +134,11 @@ class Family:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
+    def _is_for_less(self, code: SymbolicCode | str, point: Point) -> bool:
+        """Whether code is for other sizes, and may be compiled for more."""
+        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
+        return outside and self.compilations < _MOST_RANGES * len(self.codes)
+
     def _compile(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
         name = type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
@@ -141,7 +148,10 @@ class Family:
         code: SymbolicCode | str
         try:
             background = self.compiler.background
-            code = body() if background is None else background.run(what, self, (mode, flags), body)
+            if background is None:
+                code = body()
+            else:
+                code = background.run(what, self, (mode, flags), body, self.signature)
         except UnderWayError:
             raise
         except Exception as error:

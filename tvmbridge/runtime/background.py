@@ -37,6 +37,7 @@ class _Job:
     child: Child
     # Not held: it may hold the module.
     about: weakref.ref[object]
+    sample: weakref.ref[object]
 
 
 @dataclass
@@ -67,18 +68,26 @@ class Background:
         self.options = options
         # The seconds that a call waits for its code; None: as long as it takes.
         self.budget = options.budget
-        self._jobs: dict[Hashable, _Job] = {}
+        self._jobs: dict[tuple[int, Hashable], _Job] = {}
         self._process = os.getpid()
         self._told: set[str] = set()
         self.__finalizer = weakref.finalize(self, _cancel, self._jobs, self._process)
 
-    def run(self, what: str, about: object, key: Hashable, body: Callable[[], Result]) -> Result:
+    def run(
+        self,
+        what: str,
+        about: object,
+        key: Hashable,
+        body: Callable[[], Result],
+        sample: object = None,
+    ) -> Result:
         """What ``body`` returns, which is called where it need not compile, or has to here.
 
         Args:
             what: is compiled, for people.
             about, key: tell compilations apart: an object, and more.
             body: compiles; run once in a child and once here, with the same graphs.
+            sample: serves the calls of this one too: what was begun for fewer of them is ended.
 
         Raises:
             UnderWayError: it is being compiled, or has to wait for other code.
@@ -95,9 +104,10 @@ class Background:
             if refusal is not None:
                 self._tell(f"code is compiled at the call, not in the background: {refusal}")
                 return body()
+            self._end_lesser(sample, key)
             if not _turn.wait(self.budget):
                 raise UnderWayError
-            job = self._start(what, about, key, body)
+            job = self._start(what, about, key, body, about if sample is None else sample)
             job.child.wait(max(0.0, until - time.monotonic()))
         if not job.child.wait(0.0):
             raise UnderWayError
@@ -144,10 +154,20 @@ class Background:
         cannot = cannot_fork() or unusable(self.options.cache)
         return "passes are observed" if cannot is None and passes_are_observed() else cannot
 
-    def _start(self, what: str, about: object, key: Hashable, body: Callable[[], object]) -> _Job:
+    def _end_lesser(self, sample: object, key: Hashable) -> None:
+        for place, job in list(self._jobs.items()):
+            if sample is not None and place[1] == key and job.sample() is sample:
+                if not job.child.wait(0.0):
+                    job.child.end("code for more sizes takes its place")
+                    logger.info("%s", job.child.error)
+                del self._jobs[place]
+
+    def _start(
+        self, what: str, about: object, key: Hashable, body: Callable[[], object], sample: object
+    ) -> _Job:
         child = Child(what, body)
         _turn.child, _turn.process = child, os.getpid()
-        job = self._jobs[id(about), key] = _Job(child, weakref.ref(about))
+        job = self._jobs[id(about), key] = _Job(child, weakref.ref(about), weakref.ref(sample))
         logger.info("%s in the background, by process %d", what, child.pid)
         return job
 
@@ -157,7 +177,7 @@ class Background:
             logger.info("%s", text)
 
 
-def _cancel(jobs: dict[Hashable, _Job], process: int) -> None:
+def _cancel(jobs: dict[tuple[int, Hashable], _Job], process: int) -> None:
     if process != os.getpid():
         return
     for job in jobs.values():
