@@ -46,6 +46,7 @@ __all__ = [
     "tune",
     "visualize",
     "visualize_html",
+    "wait",
 ]
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ if TYPE_CHECKING:
     )
     from tvmbridge.core.options import CompileOptions
     from tvmbridge.core.types import CapturedGraph
-    from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch
+    from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch, wait
     from tvmbridge.dynamo import CompileReport, compile, compile_report
     from tvmbridge.frontend import to_relax
     from tvmbridge.fx.api import FxReport, fx_graphs, fx_passes, fx_report, optimize_fx, remove_fx
@@ -88,7 +89,7 @@ _HOMES = MappingProxyType(
         ),
         "core.options": ("CompileOptions",),
         "core.types": ("CapturedGraph",),
-        "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch"),
+        "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch", "wait"),
         "dynamo": ("CompileReport", "compile", "compile_report"),
         "frontend": ("to_relax",),
         "fx.api": ("FxReport", "fx_graphs", "fx_passes", "fx_report", "optimize_fx", "remove_fx"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,7 +20,8 @@ from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
-from tvmbridge.report import DispatchReport, SpecializationReport
+from tvmbridge.report import DispatchReport, report_of
+from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
@@ -40,6 +42,7 @@ def add_tvm_dispatch(
     on_fallback: Literal["warn", "silent", "raise"] | None = None,
     dynamic_shapes: Any = None,
     freeze: bool | None = None,
+    budget: float | None = None,
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
@@ -75,6 +78,10 @@ def add_tvm_dispatch(
             nothing. A call after one was written or replaced runs the module's own forward, until
             the module is dispatched again; writes through ``.data`` are not seen. None, the
             default, is False, or what an earlier dispatch of the module has set.
+        budget: seconds that this call, and calls that compile, wait for code. What is not ready by
+            then goes on in another process, while the module's own forward runs; 0: nothing waits.
+            ``CompileOptions.background`` says the same and where it can be. None, the default:
+            what the options say, or an earlier dispatch of the module.
 
     Returns:
         ``module``.
@@ -84,7 +91,8 @@ def add_tvm_dispatch(
         ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
             ``on_fallback`` or ``dynamic_shapes`` is another word; the spec of sizes has one that
             the sample does not have, or a Dim made of another; ``freeze`` is True for a module in
-            train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze.
+            train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze;
+            ``budget`` is negative, or given with ``on_fallback="raise"``.
         torch._dynamo.exc.UserError: the spec is not one for the sample; as torch.export says.
         CaptureError: forward refuses the sample, torch.export cannot capture it, or a mode is
             active in which nothing can be traced.
@@ -98,10 +106,14 @@ def add_tvm_dispatch(
     chosen = CompileOptions.of(options)
     if freeze is not None:
         chosen = replace(chosen, freeze=freeze)
+    if budget is not None:
+        chosen = replace(chosen, background=float(budget))
     policy = CheckPolicy.of_now(chosen.check)
     if on_fallback not in (None, *ON_FALLBACK):
         raise ValueError(f"on_fallback is {on_fallback!r}; choose one of {', '.join(ON_FALLBACK)}")
     sampled = sample_input is not MISSING or sample_kwargs is not None
+    if chosen.budget is not None and on_fallback == "raise":
+        raise ValueError("with on_fallback='raise' calls cannot but wait: set background=False")
     given = () if sample_input is MISSING else sample_input
     args, kwargs = normalize_sample(given, sample_kwargs)
     if target is not None:
@@ -127,6 +139,8 @@ def add_tvm_dispatch(
                 "remove_tvm_dispatch first"
             )
         dispatcher.renew_after_fork()
+        if budget is not None:
+            dispatcher.background.budget = chosen.budget
     else:
         dispatcher = Dispatcher(module, installed, target, chosen)
         if sizes is not None:
@@ -161,7 +175,8 @@ def _compile_sample(
         return
     specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
     if mode is not None:
-        dispatcher.compile(specialization, mode, *arguments)
+        with contextlib.suppress(UnderWayError):  # calls look after it
+            dispatcher.compile(specialization, mode, *arguments)
     if specialization not in dispatcher.specializations:
         dispatcher.add(specialization)
 
@@ -176,6 +191,8 @@ def _compile_declared(
     while specialization.chosen(mode, leaves) is None:
         try:
             dispatcher.compile(specialization, mode, args, kwargs)
+        except UnderWayError:
+            return
         except BridgeError:
             failed, specialization = specialization, sizes.of_sample(args, kwargs)
             if specialization is failed:
@@ -236,11 +253,28 @@ def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
             f"the forward of this {type(module).__name__} was wrapped after it was dispatched "
             "(by accelerate's prepare, say): unwrap it first"
         )
+    dispatcher.background.cancel()
     if dispatcher.own is None:
         del module.__dict__["forward"]
     else:
         module.__dict__["forward"] = dispatcher.own
     return module
+
+
+def wait(module: nn.Module, timeout: float | None = None) -> None:
+    """Return when no code of ``module`` is being compiled in the background any more.
+
+    The next call takes it up. What calls ask for while other code is compiled begins at a later
+    call.
+
+    Args:
+        timeout: seconds; None: as long as it takes.
+
+    Raises:
+        TimeoutError: it has not ended by then, and goes on.
+        ValueError: the module is not dispatched.
+    """
+    _dispatcher_of(module).background.wait(timeout)
 
 
 def dispatch_report(module: nn.Module) -> DispatchReport:
@@ -250,45 +284,3 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
         ValueError: the module is not dispatched.
     """
     return report_of(_dispatcher_of(module))
-
-
-def report_of(dispatcher: Dispatcher) -> DispatchReport:
-    """What the dispatch of a module has compiled, served and refused so far."""
-    reports = [
-        SpecializationReport(
-            mode=str(mode),
-            signature=str(specialization.signature),
-            target=str(entry.compiled.target),
-            joint=entry.compiled.joint,
-            joint_reason=entry.compiled.joint_reason,
-            calls=entry.calls,
-            checked=entry.checked,
-            checked_gradients=entry.checked_gradients,
-            seconds=dict(entry.compiled.seconds),
-            residual_bytes=entry.compiled.residual_bytes,
-            residuals=entry.compiled.residuals,
-            native_operators=dict(entry.compiled.native_calls),
-            aten_operators=dict(entry.compiled.aten_calls),
-            kernels=entry.compiled.coverage,
-            eager_functions=dict(entry.compiled.eager_functions),
-            passes=entry.compiled.records,
-            partial_backwards=0 if (p := entry.compiled.partial_backwards) is None else p.compiled,
-            second_order_backwards=entry.second_order.backwards,
-            gradients=entry.gradients,
-            graph_replays=entry.graph_replays.total(),
-            graph_skips=dict(entry.graph_skips),
-            cache=entry.compiled.cache,
-        )
-        for specialization in dispatcher.all_specializations()
-        for mode, entry in specialization.compiled()
-    ]
-    return DispatchReport(
-        tvm_calls=dispatcher.served(),
-        fallbacks=dict(dispatcher.tally.counts),
-        examples=dict(dispatcher.tally.examples),
-        dropped=dispatcher.dropped,
-        aten_calls=sorted({name for r in reports for name in r.aten_operators}),
-        specializations=reports,
-        packs=dispatcher.packing.reports(),
-        unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
-    )

@@ -14,6 +14,7 @@ from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
+from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import advice, share, worst
 
 # Imported where a report is printed: to dispatch a module takes no tables.
@@ -77,7 +78,8 @@ class DispatchReport:
 
     ``examples`` says more of the first fallback of a reason: which argument, and what was expected.
     ``dropped`` counts the code that gave way to newer code, ``unchecked`` the calls that
-    were due for a check but could not be checked, by reason.
+    were due for a check but could not be checked, by reason. ``under_way`` is what another process
+    compiles at this time.
     """
 
     tvm_calls: int
@@ -88,6 +90,7 @@ class DispatchReport:
     packs: tuple[PackReport, ...] = ()
     unchecked: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
+    under_way: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
@@ -116,6 +119,8 @@ class DispatchReport:
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)
             console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
+        for what in self.under_way:
+            console.print(f"in the background: {what}", highlight=False)
         for reason, count in self.unchecked.items():
             console.print(f"calls not checked: {count}, because {reason}", highlight=False)
         console.print(_specialization_table(self.specializations))
@@ -167,6 +172,49 @@ class DispatchReport:
         file = console.file
         assert isinstance(file, io.StringIO)
         return file.getvalue()
+
+
+def report_of(dispatcher: Dispatcher) -> DispatchReport:
+    """What the dispatch of a module has compiled, served and refused so far."""
+    reports = [
+        SpecializationReport(
+            mode=str(mode),
+            signature=str(specialization.signature),
+            target=str(entry.compiled.target),
+            joint=entry.compiled.joint,
+            joint_reason=entry.compiled.joint_reason,
+            calls=entry.calls,
+            checked=entry.checked,
+            checked_gradients=entry.checked_gradients,
+            seconds=dict(entry.compiled.seconds),
+            residual_bytes=entry.compiled.residual_bytes,
+            residuals=entry.compiled.residuals,
+            native_operators=dict(entry.compiled.native_calls),
+            aten_operators=dict(entry.compiled.aten_calls),
+            kernels=entry.compiled.coverage,
+            eager_functions=dict(entry.compiled.eager_functions),
+            passes=entry.compiled.records,
+            partial_backwards=0 if (p := entry.compiled.partial_backwards) is None else p.compiled,
+            second_order_backwards=entry.second_order.backwards,
+            gradients=entry.gradients,
+            graph_replays=entry.graph_replays.total(),
+            graph_skips=dict(entry.graph_skips),
+            cache=entry.compiled.cache,
+        )
+        for specialization in dispatcher.all_specializations()
+        for mode, entry in specialization.compiled()
+    ]
+    return DispatchReport(
+        tvm_calls=dispatcher.served(),
+        fallbacks=dict(dispatcher.tally.counts),
+        examples=dict(dispatcher.tally.examples),
+        dropped=dispatcher.dropped,
+        aten_calls=sorted({name for r in reports for name in r.aten_operators}),
+        specializations=reports,
+        packs=dispatcher.packing.reports(),
+        under_way=dispatcher.background.under_way(),
+        unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
+    )
 
 
 def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:

@@ -132,3 +132,29 @@ def test_a_static_forward_falls_back_to_itself() -> None:
     for rows in (6, 5):
         torch.testing.assert_close(module(sample(rows, 24)), sample(rows, 24) * 2)
     assert dispatch_report(module).tvm_calls == 1
+
+
+class DrawsInItsCopies(nn.Module):
+    """A copy is initialised like a new one, at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsInItsCopies:
+        copied = DrawsInItsCopies()
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+def test_a_compilation_draws_nothing() -> None:
+    module, x = DrawsInItsCopies(), torch.ones(2, 4)
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    add_tvm_dispatch(module, x)
+    assert torch.equal(torch.rand(3), expected)

@@ -17,7 +17,7 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tvmbridge.cache.key import digest_of
-from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model
+from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model, threads
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
 from tvmbridge.records.library import log_dirs, named_log_dir
 from tvmbridge.records.meta import NAME as META
@@ -127,7 +127,7 @@ def _settings() -> str:
     """What the choice between kernels, and code for parallel loops, may depend on."""
     backends = torch.backends
     values = {
-        "threads": torch.get_num_threads(),
+        "threads": threads(),
         "mkldnn": (backends.mkldnn.is_available(), backends.mkldnn.enabled),
         "mkl": backends.mkl.is_available(),
         "openmp": backends.openmp.is_available(),

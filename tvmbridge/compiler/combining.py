@@ -12,6 +12,7 @@ import tvm
 
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.machine import threads
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import CapturedGraph, InputKind, PassRecord
 from tvmbridge.differentiation.differentiate import JointModule
@@ -147,4 +148,4 @@ def _layers(group: ParallelProducts) -> Layers | None:
         return None
     *leading, depth = group.left
     dtype = getattr(torch, group.dtype)
-    return Layers(math.prod(leading), depth, group.widths, dtype, torch.get_num_threads())
+    return Layers(math.prod(leading), depth, group.widths, dtype, threads())

@@ -17,6 +17,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "graph_capture",
         "pipeline",
         "runtime.any_size",
+        "runtime.background",
         "runtime.entry_compiler",
         "runtime.module_code",
     ),

@@ -6,8 +6,12 @@ import os
 import platform
 from pathlib import Path
 
+import torch
+
 FOLDER = "TVMBRIDGE_CACHE_DIR"
 SWITCH = "TVMBRIDGE_CACHE"
+
+_threads: int | None = None
 
 
 def cpu_model() -> str:
@@ -34,3 +38,14 @@ def cache_folder() -> Path:
 def caching_is_off() -> bool:
     """Whether the variable says that nothing is read from the user's folder, or kept there."""
     return os.environ.get(SWITCH, "1") in ("0", "off", "false", "no")
+
+
+def threads() -> int:
+    """The number of threads that code is compiled for: PyTorch's."""
+    return torch.get_num_threads() if _threads is None else _threads
+
+
+def compile_for_threads(number: int) -> None:
+    """Compile for so many from now on, however many PyTorch has: the code will run elsewhere."""
+    global _threads
+    _threads = number

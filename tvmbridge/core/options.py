@@ -60,6 +60,10 @@ class CompileOptions:
         fx_passes: passes over PyTorch's graph (``FxPass``), run in order on the program that was
             captured, before it is decomposed: :func:`tvmbridge.optimize_fx` has them in eager
             PyTorch. None: ``HorizontalFusion`` of eight chains and more, where it pays.
+        background: what a call does for which code has to be compiled. False waits for it; True
+            runs the module's own forward, while another process compiles, and the next call after
+            that is served; a number waits for so many seconds. Where that cannot be
+            (docs/limits.md) the call waits.
         check: which calls of each specialisation and mode are checked against the module's own
             forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
@@ -86,6 +90,7 @@ class CompileOptions:
     fx_passes: tuple[Any, ...] | None = None
     check: str = "never"
     freeze: bool = False
+    background: bool | float = False
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -105,6 +110,10 @@ class CompileOptions:
         check_fx_passes(self.fx_passes or (), "CompileOptions.fx_passes")
         if self.max_specializations < 1:
             raise ValueError("CompileOptions.max_specializations must be at least 1")
+        if not isinstance(self.background, bool | int | float) or not self.background >= 0:
+            raise ValueError(
+                f"CompileOptions.background is {self.background!r}; give True, False or seconds"
+            )
         if self.tuning_logs is not None:
             if not isinstance(self.tuning_logs, str | os.PathLike):
                 raise TypeError(
@@ -113,6 +122,13 @@ class CompileOptions:
                     "tuning_records=False"
                 )
             object.__setattr__(self, "tuning_logs", os.fspath(self.tuning_logs))
+
+    @property
+    def budget(self) -> float | None:
+        """The seconds that a call waits for its code; None: as long as it takes."""
+        if isinstance(self.background, bool):
+            return 0.0 if self.background else None
+        return float(self.background)
 
     @classmethod
     def of(cls, options: CompileOptions | dict[str, Any] | None) -> CompileOptions:

@@ -89,7 +89,7 @@ class CompiledGraph:
         module = self.graph.module(tensors)
         register_containers(module)
         dispatcher = Dispatcher(module, None, None, self.options, "silent")
-        dispatcher.compiler = replace(dispatcher.compiler, instead=self._instead)
+        dispatcher.compiler = replace(dispatcher.compiler, instead=self._instead, background=None)
         dispatcher.compiles_signatures = True
         if self.graph.symbolic:
             dispatcher.serve_any_size()

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tvmbridge.core.torch_private import graph_breaks
-from tvmbridge.dispatch import report_of
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
-from tvmbridge.report import DispatchReport
+from tvmbridge.report import DispatchReport, report_of
 from tvmbridge.runtime.fallbacks import share
 
 Kept = TypeVar("Kept", CompiledGraph, EagerGraph)

@@ -116,8 +116,12 @@ def _mode_refuses() -> str | None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it the compilation does not see the caller's settings, modes and hooks."""
+    """Within it the compilation does not see the caller's settings, modes and hooks.
+
+    The caller's random numbers stay as they are: a module's own ``__deepcopy__`` may draw some.
+    """
     with (
+        torch.random.fork_rng(devices=[]),
         settings_kept(),
         outside_of_autocast_regions(),
         without_autocast(),

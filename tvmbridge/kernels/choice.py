@@ -51,7 +51,8 @@ def faster_with_onednn(
     if prod(left[0]) * result[1] < _WORTH_MEASURING:
         return False
     question = f"float32 product {left} {right}{' biased' * biased}"
-    found = choice(question, _LIBRARIES, lambda: _faster_library(left, right, result, biased))
+    measure = functools.partial(_faster_library, left, right, result, biased)
+    found = choice(question, _LIBRARIES, measure)
     return found == _ONEDNN
 
 
@@ -150,7 +151,7 @@ def packing_of(rows: int, depth: int, columns: int, transposed: bool, measure: b
     return choice(
         question,
         ("", *libraries),
-        lambda: _fastest_packing(rows, depth, columns, transposed, libraries),
+        functools.partial(_fastest_packing, rows, depth, columns, transposed, libraries),
     )
 
 

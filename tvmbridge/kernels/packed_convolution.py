@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def packed_is_faster(forms: Sequence[PackedForm], measure: bool) -> bool:
     if not measure or not forms or not torch.backends.mkldnn.is_available():
         return False
     question = f"packed convolutions {sorted(map(str, forms))}"
-    return choice(question, ("packed", ""), lambda: _faster(forms)) == "packed"
+    return choice(question, ("packed", ""), partial(_faster, tuple(forms))) == "packed"
 
 
 def _faster(forms: Sequence[PackedForm]) -> str:

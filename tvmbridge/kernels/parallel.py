@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -46,27 +47,27 @@ def seconds(layers: Layers, kind: str) -> tuple[float, float]:
 
 def worthwhile(layers: Layers) -> bool:
     """Whether a training step is clearly faster with combined products."""
-    return choice(f"all of {layers}", _ANSWERS, lambda: _answer(_worthwhile(layers))) == _YES
+    return choice(f"all of {layers}", _ANSWERS, partial(_in_all, layers)) == _YES
 
 
-def _worthwhile(layers: Layers) -> bool:
+def _in_all(layers: Layers) -> str:
     apart, gained = 0.0, 0.0
     for kind in KINDS:
         separate, combined = seconds(layers, kind)
         apart += separate
         # The backward products can stay apart, but not where forward's are.
         gained += separate - combined if kind == "forward" else max(0.0, separate - combined)
-    return gained > _GAIN * apart
+    return _answer(gained > _GAIN * apart)
 
 
 def faster(layers: Layers, kind: str) -> bool:
     """Whether the products of one of :data:`KINDS` are faster combined."""
+    return choice(f"{kind} of {layers}", _ANSWERS, partial(_of_kind, layers, kind)) == _YES
 
-    def measured() -> str:
-        separate, combined = seconds(layers, kind)
-        return _answer(combined < separate)
 
-    return choice(f"{kind} of {layers}", _ANSWERS, measured) == _YES
+def _of_kind(layers: Layers, kind: str) -> str:
+    separate, combined = seconds(layers, kind)
+    return _answer(combined < separate)
 
 
 def _answer(yes: bool) -> str:

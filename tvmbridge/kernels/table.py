@@ -10,6 +10,7 @@ written by somebody else, is told once and not used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model
+from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model, threads
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
 
 logger = logging.getLogger(__name__)
@@ -91,16 +92,27 @@ class Table:
 
 
 _tables: dict[Path | None, Table] = {}
+# Who measures in place of this process.
+_elsewhere: Callable[[str, Sequence[str], Callable[[], str]], str] | None = None
+
+
+def ask_elsewhere(ask: Callable[[str, Sequence[str], Callable[[], str]], str]) -> None:
+    """Have ``ask`` answer, as :func:`choice` does, what nobody knows: another process measures."""
+    global _elsewhere
+    _elsewhere = ask
 
 
 def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> str:
     """The answer to ``question`` on this machine, one of ``among``; measured where not known.
 
-    The number of PyTorch's threads is a part of the question.
+    The number of PyTorch's threads is a part of the question. Another process may be asked to
+    measure: ``measure`` can be pickled.
     """
+    if _elsewhere is not None:
+        measure = functools.partial(_elsewhere, question, among, measure)
     path = None if caching_is_off() else cache_folder() / f"choices-{_surroundings()}.json"
     table = _tables.setdefault(path, Table(path))
-    return table.choice(f"{question}, {torch.get_num_threads()} threads", among, measure)
+    return table.choice(f"{question}, {threads()} threads", among, measure)
 
 
 def clear_tables(folder: Path) -> int:

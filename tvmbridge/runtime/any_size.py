@@ -19,6 +19,7 @@ from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
@@ -79,6 +80,8 @@ class Family:
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
         self._tried: list[SymbolicCode] = []
+        # Of compilations under way: the sizes that they are for.
+        self._bounds: dict[tuple[Mode, Flags], tuple[Point, Point]] = {}
         self._least = tuple(map(min, zip(*seen, strict=True)))
         self._most = tuple(map(max, zip(*seen, strict=True)))
 
@@ -110,13 +113,15 @@ class Family:
         code = self.codes.get((mode, flags))
         self._least = tuple(map(min, self._least, point))
         self._most = tuple(map(max, self._most, point))
-        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
-        if code is None or (outside and self.compilations < _MOST_RANGES * len(self.codes)):
-            wider = self._compile(mode, matched)
+        # That compiled in the background may be for the sizes of earlier calls.
+        while code is None or self._is_for_less(code, point):
+            wider = self._compile(mode, flags, matched)
             if code is None or isinstance(wider, SymbolicCode):
                 code = self.codes[mode, flags] = wider
                 for instance in self.instances.values():
                     instance.failures.clear()
+            if isinstance(wider, str):
+                break
         if isinstance(code, str):
             self.refused = self.guessed
             raise BuildError(code)
@@ -129,36 +134,57 @@ class Family:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
-    def _compile(self, mode: Mode, matched: Matched) -> SymbolicCode | str:
-        module = self.compiler.module
-        name, start = type(module).__name__, time.perf_counter()
-        self.compilations += 1
+    def _is_for_less(self, code: SymbolicCode | str, point: Point) -> bool:
+        """Whether code is for other sizes, and may be compiled for more."""
+        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
+        return outside and self.compilations < _MOST_RANGES * len(self.codes)
+
+    def _compile(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
+        name = type(self.compiler.module).__name__
+        what = f"compiling {name} for {mode}, any size"
+        # What two processes compile is for the same sizes, whatever comes between.
+        bounds = self._bounds.setdefault((mode, flags), (self._least, self._most))
+        body = partial(self._told, what, mode, matched, bounds)
         code: SymbolicCode | str
-        with (
-            progress(f"compiling {name} for {mode}, any size", self.why),
-            tracing_here(),
-            undisturbed(),
-        ):
-            args, kwargs = without_inference_tensors(matched.arguments)
-            try:
-                code = self._compiled(mode, args, kwargs)
-                logger.info(
-                    "compiled %s for %s, any size from %s to %s: %.1f s",
-                    name,
-                    mode,
-                    code.points.least,
-                    code.points.most,
-                    time.perf_counter() - start,
-                )
-            except Exception as error:
-                # Whatever it is, the module's own forward may do better.
-                self.demanded.update(getattr(error, "dimensions", ()))
-                kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
-                code = f"no code for any size: {kind}{first_line(error)}"
-                logger.info("%s of %s for %s", code, name, mode)
+        try:
+            background = self.compiler.background
+            if background is None:
+                code = body()
+            else:
+                code = background.run(what, self, (mode, flags), body, self.signature)
+        except UnderWayError:
+            raise
+        except Exception as error:
+            # Whatever it is, the module's own forward may do better.
+            self.demanded.update(getattr(error, "dimensions", ()))
+            kind = "" if isinstance(error, BridgeError) else f"{type(error).__name__}: "
+            code = f"no code for any size: {kind}{first_line(error)}"
+            logger.info("%s of %s for %s", code, name, mode)
+        self.compilations += 1
+        del self._bounds[mode, flags]
         return code
 
-    def _compiled(self, mode: Mode, args: Any, kwargs: Any) -> SymbolicCode:
+    def _told(
+        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, Point]
+    ) -> SymbolicCode:
+        """The code; the log and a terminal tell of it."""
+        start = time.perf_counter()
+        with progress(what, self.why), tracing_here(), undisturbed():
+            args, kwargs = without_inference_tensors(matched.arguments)
+            code = self._compiled(mode, args, kwargs, *bounds)
+        logger.info(
+            "compiled %s for %s, any size from %s to %s: %.1f s",
+            type(self.compiler.module).__name__,
+            mode,
+            code.points.least,
+            code.points.most,
+            time.perf_counter() - start,
+        )
+        return code
+
+    def _compiled(
+        self, mode: Mode, args: Any, kwargs: Any, least: Point, most: Point
+    ) -> SymbolicCode:
         compiler, symbols, names = self.compiler, self.symbols, self.signature.names
         dimensions = [d for group in symbols.dimensions for d in group]
         trace = traced_with_symbols(
@@ -171,7 +197,7 @@ class Family:
         return compile_symbolic(
             compiler.module,
             partial(symbols.probe, args, kwargs),
-            points_within(trace.relations, symbols, (args, kwargs), self._least, self._most, names),
+            points_within(trace.relations, symbols, (args, kwargs), least, most, names),
             trace,
             needs_grad=mode.needs_grad,
             target=compiler.target,

@@ -18,7 +18,7 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.fallbacks import Tally
+from tvmbridge.runtime.fallbacks import COMPILING, Tally
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
@@ -187,7 +187,10 @@ class Dispatcher(ModuleCode, StandsForForward):
         *,
         settling: bool = False,
     ) -> Any:
-        self.tally.note(reason, settling=settling)
+        if reason == COMPILING:
+            self.tally.note_compiling()
+        else:
+            self.tally.note(reason, settling=settling)
         return self.original(*args, **kwargs)
 
     def _without_code(self) -> str:

@@ -20,6 +20,7 @@ from tvmbridge.core.profiling import region
 from tvmbridge.graph_capture.observe.refusal import raise_if_forward_refuses
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.forwards import standing_behind, with_own_forward
 from tvmbridge.runtime.guards.mode import Mode, flags_of
@@ -42,6 +43,7 @@ class Compiler:
         options: how it is compiled.
         packing: the module's packed weights.
         instead: makes the code in place of :func:`compile_module`.
+        background: where it is compiled while calls do not wait; None: they do.
     """
 
     module: nn.Module
@@ -50,6 +52,7 @@ class Compiler:
     options: CompileOptions
     packing: Packing
     instead: Callable[..., CompiledModule] | None = None
+    background: Background | None = None
 
     def entry(
         self,
@@ -66,7 +69,24 @@ class Compiler:
 
         Raises:
             CaptureError, UnsupportedOperatorError, PassError, BuildError: there is none.
+            UnderWayError: it is being compiled in the background.
         """
+        body = functools.partial(self._told, signature, mode, args, kwargs, why)
+        if self.background is None or self.instead is not None:
+            return body()
+        flags = flags_of(self.module, signature.flatten(args, kwargs) or [])
+        what = f"compiling {type(self.module).__name__} {signature} for {mode}"
+        return self.background.run(what, signature, (mode, flags), body)
+
+    def _told(
+        self,
+        signature: Signature,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        why: str | None,
+    ) -> CompiledEntry:
+        """The code; the log and a terminal tell of it."""
         start = time.perf_counter()
         name = type(self.module).__name__
         waiting = "" if why is None else f"; a call asks for it: {why}"

@@ -59,6 +59,10 @@ _ADVICE = (
 _OTHERWISE = "tvmbridge.explain(module, sample) says what would become of it"
 # The example of a reason that needs nothing to be done.
 _SETTLES = "forward sets it at the first call, and further calls find it set"
+# Why calls run the module's own forward while their code is compiled, and its example.
+COMPILING = "its code is being compiled in the background"
+_COMES = "further calls are served once it is ready"
+_PASSING = (_SETTLES, _COMES)
 
 
 def advice(reason: str) -> str:
@@ -75,7 +79,7 @@ def worst(counts: Mapping[str, int], examples: Mapping[str, str]) -> str | None:
         counts: calls by reason.
         examples: more of the first call of a reason.
     """
-    open_ones = [reason for reason in counts if examples.get(reason) != _SETTLES]
+    open_ones = [reason for reason in counts if examples.get(reason) not in _PASSING]
     return max(open_ones, key=lambda reason: counts[reason], default=None)
 
 
@@ -134,6 +138,16 @@ class Tally:
             text,
             advice(reason),
         )
+
+    def note_compiling(self) -> None:
+        """Count a call that the module's own forward is to serve until there is code for it."""
+        with self._counting:
+            told = COMPILING in self._told
+            self._told.add(COMPILING)
+            self.counts[COMPILING] += 1
+            self.examples[COMPILING] = _COMES
+        if not told:
+            logger.info("%s runs its own forward: %s", self._name, COMPILING)
 
     def summary(self, served: int) -> str | None:
         """One line about all calls so far, of which TVM ``served`` some; None: nothing to tell."""

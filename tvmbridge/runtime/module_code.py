@@ -19,9 +19,11 @@ from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.any_size import AnySize
+from tvmbridge.runtime.background import Background, UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import forward_of_class
 from tvmbridge.runtime.guards.mode import Mode, flags_of
@@ -63,7 +65,10 @@ class ModuleCode:
         self.compiles_signatures = False
         self.any_size: AnySize | None = None
         self.packing = Packing(module)
-        self.compiler = Compiler(module, own, target, options, self.packing)
+        self.background = Background(options)
+        self.compiler = Compiler(
+            module, own, target, options, self.packing, background=self.background
+        )
         self.dropped = 0
         self._retired_calls = 0
         # Those that are asked before any full guard, with a guard of their own.
@@ -183,6 +188,8 @@ class ModuleCode:
                     return self.compile(specialization, mode, *matched.arguments, why=why)
                 self._keep(specialization, mode, entry)
                 return entry
+            except UnderWayError:
+                return COMPILING
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
                 reason = specialization.failures[mode, flags] = f"{mode}: {error}"
@@ -292,7 +299,7 @@ class ModuleCode:
             misfit = nearest(misfits)
             why = "the first" if misfit is None else misfit.detail or misfit.reason
             found = self._compiled(specialization, mode, matched, why)
-            if isinstance(found, str) and not specialization.failures:
+            if isinstance(found, str) and found != COMPILING and not specialization.failures:
                 return found
             self.add(specialization)
             return None
