@@ -16,7 +16,7 @@ import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
@@ -27,6 +27,8 @@ from tvmbridge.dynamo.spelling import as_python_writes
 # Nothing that these nodes do is an operator.
 _NO_OPERATORS = ("getitem", "size", "sym_size", "_set_grad_enabled", "item")
 _numbers = itertools.count()
+
+Given: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,20 @@ class DynamoGraph:
         """Picks from a call's arguments the tensors that the captured model holds."""
         return _picker(self.held)
 
-    def given_of(self) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-        """Picks from a call's arguments those of the module's forward."""
-        pick = _picker(self.given)
-        if not self.numbers:
-            return pick
-        numbers = frozenset(i for i, p in enumerate(self.given) if p in self.numbers)
-        return lambda args: tuple(v.item() if i in numbers else v for i, v in enumerate(pick(args)))
+    def given_with(self, tensors: Sequence[torch.Tensor]) -> Given:
+        """Picks from a call's arguments those of the forward of a module that holds ``tensors``.
+
+        It is None where the captured model holds others in the call.
+        """
+        names = {f"t{i}": tensor for i, tensor in enumerate(tensors)}
+        same = [f"args[{place}] is t{i}" for i, place in enumerate(self.held)]
+        given = [f"args[{p}].item()" if p in self.numbers else f"args[{p}]" for p in self.given]
+        found: Given
+        found = eval(
+            f"lambda args: ({', '.join([*given, ''])}) if {' and '.join(same) or True} else None",
+            names,
+        )
+        return found
 
 
 def _hold(module: nn.Module, name: str, value: Any) -> None:

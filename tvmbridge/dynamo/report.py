@@ -6,16 +6,14 @@ import io
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from tvmbridge.core.torch_private import graph_breaks
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.report import DispatchReport, report_of
 from tvmbridge.runtime.fallbacks import share
-
-Kept = TypeVar("Kept", CompiledGraph, EagerGraph)
 
 _graphs: weakref.WeakValueDictionary[int, CompiledGraph | EagerGraph]
 _graphs = weakref.WeakValueDictionary()
@@ -23,10 +21,10 @@ _numbers = itertools.count()
 _breaks_before: Counter[str] = Counter()
 
 
-def keep(called: Kept) -> Kept:
-    """Have the report tell of ``called``, as long as Dynamo keeps it."""
+def keep(called: CompiledGraph | EagerGraph) -> Callable[..., Any]:
+    """What Dynamo calls of ``called``, of which the report tells as long as Dynamo keeps that."""
     _graphs[next(_numbers)] = called
-    return called
+    return called.call
 
 
 def forget() -> None:

@@ -37,7 +37,6 @@ from tvmbridge.runtime.specialization import Specialization
 
 # So many entries with a fast guard are asked before any full guard.
 _MOST_FAST = 4
-_NO_KEYWORDS: dict[str, Any] = {}
 # References to a dispatcher while its module is called, and it is in no copy.
 _ALONE = references_of_a_call()
 
@@ -84,7 +83,7 @@ class Dispatcher(ModuleCode, StandsForForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._outside_of_graphs(self, args, kwargs)
-        known = self._fast
+        known = self.fast_paths
         for fast, specialization in known:
             leaves = fast.guard.check(args, kwargs)
             if leaves is not None:
@@ -102,14 +101,6 @@ class Dispatcher(ModuleCode, StandsForForward):
             return self._fall_back(reason, args, kwargs)
         with self.packing:
             return self._call(args, kwargs)
-
-    def call_by_dynamo(self, args: tuple[Any, ...]) -> Any:
-        """A call of the module that TorchDynamo makes, behind guards of its own."""
-        for fast, _ in self._fast[:1]:
-            leaves = fast.guard.check_under_dynamo(args, _NO_KEYWORDS)
-            if leaves is not None:
-                return fast.entry.run_fast(fast, leaves, (args, _NO_KEYWORDS))
-        return self(*args)
 
     def _is_of_copy(self, frame: types.FrameType) -> bool:
         return calling_module(frame) not in (None, self.module)
@@ -175,8 +166,8 @@ class Dispatcher(ModuleCode, StandsForForward):
             self._ask_first(fast, specialization)
 
     def _ask_first(self, fast: FastPath[CompiledEntry], specialization: Specialization) -> None:
-        others = [known for known in self._fast if known[0].entry is not fast.entry]
-        self._fast = ((fast, specialization), *others[: _MOST_FAST - 1])
+        others = [known for known in self.fast_paths if known[0].entry is not fast.entry]
+        self.fast_paths = ((fast, specialization), *others[: _MOST_FAST - 1])
         specialization.put_first(fast.entry)
 
     def _fall_back(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import without_autocast
@@ -21,6 +22,7 @@ from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
+from tvmbridge.runtime.direct import Direct, direct_call
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.frozen import FrozenWeights
 from tvmbridge.runtime.given_primals import GivenPrimals
@@ -85,7 +87,7 @@ class CompiledEntry:
         self.records_writes = self.training is not None and self.outputs.writes
         self._may_be_fast = may_be_fast(state, captured)
         # Calls in a row that the full guards had to let pass.
-        self._slow_calls = 0
+        self.slow_calls = 0
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -159,7 +161,9 @@ class CompiledEntry:
         self, fast: FastPath[CompiledEntry], leaves: Sequence[Any], arguments: Arguments
     ) -> Any:
         """Serve a call that the guard of ``fast`` let pass."""
-        self._slow_calls = 0
+        if fast.direct is not None and not profiling():
+            return fast.direct(leaves)
+        self.slow_calls = 0
         results = self._results(leaves, fast.tensors, fast)
         return self.outputs.assemble(results, leaves, fast.tensors, arguments)
 
@@ -170,8 +174,8 @@ class CompiledEntry:
 
         Where it lets no call pass, it is made again after ever more calls.
         """
-        self._slow_calls += 1
-        due = not self._slow_calls & (self._slow_calls - 1)
+        self.slow_calls += 1
+        due = not self.slow_calls & (self.slow_calls - 1)
         tensors = self.state.tensors()
         if not self._may_be_fast or not due or any(t is None for t in tensors):
             return None
@@ -220,8 +224,20 @@ class CompiledEntry:
             fast = FastPath(self, guard, list(tensors), strides, bound=bound)
             if code is not None:
                 fast.graphs = code.inference(bound)
+            elif self.given.plain and not strides:
+                fast.direct = self._direct(bound, len(leaves))
         self.packing.readers.add(fast)
         return fast
+
+    def _direct(self, bound: Bound, leaves: int) -> Direct | None:
+        """Calls without what is rare around compiled code; None where there is something."""
+        compiled, build = self.compiled, self.outputs.plain
+        if self._autocast or compiled.copied_outputs or compiled.layouts.outputs or build is None:
+            return None
+        if self.frozen is not None:
+            return None
+        inputs = self.given.inputs
+        return direct_call(self, self._counting, compiled.loaded, bound, leaves, inputs, build)
 
     def _code_to_graph(
         self, tensors: Sequence[torch.Tensor], strides: Strides

@@ -9,6 +9,7 @@ import torch
 
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.runtime.direct import Direct
 from tvmbridge.runtime.graphed import Graphs
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.second_order import Pinned
@@ -23,7 +24,9 @@ class FastPath(Generic[_Entry]):
 
     ``entry``, a :class:`~.entry.CompiledEntry`, serves them. ``tensors`` are those of the module;
     as compiled code takes them they are ``bound`` for inference and ``held`` for training.
-    ``graphs`` replay calls on a GPU. ``outdated`` is memory that calls under way may still read.
+    ``graphs`` replay calls on a GPU. ``direct`` serves calls that are nothing but a call of
+    compiled code, while no profiler looks. ``outdated`` is memory that calls under way may still
+    read.
     """
 
     entry: _Entry
@@ -34,4 +37,5 @@ class FastPath(Generic[_Entry]):
     held: Held | None = None
     pinned: Pinned | None = None
     graphs: Graphs | None = None
+    direct: Direct | None = None
     outdated: list[torch.Tensor] = field(default_factory=list)

@@ -15,7 +15,8 @@ class GivenPrimals:
 
     ``inputs`` are the positions of the user inputs among the arguments, ``noise`` are the draws in
     the order of the code: masks of dropout come last. ``converts`` where a call is more than
-    draws: complex numbers become pairs, and what draws read is computed before them.
+    draws: complex numbers become pairs, and what draws read is computed before them. ``plain``
+    where it is none of that: user inputs and the module's tensors, in order.
     """
 
     def __init__(self, captured: CapturedGraph) -> None:
@@ -32,7 +33,7 @@ class GivenPrimals:
         given = {d.name: i for i, d in enumerate(captured.inputs)}
         reads = captured.prologue.reads if captured.prologue is not None else ()
         self._reads = [given[name] for name in reads]
-        self._plain = not (noise or self._has_complex or captured.prologue)
+        self.plain = not (noise or self._has_complex or captured.prologue)
         self.converts = self._has_complex or captured.prologue is not None
 
     def of_call(self, leaves: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -43,7 +44,7 @@ class GivenPrimals:
         """The same, of the user inputs alone."""
         captured = self._captured
         primals = [*inputs, *tensors]
-        if self._plain:
+        if self.plain:
             return primals
         noise = draw_noise(captured.noise, captured.prologue, [primals[i] for i in self._reads])
         primals += [noise[i] for i in self.noise]

@@ -72,7 +72,7 @@ class ModuleCode:
         self.dropped = 0
         self._retired_calls = 0
         # Those that are asked before any full guard, with a guard of their own.
-        self._fast: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
+        self.fast_paths: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
         self._process = os.getpid()
         self._uses = itertools.count(1)
         self._counting = threading.Lock()
@@ -306,12 +306,12 @@ class ModuleCode:
 
     def forget_fast(self) -> None:
         """Have the next call decided by the full guards."""
-        self._fast = ()
+        self.fast_paths = ()
 
     def renew_after_fork(self) -> None:
         """Forget code that was compiled in another process, whose threads are not in this one."""
         if os.getpid() != self._process:
             self._process = os.getpid()
             self.specializations = ()
-            self._fast = ()
+            self.fast_paths = ()
             self.serve_sizes_like(self)

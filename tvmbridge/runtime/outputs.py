@@ -53,6 +53,8 @@ class Outputs:
             or captured.epilogue
             or state.norms
         )
+        # Then this makes what is returned, of the computed outputs alone.
+        self.plain = self._build if self._is_plain else None
         # Whether a call leaves anything behind but what it returns.
         self.writes = len(returned) < len(outputs)
 

@@ -114,7 +114,7 @@ def test_other_spellings_have_a_fast_path_and_the_samples_keeps_it() -> None:
         for call in (lambda: module(x), lambda: module(x, mask=None), lambda: module(x=x)):
             call()
             call()
-        (fast, _), *others = dispatcher._fast
+        (fast, _), *others = dispatcher.fast_paths
         assert not others
         for args, kwargs in (((x,), {}), ((x,), {"mask": None}), ((), {"x": x})):
             (leaf,) = fast.guard.check(args, kwargs)

@@ -217,7 +217,11 @@ class FastGuard:
             else:
                 found = f"{self._name('get', holder.get)}({name!r}, {missing})"
                 self._refuse_if(f"{found} is not {self._name('value', value)}")
-        made = watch(list(dicts.values()), state.members, tensors, places, functions)
+        # Each is looked at in every call: once, though forward names it often.
+        once = {(id(held), key): (held, key, value) for held, key, value in places}
+        called = {id(function[0]): function for function in functions}
+        everything = list(once.values()), list(called.values())
+        made = watch(list(dicts.values()), state.members, tensors, *everything)
         self._refuse_if(f"not {self._name('unchanged', made.unchanged)}()")
         for container in containers:
             self._refuse_if(f"{self._name('changed', container.changed)}()")
