@@ -16,3 +16,4 @@ def test_a_script_is_served(row: Row) -> None:
     assert found.results >= 10
     assert found.share >= 0.9, found.reasons
     assert found.difference <= row.bound
+    assert found.later == 0
