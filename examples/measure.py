@@ -78,7 +78,7 @@ class Measured:
         return self.served / max(1, self.calls)
 
 
-def measured(row: Row, seconds: float = 280) -> Measured:
+def measured(row: Row, seconds: float = 900) -> Measured:
     """Run the script in a process of its own, in eager PyTorch and dispatched.
 
     Raises:

@@ -8,6 +8,7 @@ from examples.measure import ROWS, Row, measured
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.name))
 def test_a_script_is_served(row: Row) -> None:
     found = measured(row)
