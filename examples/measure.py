@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tvmbridge import CompileReport, DispatchReport
+
 
 @dataclass(frozen=True)
 class Row:
@@ -29,6 +31,7 @@ class Row:
         return " ".join([self.script, *self.arguments.values()])
 
 
+_COMPILE = {"door": "compile"}
 # Under autocast to bfloat16 a product is rounded to three digits.
 _BFLOAT16 = 1e-2
 
@@ -36,10 +39,14 @@ ROWS = (
     Row("language_model"),
     Row("recommendation"),
     Row("data_parallel"),
+    Row("data_parallel", (), _COMPILE),
     Row("with_trainer", ("accelerate", "transformers")),
+    Row("with_trainer", ("accelerate", "transformers"), {"door": "compile in place"}),
     Row("with_accelerate", ("accelerate",)),
+    Row("with_accelerate", ("accelerate",), _COMPILE),
     Row("with_accelerate", ("accelerate",), {"mixed_precision": "bf16"}, _BFLOAT16),
     Row("with_lightning", ("lightning",)),
+    Row("with_lightning", ("lightning",), _COMPILE),
     Row("with_lightning", ("lightning",), {"precision": "bf16-mixed"}, _BFLOAT16),
     Row("with_torchvision", ("torchvision",)),
     Row("with_timm", ("timm",)),
@@ -54,6 +61,7 @@ ROWS = (
 class Measured:
     """What one script did: results compared, calls by who served them, and why not TVM.
 
+    ``later`` counts what was compiled after the first epoch, by scripts that have a door.
     ``missing`` is the error of importing a library that the script needs: nothing was run.
     """
 
@@ -62,6 +70,7 @@ class Measured:
     served: int = 0
     calls: int = 0
     reasons: tuple[str, ...] = ()
+    later: int = 0
     missing: str = ""
 
     @property
@@ -69,7 +78,7 @@ class Measured:
         return self.served / max(1, self.calls)
 
 
-def measured(row: Row, seconds: float = 280) -> Measured:
+def measured(row: Row, seconds: float = 900) -> Measured:
     """Run the script in a process of its own, in eager PyTorch and dispatched.
 
     Raises:
@@ -92,14 +101,32 @@ def _measured_here(row: Row) -> Measured:
             return Measured(missing=f"{library}: {error}")
     main: Any = importlib.import_module(f"examples.{row.script}").main
     expected, _ = main(False, **row.arguments)
+    once = main(True, **row.arguments, epochs=1)[1] if "door" in row.arguments else None
     found, report = main(True, **row.arguments)
     if len(found) != len(expected):
         raise RuntimeError(f"{len(found)} results, in eager PyTorch {len(expected)}")
     differences = [_difference(x, y) for x, y in zip(found, expected, strict=True)]
-    fallen = sum(report.fallbacks.values())
-    reasons = tuple(f"{why} ({report.examples.get(why, '')})" for why in report.fallbacks)
-    calls = report.tvm_calls + fallen
-    return Measured(len(found), max(differences), report.tvm_calls, calls, reasons)
+    served, why_not = _calls(report)
+    calls = served + sum(count for _, count in why_not)
+    reasons = tuple(reason for reason, _ in why_not)
+    later = 0 if once is None else _compiled(report) - _compiled(once)
+    return Measured(len(found), max(differences), served, calls, reasons, later)
+
+
+def _calls(report: DispatchReport | CompileReport) -> tuple[int, list[tuple[str, int]]]:
+    """How many calls TVM served, and how many PyTorch did, by the reason."""
+    if isinstance(report, DispatchReport):
+        fallen = report.fallbacks.items()
+        why_not = [(f"{why} ({report.examples.get(why, '')})", count) for why, count in fallen]
+        return report.tvm_calls, why_not
+    left = [pair for graph in report.graphs for pair in graph.eager_calls.items()]
+    return sum(graph.calls for graph in report.graphs), left
+
+
+def _compiled(report: CompileReport) -> int:
+    """How many graphs Dynamo captured, and how often code was compiled for them."""
+    codes = [s for g in report.graphs for d in g.dispatches for s in d.specializations]
+    return len(report.graphs) + len(codes) + sum(s.partial_backwards for s in codes)
 
 
 def _difference(found: float, expected: float) -> float:

@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
+from examples.doors import Report, opened, served
 
-FEATURES, CLASSES, BATCH, EPOCHS = 16, 4, 8, 2
+FEATURES, CLASSES, BATCH, EPOCHS = 16, 4, 8, 3
 
 
 def data(rows: int) -> TensorDataset:
@@ -29,8 +29,11 @@ def classifier() -> nn.Module:
 
 
 def main(
-    dispatch: bool = True, mixed_precision: str = "no"
-) -> tuple[list[float], DispatchReport | None]:
+    dispatch: bool = True,
+    mixed_precision: str = "no",
+    door: str = "dispatch",
+    epochs: int = EPOCHS,
+) -> tuple[list[float], Report | None]:
     """The losses of a training and its evaluations, and what was served."""
     torch.manual_seed(0)
     accelerator = Accelerator(
@@ -38,7 +41,7 @@ def main(
     )
     model = classifier()
     if dispatch:
-        add_tvm_dispatch(model)
+        model = opened(model, door)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     training = DataLoader(data(96), batch_size=BATCH, shuffle=True)
@@ -47,7 +50,7 @@ def main(
         model, optimizer, training, testing, scheduler
     )
     losses = []
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         model.train()
         for x, labels in training:
             with accelerator.accumulate(model):
@@ -64,7 +67,7 @@ def main(
             with torch.no_grad():
                 logits, labels = accelerator.gather_for_metrics((model(x), labels))
             losses.append(nn.functional.cross_entropy(logits, labels).item())
-    found = dispatch_report(accelerator.unwrap_model(model)) if dispatch else None
+    found = served(accelerator.unwrap_model(model), door) if dispatch else None
     accelerator.free_memory()
     return losses, found
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
+from examples.doors import Report, opened, served
 
-FEATURES, CLASSES, BATCH, EPOCHS = 16, 4, 8, 2
+FEATURES, CLASSES, BATCH, EPOCHS = 16, 4, 8, 3
 
 
 class Classifier(lightning.LightningModule):
@@ -52,15 +52,18 @@ def data(rows: int) -> TensorDataset:
 
 
 def main(
-    dispatch: bool = True, precision: Any = "32-true"
-) -> tuple[list[float], DispatchReport | None]:
+    dispatch: bool = True,
+    precision: Any = "32-true",
+    door: str = "dispatch",
+    epochs: int = EPOCHS,
+) -> tuple[list[float], Report | None]:
     """The losses of a training and its validations, and what was served."""
     lightning.seed_everything(0, verbose=False)
     module = Classifier()
     if dispatch:
-        add_tvm_dispatch(module.model)
+        module.model = opened(module.model, door)
     trainer = lightning.Trainer(
-        max_epochs=EPOCHS,
+        max_epochs=epochs,
         accelerator="cpu",
         precision=precision,
         gradient_clip_val=1.0,
@@ -74,7 +77,7 @@ def main(
         DataLoader(data(96), batch_size=BATCH, shuffle=True),
         DataLoader(data(32), batch_size=BATCH),
     )
-    return module.losses, dispatch_report(module.model) if dispatch else None
+    return module.losses, served(module.model, door) if dispatch else None
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import tempfile
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from tvmbridge import DispatchReport, add_tvm_dispatch, dispatch_report
+from examples.doors import Report, opened, served
 
-LENGTH, LABELS = 16, 3
+LENGTH, LABELS, EPOCHS = 16, 3, 3
 
 
 def classifier() -> BertForSequenceClassification:
@@ -38,16 +38,18 @@ def data(rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
+def main(
+    dispatch: bool = True, door: str = "dispatch", epochs: int = EPOCHS
+) -> tuple[list[float], Report | None]:
     """The losses of a training and its evaluations, and what was served."""
     torch.manual_seed(0)
     model = classifier()
     if dispatch:
-        add_tvm_dispatch(model)
+        model = opened(model, door)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             output_dir=folder,
-            num_train_epochs=2,
+            num_train_epochs=epochs,
             eval_strategy="epoch",
             logging_steps=1,
             report_to="none",
@@ -64,7 +66,7 @@ def main(dispatch: bool = True) -> tuple[list[float], DispatchReport | None]:
         trainer.train()
     history = trainer.state.log_history
     losses = [e[key] for e in history for key in ("loss", "eval_loss") if key in e]
-    return losses, dispatch_report(model) if dispatch else None
+    return losses, served(model, door) if dispatch else None
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tvm.target import Target
 
+from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.packing import PackReport
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
@@ -39,7 +40,9 @@ class SpecializationReport:
     whose gradients it computes. ``graph_replays`` counts the CUDA graphs replayed, of forward and
     of backward, ``graph_skips`` calls without one by the reason; those before a capture are in
     neither. ``cache`` is ``hit`` where the code came from the cache on disk, ``miss`` with the
-    entries of its key that no kept code has, or ``off`` with the reason.
+    entries of its key that no kept code has, or ``off`` with the reason. ``reuse`` is the memory
+    that the intermediate values of each function share, in bytes with and without that; functions
+    for any size, and those on a GPU, whose memory PyTorch allocates, are not in it.
     """
 
     mode: str
@@ -64,6 +67,7 @@ class SpecializationReport:
     graph_replays: int = 0
     graph_skips: Mapping[str, int] = field(default_factory=dict)
     cache: str = ""
+    reuse: Mapping[str, Reuse] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -141,6 +145,9 @@ class DispatchReport:
             console.print(line, highlight=False)
             if s.kernels.external and not s.share:
                 console.print("there is nothing to gain: each of its kernels is PyTorch's own")
+            for function, reuse in s.reuse.items():
+                line = f"buffers, {s.mode} {s.signature}, {function}: {reuse}"
+                console.print(line, highlight=False)
             if s.cache:
                 console.print(f"cache, {s.mode} {s.signature}: {s.cache}", highlight=False)
         for line in _untuned_lines(self.specializations):
@@ -200,6 +207,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
             graph_replays=entry.graph_replays.total(),
             graph_skips=dict(entry.graph_skips),
             cache=entry.compiled.cache,
+            reuse=entry.compiled.reuse,
         )
         for specialization in dispatcher.all_specializations()
         for mode, entry in specialization.compiled()

@@ -129,6 +129,36 @@ def test_what_a_product_of_backward_reads_is_kept() -> None:
     assert kept(color(joint_of(Powers), "keep_operands")) == {"a"}
 
 
+@I.ir_module
+class Cast:
+    """A product in a half precision: backward multiplies by the same weight."""
+
+    @R.function
+    def joint(
+        x: R.Tensor((2, 3), "float32"),
+        w: R.Tensor((4, 3), "float32"),
+        ct_0: R.Tensor((2, 4), "bfloat16"),
+    ):
+        with R.dataflow():
+            half = R.astype(R.permute_dims(w, (1, 0)), "bfloat16")
+            given = R.astype(R.tanh(x), "bfloat16")
+            y = R.matmul(given, half)
+            dx = R.astype(R.matmul(ct_0, R.permute_dims(half, (1, 0))), "float32")
+            dw = R.astype(R.matmul(R.permute_dims(given, (1, 0)), ct_0), "float32")
+            gv = (y, dx, dw)
+            R.output(gv)
+        return gv
+
+
+def test_a_weight_is_cast_once() -> None:
+    coloring = color(joint_of(Cast), "keep_casts")
+    assert kept(coloring) == {"half"}
+    # What is computed and cast is computed again, for the sake of bytes.
+    assert "given" in {v.name for v in coloring.repeated}
+    assert kept(color(joint_of(Cast), "min_cut")) == set()
+    assert kept(color(joint_of(Powers), "keep_casts")) == {"a"}
+
+
 def test_masks_cost_a_byte_an_element() -> None:
     for drawn, expected in (((), 2 * 4 * 4), (("mask",), 2 * 4 * 4 + 2 * 4)):
         graph = JointGraph(joint_of(Chain, drawn=drawn))

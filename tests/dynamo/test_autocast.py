@@ -10,9 +10,13 @@ import pytest
 import torch
 import tvm
 from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertLayer
 from tvm import relax
 
 import tvmbridge
+from benchmarks.autocast import casts as count_casts
+from benchmarks.autocast import kernels, step_of
 from tvmbridge.pipeline import inference_passes, run_passes
 
 
@@ -85,3 +89,51 @@ def test_a_value_is_cast_once() -> None:
     assert casts(tidied)["x"] == 1
     # Each weight and bias too, once.
     assert set(casts(tidied).values()) == {1}
+
+
+def scaled_training(compiled: bool) -> tuple[list[float], list[float], list[torch.Tensor]]:
+    """Losses, scales and weights of steps with a GradScaler, the second of which overflows."""
+    torch.manual_seed(0)
+    module = Attention()
+    call = tvmbridge.compile(module) if compiled else module
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    losses, scales = [], []
+    for number in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = call(torch.randn(4, 8, 16)).square().mean()
+        scaler.scale(loss * (float("inf") if number == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    return losses, scales, [p.detach() for p in module.parameters()]
+
+
+def test_gradients_are_scaled_as_in_eager() -> None:
+    losses, scales, weights = scaled_training(compiled=True)
+    eager_losses, eager_scales, eager_weights = scaled_training(compiled=False)
+    assert scales == eager_scales == [1024.0, 512.0, 512.0, 1024.0]
+    bound = torch.finfo(torch.bfloat16).eps
+    assert losses == pytest.approx(eager_losses, rel=bound)
+    for found, expected in zip(weights, eager_weights, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.1 * bound)
+    assert tvmbridge.compile_report().whole
+
+
+@pytest.mark.slow
+def test_a_step_casts_half_as_often_as_in_eager() -> None:
+    """Each weight, bias and input once, in forward, and the gradients of weights in backward."""
+    config = BertConfig(
+        hidden_size=64, num_attention_heads=4, intermediate_size=128, attn_implementation="sdpa"
+    )
+    layer, x = BertLayer(config).train(), torch.randn(2, 16, 64, requires_grad=True)
+    steps = [step_of(call, x) for call in (layer, tvmbridge.compile(copy.deepcopy(layer)))]
+    for each in steps:
+        each()
+    theirs, ours = (count_casts(kernels(each)) for each in steps)
+    assert tvmbridge.compile_report().whole
+    assert 0 < 2 * ours <= theirs

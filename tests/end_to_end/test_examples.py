@@ -8,6 +8,7 @@ from examples.measure import ROWS, Row, measured
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.name))
 def test_a_script_is_served(row: Row) -> None:
     found = measured(row)
@@ -16,3 +17,4 @@ def test_a_script_is_served(row: Row) -> None:
     assert found.results >= 10
     assert found.share >= 0.9, found.reasons
     assert found.difference <= row.bound
+    assert found.later == 0

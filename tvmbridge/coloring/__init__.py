@@ -16,6 +16,7 @@ import torch
 from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph, tensor_bytes
+from tvmbridge.coloring.keep_casts import keep_casts
 from tvmbridge.coloring.keep_operands import keep_operands
 from tvmbridge.coloring.min_cut import min_cut
 from tvmbridge.coloring.operators import check_names
@@ -31,16 +32,19 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "save_all": save_all,
         "recompute_cheap": recompute_cheap,
         "min_cut": min_cut,
+        "keep_casts": keep_casts,
         "keep_operands": keep_operands,
     }
 )
+# Those of which a minimum cut is what decides.
+_MINIMUM_CUTS = ("min_cut", "keep_casts", "keep_operands")
 
 
 def policy_for(name: str, device: torch.device) -> str:
     """The key of :data:`POLICIES` that ``CompileOptions.residual_policy`` is on ``device``."""
     if name != "auto":
         return name
-    return "min_cut" if device.type == "cpu" else "keep_operands"
+    return "keep_casts" if device.type == "cpu" else "keep_operands"
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def color(
         UnsupportedOperatorError: backward reads something of forward that is no tensor.
     """
     check_names(recompute)
-    graph = JointGraph(joint, recompute if policy in ("min_cut", "keep_operands") else ())
+    graph = JointGraph(joint, recompute if policy in _MINIMUM_CUTS else ())
     bindings = joint.mod["joint"].body.blocks[0].bindings
     chosen = decided(Rule.MIDDLE, lambda: _numbers(bindings, POLICIES[policy](graph)))
     repeated = frozenset(bindings[i].var for i in chosen)

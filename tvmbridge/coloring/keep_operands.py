@@ -16,10 +16,10 @@ from tvmbridge.coloring.operators import fuses, is_view
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
     """The variables that backward computes rather than reads."""
-    return min_cut(graph, _read_in_memory(graph))
+    return min_cut(graph, read_in_memory(graph))
 
 
-def _read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
+def read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
     """Forward variables that an operator of backward reads, through views, which does not fuse."""
     pending = [
         v for var in graph.backward if not fuses(graph.bound[var]) for v in graph.operands[var]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from tvm import relax, te
 
 from tvmbridge.backends import Backend, backend_for
 from tvmbridge.compiler.argument_checks import UNCHECKED
+from tvmbridge.compiler.buffers import BufferPlan, NotePlans, Reuse
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels import register_kernels
@@ -40,13 +41,29 @@ def _as_tvm_pass(pass_: AnyPass) -> tvm.transform.Pass:
     return run
 
 
-def _virtual_machine_passes(backend: Backend) -> tvm.transform.Pass:
+def _planning_passes(backend: Backend, noting: NotePlans) -> list[tvm.transform.Pass]:
+    return [
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        relax.transform.CallTIRRewrite(),
+        *[_as_tvm_pass(p) for p in backend.allocation_passes()],
+        _as_tvm_pass(noting),
+    ]
+
+
+def planned(mod: tvm.IRModule, target: tvm.target.Target) -> dict[str, BufferPlan]:
+    """The buffers of each function of ``mod``, as code for ``target`` would have them."""
+    noting = NotePlans()
+    with target:
+        fused = fuse(mod, target, [])
+        tvm.transform.Sequential(_planning_passes(backend_for(target), noting))(fused)
+    return noting.plans
+
+
+def _virtual_machine_passes(backend: Backend, noting: NotePlans) -> tvm.transform.Pass:
     return tvm.transform.Sequential(
         [
-            relax.transform.ToNonDataflow(),
-            relax.transform.RemovePurityChecking(),
-            relax.transform.CallTIRRewrite(),
-            *[_as_tvm_pass(p) for p in backend.allocation_passes()],
+            *_planning_passes(backend, noting),
             relax.transform.LowerAllocTensor(),
             relax.transform.KillAfterLastUse(),
             relax.transform.LowerRuntimeBuiltin(),
@@ -65,7 +82,8 @@ class Code:
     results of each function that are constants, views, or one with another: folding and merging
     make more of them than the function had. ``coverage`` counts where the kernels come from,
     ``missing`` are tasks that nobody has tuned, with the number of calls. ``keys`` are the specs of
-    kernels by the keys that the code has of them.
+    kernels by the keys that the code has of them. ``reuse`` is the memory that buffers of each
+    function share.
     """
 
     executable: Any
@@ -74,6 +92,7 @@ class Code:
     coverage: Coverage
     missing: Mapping[Task, int]
     keys: Mapping[str, str]
+    reuse: Mapping[str, Reuse]
 
 
 @dataclass(frozen=True)
@@ -89,6 +108,7 @@ class Built:
     coverage: Coverage
     missing: Mapping[Task, int]
     cache: str = ""
+    reuse: Mapping[str, Reuse] = field(default_factory=dict)
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:
@@ -241,7 +261,7 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
     Raises:
         BuildError: TVM cannot compile it for the target.
     """
-    target = scheduled.target
+    target, noting = scheduled.target, NotePlans()
     with target:
         mod = run_passes(scheduled.mod, [NameSpecs()], records)
         keys = specs_by_key(mod)
@@ -251,13 +271,15 @@ def compile_code(scheduled: Scheduled, records: list[PassRecord]) -> Code:
                 executable = relax.build(
                     mod,
                     target,
-                    relax_pipeline=_virtual_machine_passes(backend_for(target)),
+                    relax_pipeline=_virtual_machine_passes(backend_for(target), noting),
                     tir_pipeline=UNCHECKED,
                 )
         except Exception as error:
             raise BuildError(f"TVM cannot compile for {target}: {error}") from error
     unaligned, shared = scheduled.unaligned, scheduled.shared
-    return Code(executable, unaligned, shared, scheduled.coverage, scheduled.missing, keys)
+    reuse = {n: p.reuse for n, p in noting.plans.items() if p.storages}
+    coverage, missing = scheduled.coverage, scheduled.missing
+    return Code(executable, unaligned, shared, coverage, missing, keys, reuse)
 
 
 def make_ready(target: tvm.target.Target) -> None:
@@ -271,4 +293,5 @@ def load_code(
 ) -> Built:
     """``module``, which is the executable of ``code`` or was loaded from it, ready to be called."""
     machine = relax.VirtualMachine(module, backend_for(target).device(device))
-    return Built(machine, code.unaligned, code.shared, code.coverage, code.missing, cache)
+    unaligned, shared = code.unaligned, code.shared
+    return Built(machine, unaligned, shared, code.coverage, code.missing, cache, code.reuse)

@@ -21,6 +21,7 @@ import tvm
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
+from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import (
     Built,
     Code,
@@ -216,6 +217,7 @@ def _description(
         "coverage": asdict(code.coverage),
         "missing": [[task.workload[1], count] for task, count in missing.items()],
         "keys": dict(code.keys),
+        "reuse": {name: asdict(reuse) for name, reuse in code.reuse.items()},
         "passes": [asdict(record) for record in passes],
     }
 
@@ -228,4 +230,5 @@ def _described(content: Mapping[str, Any]) -> tuple[Code, list[PassRecord]]:
     keys = {str(k): str(spec) for k, spec in content["keys"].items()}
     coverage = Coverage(**content["coverage"])
     passes = [PassRecord(**{**r, "declined": tuple(r["declined"])}) for r in content["passes"]]
-    return Code(None, unaligned, shared, coverage, missing, keys), passes
+    reuse = {str(name): Reuse(**each) for name, each in content["reuse"].items()}
+    return Code(None, unaligned, shared, coverage, missing, keys, reuse), passes

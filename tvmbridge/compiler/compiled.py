@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
 import tvm
 from torch import nn
 
+from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.combining import Packs
@@ -51,8 +52,9 @@ class CompiledModule:
     ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
     the code was compiled and not found on disk. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
-    replayed as CUDA graphs where that is safe. ``freezing``: what ``forward`` takes in place of the
-    primals, where weights are frozen; else None.
+    replayed as CUDA graphs where that is safe. ``reuse``: the memory that the buffers of each
+    function share, where its sizes are numbers. ``freezing``: what ``forward`` takes in place of
+    the primals, where weights are frozen; else None.
     """
 
     captured: CapturedGraph
@@ -76,6 +78,7 @@ class CompiledModule:
     partial_backwards: PartialBackwards | NoPartialBackwards | None = None
     cuda_graphs: bool = False
     cache: str = ""
+    reuse: Mapping[str, Reuse] = field(default_factory=dict)
     freezing: Freezing | None = None
 
     def forward(
@@ -227,6 +230,7 @@ def assembled(
         aten_calls=imported.aten_calls,
         coverage=built.coverage,
         cache=built.cache,
+        reuse=built.reuse,
         records=tuple(records),
         seconds=stages.seconds,
     )

@@ -10,7 +10,14 @@ from tvmbridge.core.checks import CheckPolicy
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "joint": ("auto", "relax", "aot"),
-    "residual_policy": ("auto", "save_all", "recompute_cheap", "min_cut", "keep_operands"),
+    "residual_policy": (
+        "auto",
+        "save_all",
+        "recompute_cheap",
+        "min_cut",
+        "keep_casts",
+        "keep_operands",
+    ),
     "combine_matmuls": ("auto", "always", "never"),
 }
 
@@ -28,7 +35,9 @@ class CompileOptions:
             again where their operands are kept anyway, ``"min_cut"`` keeps the fewest bytes from
             which the rest can be computed again without products, convolutions, long reductions
             or PyTorch's kernels, ``"keep_operands"`` does so but for what these read in backward.
-            ``"auto"`` is ``min_cut`` on the CPU and ``keep_operands`` on a GPU.
+            ``"keep_casts"`` is ``min_cut`` but for weights and inputs in a half precision that
+            products read, which are cast once. ``"auto"`` is ``keep_casts`` on the CPU and
+            ``keep_operands`` on a GPU.
         recompute: operators that minimum cuts may compute again all the same, by their names in
             Relax (``"relax.nn.softmax"``) or, for ATen calls, in PyTorch
             (``"aten.avg_pool2d.default"``).

@@ -21,6 +21,7 @@ from tvmbridge.inspect.asked import (
 from tvmbridge.inspect.colors import COLOR_NAMES, node_colors
 from tvmbridge.inspect.drawing import FunctionDrawing
 from tvmbridge.inspect.fx_drawing import draw_graph_module
+from tvmbridge.inspect.lifetimes import draw_lifetimes
 from tvmbridge.inspect.picture import Group, Picture
 from tvmbridge.inspect.places import places
 from tvmbridge.inspect.styles import FUNCTION_FRAME, KINDS, NAMES
@@ -37,6 +38,7 @@ def visualize(
     groups: bool = True,
     fold: int | Collection[str] | None = None,
     legend: bool = True,
+    memory: bool = False,
 ) -> graphviz.Digraph:
     """Draws a Relax function, or every Relax function of a module with a frame around each.
 
@@ -67,6 +69,8 @@ def visualize(
         fold: Draws submodules as one node each: those at this depth (1 is the outermost), or those
             with these dotted paths.
         legend: Says what the colors mean.
+        memory: Draws in place of operators how long each buffer of compiled code lives, on the CPU:
+            a row for each piece of memory, a column for each step, without the arguments before.
 
     Raises:
         TypeError: An argument, a key or a value has the wrong type.
@@ -75,6 +79,8 @@ def visualize(
     """
     if isinstance(mod_or_function, fx.GraphModule):
         return draw_graph_module(mod_or_function)
+    if memory:
+        return draw_lifetimes(_relax_functions(mod_or_function))
     drawn = picture_of(
         mod_or_function,
         collapse_small=collapse_small,
