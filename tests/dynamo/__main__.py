@@ -47,6 +47,17 @@ def constructs() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
         yield name, module, calls
 
 
+class Caller(nn.Module):
+    """Dynamo has no graph of a module of torch.nn that is the outermost."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
 def modules() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
     """Modules of torch.nn that may be called in eval mode, on some of their samples each."""
     from torch.testing._internal.common_modules import module_db
@@ -60,7 +71,7 @@ def modules() -> Iterator[tuple[str, nn.Module, list[Arguments]]]:
         for sample in found[:: max(1, -(-len(found) // _MOST_SAMPLES))]:
             made, given = sample.constructor_input, sample.forward_input
             torch.manual_seed(0)
-            module = info.module_cls(*made.args, **made.kwargs).eval()
+            module = Caller(info.module_cls(*made.args, **made.kwargs)).eval()
             try:
                 with torch.no_grad():
                     module(*given.args, **given.kwargs)

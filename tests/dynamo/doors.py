@@ -71,4 +71,4 @@ def through(door: str, module: nn.Module, calls: Sequence[Arguments]) -> str:
 def _served() -> bool:
     graphs = tvmbridge.compile_report().graphs
     # Of a graph without operators there is nothing to compile.
-    return all(graph.whole for graph in graphs if graph.operators)
+    return bool(graphs) and all(graph.whole for graph in graphs if graph.operators)

@@ -16,6 +16,7 @@ from torch.testing._internal.common_modules import ModuleInfo, ModuleInput, modu
 from torch.utils import _pytree as pytree
 
 from tests.architectures.compare import TOLERANCES, difference
+from tests.dynamo.__main__ import Caller
 from tvmbridge import add_tvm_dispatch, compile_report, dispatch_report
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.dynamo import tvmbridge as backend
@@ -107,7 +108,7 @@ def test_module_through_torch_compile(info: ModuleInfo, training: bool) -> None:
     for sample in _samples(info, training):
         torch.manual_seed(1)
         made = sample.constructor_input
-        module = info.module_cls(*made.args, **made.kwargs).double().train(training)
+        module = Caller(info.module_cls(*made.args, **made.kwargs).double()).train(training)
         if not _runs(module, sample):
             continue
         torch.compiler.reset()
@@ -118,6 +119,7 @@ def test_module_through_torch_compile(info: ModuleInfo, training: bool) -> None:
             for what, values in expected.items():
                 departure = difference(found[what], values, TOLERANCES[torch.float64])
                 assert departure is None, f"{sample.desc}: {what}{departure}"
+        assert compile_report().graphs, sample.desc
         reasons = [reason for graph in compile_report().graphs for reason in graph.eager_calls]
         if reasons:
             left[sample.desc] = reasons

@@ -21,6 +21,15 @@ def test_sequences_of_sizes_agree_with_eager(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("number", [19, 29])
+def test_remainders_that_are_the_same_at_all_points(number: int) -> None:
+    """Tokens beside a cache were taken from the wrong row where its length was even."""
+    outcome = run(drawn(number))
+    assert outcome.result == "right", outcome.reason
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_length_less_one_that_vectors_divide_at_all_points() -> None:
     """It read past its tensors: its lengths were one more than a multiple of sixteen."""
     outcome = run(drawn(10))

@@ -40,7 +40,7 @@ def test_polynomials(function: object) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [lambda b, s: b * s // 16, lambda b, s: -(-s // 32)],
+    [lambda b, s: b * s // 16, lambda b, s: -(-s // 8)],
 )
 def test_quotients_of_polynomials_that_were_found(function: object) -> None:
     sizes = Sizes(POINTS)
@@ -50,6 +50,13 @@ def test_quotients_of_polynomials_that_were_found(function: object) -> None:
     assert found is not None
     for point in ((2, 3), (100, 64), (17, 1000)):
         assert found.at(point) == function(*point)  # type: ignore[operator]
+
+
+def test_small_numbers_are_no_quotients() -> None:
+    """-s % 6 is 1, 2 and 1 at these points, and so is s / 512, rounded up."""
+    sizes = Sizes([(83,), (718,), (17,)])
+    sizes.find((83, 718, 17))
+    assert sizes.find_divided((1, 2, 1)) is None
 
 
 def test_what_several_functions_could_be_is_not_found() -> None:

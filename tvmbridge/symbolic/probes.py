@@ -1,13 +1,14 @@
 """Probes: which dimensions are symbols, where a module is compiled, and arguments of these sizes.
 
-Sizes of probes are primes, so that nothing divides them and no two dimensions agree by accident,
-and some of them are one more than a multiple of any vector's length: rounded up and rounded down
-they differ from their neighbours.
+Sizes of probes are primes, or twice a prime, so that nothing divides them and no two dimensions
+agree by accident. The smallest and the largest differ by what no small number divides: remainders
+of them differ too.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,6 +32,7 @@ _LANES = 64
 # also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
 _ALLOWED = 2
+_SMALL_DIVISORS = 2 * 3 * 5 * 7
 # What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
 
@@ -196,13 +198,11 @@ def points_for(
     taken: set[int] = set()
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        limit = min(8 * max(high, _LANES), bound)
-        top = _prime_below(limit, taken, high, _LANES) or _prime_below(limit, taken, high)
         bottom = _small(low, taken, tight)
         if bottom is None:
             return None
         least.append(bottom)
-        # Of one symbol less one no power of two divides all: the largest is one more than many.
+        top = _largest(min(8 * max(high, _LANES), bound), taken, high, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
         between = _prime_below(common, taken, least[-1], 4, 3)
         between = between or _prime_below(common, taken, least[-1])
@@ -232,6 +232,22 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
     found = free[-1:] if tight else below or free[-1:]
     taken.update(found)
     return found[0]
+
+
+def _largest(limit: int, taken: set[int], least: int, bottom: int) -> int | None:
+    """The greatest size up to ``limit`` that differs from ``bottom``, the smallest one, by what no
+    small number divides.
+
+    A remainder of a size is then another at some point: what TVM has computed of it in numbers, and
+    left out of an expression, is noticed. It is a prime or twice one.
+    """
+    for candidate in range(limit, least - 1, -1):
+        half = candidate // 2 if candidate % 2 == 0 else candidate
+        generic = candidate not in taken and _is_prime(half)
+        if generic and math.gcd(candidate - bottom, _SMALL_DIVISORS) == 1:
+            taken.add(candidate)
+            return candidate
+    return None
 
 
 def _prime_below(

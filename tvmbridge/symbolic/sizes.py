@@ -26,6 +26,8 @@ Point: TypeAlias = tuple[int, ...]
 _MOST_POWER = 2
 # Vector lengths, numbers of threads and of tiles are powers of two.
 _DIVISORS = tuple(1 << i for i in range(1, 17))
+# Smaller numbers are quotients or remainders of something by accident.
+_LEAST_QUOTIENT = 16
 
 
 class DifferentCodeError(BuildError):
@@ -98,7 +100,8 @@ class Sizes:
             return known
         whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
-        size = self.only(_divided(whole, values, self.points))
+        told = max(values) >= _LEAST_QUOTIENT
+        size = self.only(_divided(whole, values, self.points)) if told else None
         self._found[values] = size
         return size
 
