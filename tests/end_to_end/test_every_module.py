@@ -119,7 +119,8 @@ def test_module_through_torch_compile(info: ModuleInfo, training: bool) -> None:
             for what, values in expected.items():
                 departure = difference(found[what], values, TOLERANCES[torch.float64])
                 assert departure is None, f"{sample.desc}: {what}{departure}"
-        assert compile_report().graphs, sample.desc
+        # Where Dynamo has made no graph it says why.
+        assert compile_report().graphs or compile_report().breaks, sample.desc
         reasons = [reason for graph in compile_report().graphs for reason in graph.eager_calls]
         if reasons:
             left[sample.desc] = reasons
