@@ -88,16 +88,19 @@ def rewrite_program(program: ExportedProgram, passes: Sequence[Any]) -> tuple[Pa
     made, records = run_fx_passes(before, passes)
     if made is before:
         return records
-    kept = [n.name for n in before.graph.find_nodes(op="placeholder")]
-    if [n.name for n in made.graph.find_nodes(op="placeholder")] != kept:
+    inputs = made.graph.find_nodes(op="placeholder")
+    if [n.target for n in inputs] != [n.target for n in before.graph.find_nodes(op="placeholder")]:
         raise PassError("an fx pass has changed the inputs of the program")
     (results,) = made.graph.output_node().args
     signature = program.graph_signature
+    # A copy of a graph gives other names to nodes that are called as Python's functions are.
+    for spec, node in zip(signature.input_specs, inputs, strict=True):
+        spec.arg.name = node.name
     if not isinstance(results, list | tuple) or len(results) != len(signature.output_specs):
         raise PassError("an fx pass has changed the outputs of the program")
-    for spec, result in zip(signature.output_specs, results, strict=True):
+    for made_spec, result in zip(signature.output_specs, results, strict=True):
         if isinstance(result, fx.Node):
-            spec.arg.name = result.name
+            made_spec.arg.name = result.name
     before.graph = made.graph
     return records
 

@@ -186,7 +186,8 @@ def tensors(outputs: Any) -> list[torch.Tensor]:
 
 def _seed() -> None:
     torch.manual_seed(2)
-    torch.backends.cudnn.allow_tf32 = False
+    if DEVICE != "cpu":
+        torch.backends.cudnn.allow_tf32 = False
     numpy.random.seed(2)
     random.seed(2)
 

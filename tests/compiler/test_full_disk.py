@@ -39,11 +39,11 @@ def assert_served(module: nn.Module, **options: object) -> None:
 def test_what_cannot_be_dumped_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "001_LowerDropout.py").symlink_to(FULL)
+    (tmp_path / "002_LowerDropout.py").symlink_to(FULL)
     monkeypatch.setenv("TVMBRIDGE_DUMP", str(tmp_path))
     assert_served(nn.Softmax(-1))
     assert "No space left on device" in caplog.text
-    assert (tmp_path / "002_LowerBatchNorm.py").exists()
+    assert (tmp_path / "003_LowerBatchNorm.py").exists()
     monkeypatch.setenv("TVMBRIDGE_DUMP", str(FULL / "below a file"))
     assert_served(nn.Softmax(-1))
     assert "Not a directory" in caplog.text

@@ -26,6 +26,7 @@ ATTRIBUTES_OF = {name.path.rpartition(".")[2] for name in (*ATTRIBUTES, *REPLACE
 OPERATORS = ("aten", "_aten", "torch.ops")
 NOT_OF_PYTORCH = {
     "os.environ._data",
+    "os._exit",
     "sys._getframe",
     "functools._lru_cache_wrapper",
     "_active_collector",

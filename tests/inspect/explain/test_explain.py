@@ -44,7 +44,7 @@ def test_it_says_what_compilation_finds(joint: str) -> None:
     assert report.joint == compiled.joint == joint
     assert report.joint_reason == compiled.joint_reason
     assert report.residual_bytes == compiled.residual_bytes > 0
-    assert report.residual_policy == "min_cut"
+    assert report.residual_policy == "keep_casts"
     sizes = [r.spec.nbytes for r in report.residuals]
     assert sizes == sorted(sizes, reverse=True)
     assert uses(report.native) == compiled.native_operators
