@@ -71,6 +71,7 @@ def test_forward_and_backward(name: str, kernels: list[Any]) -> None:
     assert kernels
 
 
+@pytest.mark.slow
 def test_bert_layer(kernels: list[Any]) -> None:
     module, x = layers.bert_training()
     for part in module.modules():
