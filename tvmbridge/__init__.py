@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tvmbridge.core.captured_graph import CapturedGraph
     from tvmbridge.core.errors import (
         BridgeError,
         BuildError,
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
         VersionError,
     )
     from tvmbridge.core.options import CompileOptions
-    from tvmbridge.core.types import CapturedGraph
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch, wait
     from tvmbridge.dynamo import CompileReport, compile, compile_report
     from tvmbridge.frontend import to_relax
@@ -88,7 +88,7 @@ _HOMES = MappingProxyType(
             "VersionError",
         ),
         "core.options": ("CompileOptions",),
-        "core.types": ("CapturedGraph",),
+        "core.captured_graph": ("CapturedGraph",),
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch", "wait"),
         "dynamo": ("CompileReport", "compile", "compile_report"),
         "frontend": ("to_relax",),

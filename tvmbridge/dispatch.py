@@ -227,7 +227,7 @@ def _find_or_add(
 
 def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
     training = dispatcher.module.training
-    needs_grad = training and dispatcher.anything_requires_grad(specialization, leaves)
+    needs_grad = training and specialization.anything_requires_grad(dispatcher.module, leaves)
     return Mode.of_now(training, needs_grad)
 
 

@@ -13,7 +13,7 @@ from tests.graph_capture.test_noise import Applied
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.capture import capture
-from tvmbridge.graph_capture.noise import draw_noise
+from tvmbridge.graph_capture.draw_noise import draw_noise
 
 F = nn.functional
 

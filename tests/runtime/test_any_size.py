@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.partial_backwards import PartialBackwards
-from tvmbridge.runtime import any_size
+from tvmbridge.runtime import family
 from tvmbridge.runtime.entry_compiler import Compiler
 
 Sizes = Sequence[tuple[int, ...]]
@@ -200,9 +200,9 @@ def test_rows_are_symbolic_with_the_first_size_that_changes_where_they_may_be(
     served: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compiled, genuine = [], any_size.Family._compile
+    compiled, genuine = [], family.Family._compile
     monkeypatch.setattr(
-        any_size.Family, "_compile", lambda *given: compiled.append(1) or genuine(*given)
+        family.Family, "_compile", lambda *given: compiled.append(1) or genuine(*given)
     )
     plain = copy.deepcopy(module).eval()
     add_tvm_dispatch(module.eval(), torch.randn(8, 10), dynamic_shapes="auto", on_fallback="silent")
@@ -213,7 +213,7 @@ def test_rows_are_symbolic_with_the_first_size_that_changes_where_they_may_be(
 
 
 def test_calls_of_code_that_gave_way_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(any_size, "_MOST_INSTANCES", 2)
+    monkeypatch.setattr(family, "_MOST_INSTANCES", 2)
     module = nn.Linear(4, 2).eval()
     add_tvm_dispatch(module, torch.randn(3, 5, 4), dynamic_shapes="auto")
     # The second dimension to change makes code that takes the place of that for the first alone.
@@ -242,7 +242,7 @@ def test_an_epoch_and_an_evaluation_ask_for_three_compilations(
 ) -> None:
     compiled: list[str] = []
     for owner, method in (
-        (any_size.Family, "_compile"),
+        (family.Family, "_compile"),
         (Compiler, "entry"),
         (PartialBackwards, "_compile"),
     ):

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 import tvmbridge
-from tvmbridge import BuildError, CaptureError, CompileOptions, add_tvm_dispatch, dispatch_report
+from tvmbridge import CaptureError, add_tvm_dispatch, dispatch_report
 from tvmbridge.kernels import table
 from tvmbridge.runtime import child as children
-from tvmbridge.runtime.background import Background
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import COMPILING
 
@@ -296,30 +295,3 @@ def _runs(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
-
-
-def test_options_are_checked() -> None:
-    assert [CompileOptions(background=b).budget for b in (False, True, 1, 2.5)] == [
-        None,
-        0.0,
-        1.0,
-        2.5,
-    ]
-    for wrong in (-1.0, float("nan"), "yes"):
-        with pytest.raises(ValueError, match="background"):
-            CompileOptions(background=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="on_fallback"):
-        add_tvm_dispatch(nn.Linear(6, 6), X, budget=1, on_fallback="raise")
-
-
-def test_errors_keep_their_class_and_what_they_hold() -> None:
-    class NarrowError(CaptureError):
-        def __init__(self, one: str, other: int) -> None:
-            super().__init__(f"{one} {other}")
-            self.other = other
-
-    error = children._error_of(*children._described(NarrowError("no", 3)))
-    assert (type(error), str(error), vars(error)) == (CaptureError, "no 3", {"other": 3})
-    error = children._error_of(*children._described(KeyError("x")))
-    assert (type(error), str(error)) == (BuildError, "KeyError: 'x'")
-    assert Background(CompileOptions()).run("", error, None, lambda: 7) == 7

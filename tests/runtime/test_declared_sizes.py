@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import Dim
 
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.runtime import any_size
+from tvmbridge.runtime import family
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.symbolic.declared import declared, names_no_size
 
@@ -32,7 +32,7 @@ class Scaled(nn.Module):
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the classes that were asked to compile, in order."""
     found: list[str] = []
-    for owner, method in ((any_size.Family, "_compile"), (Compiler, "entry")):
+    for owner, method in ((family.Family, "_compile"), (Compiler, "entry")):
         genuine = getattr(owner, method)
 
         def counted(*given: Any, _genuine: Any = genuine, _name: str = owner.__name__) -> Any:

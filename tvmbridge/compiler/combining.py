@@ -11,10 +11,11 @@ import torch
 import tvm
 
 from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.core.machine import threads
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import CapturedGraph, InputKind, PassRecord
+from tvmbridge.core.types import InputKind, PassRecord
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.kernels.parallel import Layers, faster, worthwhile
 from tvmbridge.passes.base import free_prefix

@@ -23,8 +23,9 @@ from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import CapturedGraph, PassRecord, ValueDescriptor
+from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
 from tvmbridge.pipeline import run_passes, tidy_passes

@@ -15,9 +15,10 @@ import tvm
 from tvm import relax
 
 from tvmbridge.compiler.lowering import LoweredModule
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BuildError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import CapturedGraph, OutputKind, PassRecord
+from tvmbridge.core.types import OutputKind, PassRecord
 from tvmbridge.kernels.choice import packing_of
 from tvmbridge.kernels.packed import Packing
 from tvmbridge.kernels.packed_convolution import PackedForm, packed_is_faster

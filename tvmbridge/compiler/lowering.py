@@ -17,8 +17,9 @@ from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.split import SplitModule, split
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import CapturedGraph, PassRecord
+from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.facts import (
     GradientFacts,
     NothingToDifferentiateError,

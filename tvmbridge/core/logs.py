@@ -19,6 +19,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "runtime.any_size",
         "runtime.background",
         "runtime.entry_compiler",
+        "runtime.family",
         "runtime.module_code",
     ),
     "fallbacks": ("runtime.fallbacks",),

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import CapturedGraph, InputKind, PassRecord
+from tvmbridge.core.types import InputKind, PassRecord
 from tvmbridge.differentiation.aot import trace_joint
 from tvmbridge.differentiation.differentiate import JointModule, differentiate
 from tvmbridge.differentiation.facts import GradientFacts, gradient_facts

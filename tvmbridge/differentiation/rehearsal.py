@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from tvmbridge.core.autocast import without_autocast
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import FakeTensorMode, pytree
-from tvmbridge.core.types import CapturedGraph, InputDescriptor, InputKind, OutputKind, TensorSpec
+from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
 from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.trace.answers import small_buffers

@@ -13,10 +13,11 @@ from torch import fx
 from tvm import relax
 
 from tvmbridge.core.admission import note_use
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import FakeTensor, OpOverload
-from tvmbridge.core.types import CapturedGraph, InputKind, TensorSpec
+from tvmbridge.core.types import InputKind, TensorSpec
 from tvmbridge.frontend.limits import dtypes_of, may_convert, nbytes_of, refuse_what_cannot_run
 from tvmbridge.frontend.origins import span_of_node
 from tvmbridge.frontend.registry import CONVERTERS, HALVES, MOVED, Converter, Declined

@@ -17,9 +17,9 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from tvmbridge.core.autocast import autocast_now, without_autocast
+from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.core.types import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.fx.combined import Layout, combined_in, of_size, replaced
 from tvmbridge.graph_capture.observe.descriptors import describe_inputs, find_aliases
 from tvmbridge.graph_capture.observe.observation import Observation

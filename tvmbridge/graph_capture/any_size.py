@@ -13,9 +13,9 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import make_contiguous_strides_for, pytree
-from tvmbridge.core.types import CapturedGraph
 from tvmbridge.graph_capture.capture import export_with_symbols
 from tvmbridge.graph_capture.noise import find_noise
 from tvmbridge.graph_capture.observe.descriptors import (

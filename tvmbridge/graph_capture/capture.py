@@ -13,17 +13,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from tvmbridge.core.autocast import autocast_now, without_autocast
+from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import CaptureError, NotApartError, PassError, UnsupportedOperatorError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
-from tvmbridge.core.types import (
-    Assumptions,
-    CallingConvention,
-    CapturedGraph,
-    IntermediateBase,
-    PassRecord,
-)
+from tvmbridge.core.types import IntermediateBase, PassRecord
 from tvmbridge.graph_capture.host_constants import device_of, move_in_program
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.descriptors import (

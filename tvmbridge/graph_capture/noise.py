@@ -8,7 +8,6 @@ leaves the generator in the same state.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.export import ExportedProgram, ExportGraphSignature
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload, pytree
-from tvmbridge.core.types import ComputedTensor, EagerPrologue, NoiseDescriptor, TensorSpec
+from tvmbridge.core.types import ComputedTensor, NoiseDescriptor, TensorSpec
 
 aten = torch.ops.aten
 
@@ -263,43 +262,3 @@ def computed_by(value: Any) -> Any:
     if not isinstance(value, fx.Node):
         return value
     return ComputedTensor(value.name, TensorSpec.of(value.meta["val"]))
-
-
-def draw_noise(
-    noise: Sequence[NoiseDescriptor],
-    prologue: EagerPrologue | None = None,
-    inputs: Sequence[torch.Tensor] = (),
-) -> list[torch.Tensor]:
-    """Make the draws with PyTorch's generators; contiguous tensors, in order.
-
-    Args:
-        noise: the draws.
-        prologue: what makes them, where one of them reads values.
-        inputs: what the prologue reads.
-
-    Raises:
-        UnsupportedOperatorError: a draw is of another shape or dtype than was foretold.
-    """
-    if prologue is None:
-        return [_draw(descriptor).contiguous() for descriptor in noise]
-    with torch.no_grad():
-        drawn = prologue.module(*(tensor.detach() for tensor in inputs))
-    for draw, descriptor in zip(drawn, noise, strict=True):
-        found, foretold = TensorSpec.of(draw), descriptor.spec
-        if (found.shape, found.dtype) != (foretold.shape, foretold.dtype):
-            raise UnsupportedOperatorError(
-                f"{descriptor.op} draws {found}, where PyTorch's tracing foretells {foretold}"
-            )
-    return [draw.contiguous() for draw in drawn]
-
-
-def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
-    args = [_materialize(a) for a in descriptor.args]
-    kwargs = {k: _materialize(v) for k, v in descriptor.kwargs.items()}
-    result: Any = descriptor.op(*args, **kwargs)
-    drawn: torch.Tensor = result if descriptor.result is None else result[descriptor.result]
-    return drawn
-
-
-def _materialize(value: Any) -> Any:
-    return value.empty() if isinstance(value, TensorSpec) else value

@@ -13,7 +13,6 @@ from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
 from tvmbridge.core.autocast import autocast_now, without_autocast
-from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.profiling import region
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
@@ -22,16 +21,10 @@ from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
-from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, primals_of
+from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
 from tvmbridge.runtime.step import Held, Step
-
-_NO_GRADIENT_FOR_HOOK = (
-    "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
-    "output that this backward starts from depends on {name}. Remove the hook, use the output that "
-    "does, or call remove_tvm_dispatch(module)"
-)
 
 # Arguments of the autograd function that are no tensors.
 _BEFORE_SOURCES = 1
@@ -186,7 +179,7 @@ class _CompiledFunction(torch.autograd.Function):
             return (None, *differentiable)
         gradients = _gradients(step, ctx.saved_tensors, cotangents)
         if any(c is None for c in cotangents):
-            _refuse_hooks_without_gradient(ctx, gradients)
+            _refuse_hooks(ctx, gradients)
         if not backward_keeps_graph():
             ctx.sources = ()
             step.forget()
@@ -212,7 +205,7 @@ def _backward_to_differentiate(
         with torch.no_grad():
             gradients = _gradients(step, saved, cotangents)
     if any(gradient is None for gradient in gradients):
-        _refuse_hooks_without_gradient(ctx, gradients)
+        _refuse_hooks(ctx, gradients)
     if reason is None:
         return gradients
     arrived = [c for c in cotangents if c is not None]
@@ -233,6 +226,12 @@ def _wanted(ctx: Any) -> list[int]:
     """The primals that the compiled code has gradients of and this backward wants them of."""
     asked = ctx.needs_input_grad[_BEFORE_SOURCES:]
     return [p for p, needed in zip(ctx.step.call.gradient_of, asked, strict=True) if needed]
+
+
+def _refuse_hooks(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
+    call: TrainingCall = ctx.step.call
+    wanted = ctx.needs_input_grad[_BEFORE_SOURCES:]
+    refuse_hooks(call.compiled, call.gradient_of, ctx.sources, gradients, wanted)
 
 
 def _gradients(
@@ -282,20 +281,6 @@ def _run_backward(
     if held is not None:
         bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
     return backward(values, len(flowing), bound)
-
-
-def _refuse_hooks_without_gradient(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
-    """Refuse what autograd would do with primals that no gradient reaches: call their hooks."""
-    call: TrainingCall = ctx.step.call
-    needed = ctx.needs_input_grad[_BEFORE_SOURCES:]
-    sources = zip(call.gradient_of, ctx.sources, gradients, needed, strict=False)
-    for position, source, gradient, wanted in sources:
-        if gradient is not None or not wanted:
-            continue
-        if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
-            descriptor = primals_of(call.compiled)[position]
-            name = descriptor.target or descriptor.name
-            raise BridgeError(_NO_GRADIENT_FOR_HOOK.format(name=name))
 
 
 def _zeros(spec: TensorSpec | None) -> torch.Tensor:

@@ -17,8 +17,9 @@ from torch.export import AdditionalInputs, ShapesCollection
 
 from tvmbridge.core.errors import BuildError, first_line
 from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.runtime.any_size import AnySize, Family, Retire
+from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.entry_compiler import Compiler
+from tvmbridge.runtime.family import Family, Retire
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.specialization import Specialization

@@ -10,29 +10,26 @@ from typing import Any
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.executable import Bound
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.profiling import profiling, region
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
-from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.graph_capture.observe.plain import other_answer
 from tvmbridge.graph_capture.surroundings import in_checkpoint, repeated_by_checkpoint
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.runtime.autograd import TrainingCall
-from tvmbridge.runtime.direct import Direct, direct_call
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.frozen import FrozenWeights
 from tvmbridge.runtime.given_primals import GivenPrimals
-from tvmbridge.runtime.graphed import GraphedCode
-from tvmbridge.runtime.guards.fast import FastGuard, may_be_fast
+from tvmbridge.runtime.guards.fast import may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
+from tvmbridge.runtime.pinning import pinned_path
 from tvmbridge.runtime.second_order import SecondOrder
 
 
@@ -59,7 +56,7 @@ class CompiledEntry:
         # CUDA graphs replayed, of forward and of backward; and calls without one, by the reason.
         self.graph_replays: Counter[str] = Counter()
         self.graph_skips: Counter[str] = Counter()
-        self._counting = threading.Lock()
+        self.counting = threading.Lock()
         # Forward has yet to fill a cache: with tensors, which are then others than were traced.
         self.fills_first = False
         self._declined = 0
@@ -68,10 +65,10 @@ class CompiledEntry:
         self._input_grads = [(d.position or 0, d.requires_grad) for d in users]
         self.outputs = Outputs(state, captured)
         self._asks = captured.assumptions.asks
-        self._autocast = captured.assumptions.autocast
+        self.autocast = captured.assumptions.autocast
         # Gradients that forward turns on flow where tensors require them.
         self._flags_matter = compiled.recorded or Question.GRADIENTS in captured.assumptions.asks
-        self._layouts = LayoutGuard(state, compiled)
+        self.layouts = LayoutGuard(state, compiled)
         self.packing = packing
         self.packs = [
             (names, [state.names.index(name) for name in names]) for names in compiled.packs
@@ -134,7 +131,7 @@ class CompiledEntry:
             reason = other_answer(self._asks, leaves, tensors)
         if reason is None and self.frozen is not None:
             reason = self.frozen.changed(tensors)
-        return reason or self._layouts.mismatch(leaves, tensors)
+        return reason or self.layouts.mismatch(leaves, tensors)
 
     def fits_flags(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether ``requires_grad``, where it matters, is what the code was compiled for."""
@@ -179,74 +176,9 @@ class CompiledEntry:
         tensors = self.state.tensors()
         if not self._may_be_fast or not due or any(t is None for t in tensors):
             return None
-        fast = self._pinned(signature, leaves, [t for t in tensors if t is not None])
+        fast = pinned_path(self, signature, leaves, [t for t in tensors if t is not None])
         # Another thread may have changed the module since the full guards let the call pass.
         return fast if self.mismatch(leaves, tensors) is None else None
-
-    def _pinned(
-        self, signature: Signature, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-    ) -> FastPath[CompiledEntry] | None:
-        written = self.outputs.written_tensors(leaves, tensors)
-        frozen = self.frozen
-        guard = FastGuard(
-            self.state,
-            signature,
-            leaves,
-            tensors,
-            written,
-            self.records_writes,
-            [] if frozen is None else frozen.pinned(tensors),
-        )
-        first = len(self.given.inputs)
-        held = dict(enumerate(tensors, start=first))
-        packed = first + len(tensors) + len(self.given.noise)
-        for i, (names, slots) in enumerate(self.packs, start=packed):
-            pack = self.packing.held(names, [tensors[s] for s in slots])
-            if pack is None:
-                return None
-            held[i] = pack
-        strides = self._layouts.strides(leaves, tensors)
-        given = [leaves[p] for p in self.given.inputs]
-        as_they_are = self.compiled.loaded.readable("forward", given)
-        code = self._code_to_graph(tensors, strides)
-        if self.training is not None:
-            held_for = self.training.hold(held, as_they_are)
-            pinned = self.second_order.pin(tensors)
-            fast = FastPath(self, guard, list(tensors), strides, held=held_for, pinned=pinned)
-            self.packing.readers.add(held_for)
-            if code is not None:
-                fast.graphs = code.training(self.training, held_for)
-        else:
-            count = packed + len(self.packs)
-            if frozen is not None:
-                held, count = frozen.held(held)
-            bound = self.compiled.loaded.bind("forward", held, count, as_they_are)
-            fast = FastPath(self, guard, list(tensors), strides, bound=bound)
-            if code is not None:
-                fast.graphs = code.inference(bound)
-            elif self.given.plain and not strides:
-                fast.direct = self._direct(bound, len(leaves))
-        self.packing.readers.add(fast)
-        return fast
-
-    def _direct(self, bound: Bound, leaves: int) -> Direct | None:
-        """Calls without what is rare around compiled code; None where there is something."""
-        compiled, build = self.compiled, self.outputs.plain
-        if self._autocast or compiled.copied_outputs or compiled.layouts.outputs or build is None:
-            return None
-        if self.frozen is not None:
-            return None
-        inputs = self.given.inputs
-        return direct_call(self, self._counting, compiled.loaded, bound, leaves, inputs, build)
-
-    def _code_to_graph(
-        self, tensors: Sequence[torch.Tensor], strides: Strides
-    ) -> GraphedCode | None:
-        """The code for CUDA graphs; None where a call is not launches alone."""
-        if self.given.converts or not self.compiled.cuda_graphs:
-            return None
-        counts = self.graph_replays, self.graph_skips
-        return GraphedCode(self.compiled, tensors, strides, self.given.of_inputs, *counts)
 
     # Calls in general ----------------------------------------------------------------------------
 
@@ -261,7 +193,7 @@ class CompiledEntry:
     def _results(
         self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath[CompiledEntry] | None
     ) -> Sequence[torch.Tensor]:
-        if not (self._autocast or profiling()):
+        if not (self.autocast or profiling()):
             return self._computed(leaves, tensors, fast)
         # The code has the casts.
         with region(f"{self.compiled.origin} forward"), without_autocast():
@@ -292,7 +224,7 @@ class CompiledEntry:
             for names, slots in self.packs:
                 members = [tensors[i] for i in slots]
                 primals.append(None if fast else self.packing.tensor(names, members))
-        strides = fast.strides if fast else self._layouts.strides(leaves, tensors)
+        strides = fast.strides if fast else self.layouts.strides(leaves, tensors)
         if training is not None:
             held = fast.held if fast else None
             results = training(primals, strides, again, held, replayed)
@@ -302,7 +234,7 @@ class CompiledEntry:
             if self.frozen is not None:
                 primals = self.frozen.arguments(primals)
             results = self.compiled.forward(primals, strides, fast.bound if fast else None)
-        with self._counting:
+        with self.counting:
             self.calls += 1
         return results
 

@@ -15,9 +15,7 @@ from torch import nn
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.turns import compiling
-from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.observe.plain import unusual_in
-from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import Background, UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes
@@ -87,22 +85,10 @@ class ModuleCode:
         if os.getpid() != self._process:
             return "the process was forked after dispatch"
         recording = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        needs_grad = recording and self.anything_requires_grad(specialization, leaves)
+        needs_grad = recording and specialization.anything_requires_grad(self.module, leaves)
         if self.options.freeze and (self.module.training or needs_grad):
             return _NO_GRADIENTS if needs_grad else _IN_TRAINING
         return Mode.of_now(self.module.training, needs_grad)
-
-    def anything_requires_grad(self, specialization: Specialization, leaves: Sequence[Any]) -> bool:
-        """Whether an argument or a tensor of the module requires a gradient."""
-        if any(leaves[i].requires_grad for i, *_ in specialization.signature.tensors):
-            return True
-        states = [entry.state for _, entry in specialization.compiled()]
-        if any(state.requires_grad() for state in states):
-            return True
-        # What was compiled for tells nothing of submodules that were inserted since.
-        if any(state.is_whole() for state in states):
-            return False
-        return anything_requires_grad(self.module, ())
 
     def compile(
         self,
@@ -169,14 +155,9 @@ class ModuleCode:
             return known
         with compiling():
             # The module may be on its way: this is no failure for good.
-            unusual = unusual_in(self.module)
+            unusual = unusual_in(self.module) or specialization.hooked(self.module)
             if unusual is not None:
                 return unusual
-            if hooked_submodule(self.module) is not None:
-                return "a submodule has hooks"
-            rehooked = [entry.state.rehooked() for _, entry in specialization.compiled()]
-            if any(rehooked):
-                return str(next(filter(None, rehooked)))
             most = self.options.max_specializations
             known = specialization.known(mode, flags) or specialization.full(mode, most)
             if known is not None:

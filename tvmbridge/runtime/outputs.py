@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.structure import builder_of
-from tvmbridge.core.types import CapturedGraph, InputKind, OutputAlias, OutputDescriptor, OutputKind
+from tvmbridge.core.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 from tvmbridge.graph_capture.memory.aliasing import made_again
 from tvmbridge.graph_capture.memory.views import shares_elements
 from tvmbridge.graph_capture.trace.arguments import Arguments, rebuild

@@ -6,8 +6,17 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import torch
+
 from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind
+
+_NO_GRADIENT_FOR_HOOK = (
+    "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
+    "output that this backward starts from depends on {name}. Remove the hook, use the output that "
+    "does, or call remove_tvm_dispatch(module)"
+)
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
@@ -43,3 +52,33 @@ def overwritten_by(compiled: CompiledModule) -> frozenset[int]:
         if (OutputKind.INPUT_MUTATION, d.name) in written
         or (d.kind is InputKind.BUFFER and (OutputKind.BUFFER_MUTATION, d.target) in written)
     )
+
+
+def refuse_hooks(
+    compiled: CompiledModule,
+    positions: Sequence[int],
+    sources: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    wanted: Sequence[bool],
+) -> None:
+    """Refuse what autograd would do with primals that no gradient reaches: call their hooks.
+
+    Args:
+        compiled: the code.
+        positions: of the primals that it has gradients of.
+        sources: their tensors.
+        gradients: those of this backward.
+        wanted: of which of them autograd wants one.
+
+    Raises:
+        BridgeError: a hook would be called without a gradient.
+    """
+    for position, source, gradient, asked in zip(
+        positions, sources, gradients, wanted, strict=False
+    ):
+        if gradient is not None or not asked:
+            continue
+        if source._backward_hooks or getattr(source, "_post_accumulate_grad_hooks", None):
+            descriptor = primals_of(compiled)[position]
+            name = descriptor.target or descriptor.name
+            raise BridgeError(_NO_GRADIENT_FOR_HOOK.format(name=name))

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from tvmbridge.core.autocast import under_autocast, without_autocast
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
+from tvmbridge.core.types import InputKind, OutputKind
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.runtime.guards.forwards import own_forward

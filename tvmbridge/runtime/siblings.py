@@ -19,9 +19,9 @@ import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import engine_run_backward
-from tvmbridge.core.types import CapturedGraph
 
 # Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
 _STARTS_BACKWARD = engine_run_backward.__code__

@@ -6,7 +6,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 from tvmbridge.compiler.packing import Packing
+from tvmbridge.graph_capture.observe.hooks import hooked_submodule
+from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.guards.mode import Flags, Mode
 from tvmbridge.runtime.guards.signature import Matched, Signature
@@ -54,6 +58,25 @@ class Specialization:
                     self.put_first(entry)
                 return entry
         return entries[0]
+
+    def anything_requires_grad(self, module: nn.Module, leaves: Sequence[Any]) -> bool:
+        """Whether an argument of a call or a tensor of ``module`` requires a gradient."""
+        if any(leaves[i].requires_grad for i, *_ in self.signature.tensors):
+            return True
+        states = [entry.state for _, entry in self.compiled()]
+        if any(state.requires_grad() for state in states):
+            return True
+        # What was compiled for tells nothing of submodules that were inserted since.
+        if any(state.is_whole() for state in states):
+            return False
+        return anything_requires_grad(module, ())
+
+    def hooked(self, module: nn.Module) -> str | None:
+        """Why the hooks that ``module`` has now keep it from being compiled."""
+        if hooked_submodule(module) is not None:
+            return "a submodule has hooks"
+        rehooked = (entry.state.rehooked() for _, entry in self.compiled())
+        return next((reason for reason in rehooked if reason), None)
 
     def put_first(self, entry: CompiledEntry) -> None:
         """Note that of its mode ``entry`` is the one that was used last."""

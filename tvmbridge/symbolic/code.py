@@ -24,9 +24,10 @@ from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
+from tvmbridge.core.captured_graph import Assumptions, CapturedGraph
 from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.core.types import Assumptions, CapturedGraph, PassRecord
+from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.any_size import SymbolicTrace
 from tvmbridge.graph_capture.relations import Relations
 from tvmbridge.graph_capture.trace.arguments import Arguments

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.torch_private import make_contiguous_strides_for
-from tvmbridge.core.types import CapturedGraph, OutputKind
+from tvmbridge.core.types import OutputKind
 from tvmbridge.graph_capture.memory.views import shares_elements
 
 # Of the computed outputs of one call, by number; None: as they are.

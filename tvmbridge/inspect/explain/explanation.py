@@ -14,17 +14,12 @@ from torch import fx, nn
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import OpOverload
-from tvmbridge.core.types import (
-    CapturedGraph,
-    InputKind,
-    NoiseDescriptor,
-    OutputKind,
-    PassRecord,
-)
+from tvmbridge.core.types import InputKind, NoiseDescriptor, OutputKind, PassRecord
 from tvmbridge.frontend.limits import refuse_what_cannot_run
 from tvmbridge.graph_capture.capture import capture, normalize_sample
 from tvmbridge.graph_capture.noise import find_noise

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.attention_kernels import attention_switched_off
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.torch_private import (
     GlobalStateGuard,
@@ -28,7 +29,7 @@ from tvmbridge.core.torch_private import (
     saved_tensors_hooks_in_force,
     tracing_state,
 )
-from tvmbridge.core.types import CapturedGraph, InputKind, OutputKind
+from tvmbridge.core.types import InputKind, OutputKind
 from tvmbridge.graph_capture.observe.watching import Codes
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.spelling import Default, Source

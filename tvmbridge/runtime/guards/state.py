@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
-from tvmbridge.core.types import CapturedGraph, InputKind
+from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
 from tvmbridge.graph_capture.trace.old_norms import OldNorms

@@ -1,0 +1,91 @@
+"""What a call needs is found once, and held, for the calls that a generated guard lets pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tvmbridge.compiler.executable import Bound
+from tvmbridge.graph_capture.memory.layouts import Strides
+from tvmbridge.runtime.direct import Direct, direct_call
+from tvmbridge.runtime.fast_path import FastPath
+from tvmbridge.runtime.graphed import GraphedCode
+from tvmbridge.runtime.guards.fast import FastGuard
+from tvmbridge.runtime.guards.signature import Signature
+
+if TYPE_CHECKING:
+    from tvmbridge.runtime.entry import CompiledEntry
+
+
+def pinned_path(
+    entry: CompiledEntry,
+    signature: Signature,
+    leaves: Sequence[Any],
+    tensors: Sequence[torch.Tensor],
+) -> FastPath[CompiledEntry] | None:
+    """A fast path for calls with ``leaves`` and the module's ``tensors``; None: there is none."""
+    written = entry.outputs.written_tensors(leaves, tensors)
+    frozen = entry.frozen
+    guard = FastGuard(
+        entry.state,
+        signature,
+        leaves,
+        tensors,
+        written,
+        entry.records_writes,
+        [] if frozen is None else frozen.pinned(tensors),
+    )
+    first = len(entry.given.inputs)
+    held = dict(enumerate(tensors, start=first))
+    packed = first + len(tensors) + len(entry.given.noise)
+    for i, (names, slots) in enumerate(entry.packs, start=packed):
+        pack = entry.packing.held(names, [tensors[s] for s in slots])
+        if pack is None:
+            return None
+        held[i] = pack
+    strides = entry.layouts.strides(leaves, tensors)
+    given = [leaves[p] for p in entry.given.inputs]
+    as_they_are = entry.compiled.loaded.readable("forward", given)
+    code = _code_to_graph(entry, tensors, strides)
+    if entry.training is not None:
+        held_for = entry.training.hold(held, as_they_are)
+        pinned = entry.second_order.pin(tensors)
+        fast = FastPath(entry, guard, list(tensors), strides, held=held_for, pinned=pinned)
+        entry.packing.readers.add(held_for)
+        if code is not None:
+            fast.graphs = code.training(entry.training, held_for)
+    else:
+        count = packed + len(entry.packs)
+        if frozen is not None:
+            held, count = frozen.held(held)
+        bound = entry.compiled.loaded.bind("forward", held, count, as_they_are)
+        fast = FastPath(entry, guard, list(tensors), strides, bound=bound)
+        if code is not None:
+            fast.graphs = code.inference(bound)
+        elif entry.given.plain and not strides:
+            fast.direct = _direct(entry, bound, len(leaves))
+    entry.packing.readers.add(fast)
+    return fast
+
+
+def _direct(entry: CompiledEntry, bound: Bound, leaves: int) -> Direct | None:
+    """Calls without what is rare around compiled code; None where there is something."""
+    compiled, build = entry.compiled, entry.outputs.plain
+    if entry.autocast or compiled.copied_outputs or compiled.layouts.outputs or build is None:
+        return None
+    if entry.frozen is not None:
+        return None
+    inputs = entry.given.inputs
+    return direct_call(entry, entry.counting, compiled.loaded, bound, leaves, inputs, build)
+
+
+def _code_to_graph(
+    entry: CompiledEntry, tensors: Sequence[torch.Tensor], strides: Strides
+) -> GraphedCode | None:
+    """The code for CUDA graphs; None where a call is not launches alone."""
+    if entry.given.converts or not entry.compiled.cuda_graphs:
+        return None
+    counts = entry.graph_replays, entry.graph_skips
+    return GraphedCode(entry.compiled, tensors, strides, entry.given.of_inputs, *counts)
