@@ -86,7 +86,7 @@ SERVING = (
     Plant(
         "the generator advanced twice",
         "runtime",
-        "tvmbridge.graph_capture.noise",
+        "tvmbridge.graph_capture.draw_noise",
         "return [_draw(descriptor).contiguous() for descriptor in noise]",
         "return [(_draw(d), _draw(d).contiguous())[1] for d in noise]",
         ("tests/graph_capture/test_noise.py",),
@@ -94,7 +94,7 @@ SERVING = (
     Plant(
         "draws in another order",
         "runtime",
-        "tvmbridge.graph_capture.noise",
+        "tvmbridge.graph_capture.draw_noise",
         "return [_draw(descriptor).contiguous() for descriptor in noise]",
         "return [_draw(descriptor).contiguous() for descriptor in reversed(noise)][::-1]",
         ("tests/test_dropout.py", "tests/graph_capture/test_noise.py"),
@@ -102,7 +102,7 @@ SERVING = (
     Plant(
         "the draws of an eager prologue made twice",
         "runtime",
-        "tvmbridge.graph_capture.noise",
+        "tvmbridge.graph_capture.draw_noise",
         "        drawn = prologue.module(*(tensor.detach() for tensor in inputs))",
         "        drawn = [prologue.module(*(t.detach() for t in inputs)) for _ in range(2)][1]",
         ("tests/graph_capture/test_prologue.py",),
