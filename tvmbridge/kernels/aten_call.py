@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import tvm
 from torch import fx
-from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.core.custom_operator import is_foreign
@@ -31,6 +30,7 @@ from tvmbridge.core.torch_private import OpOverload
 from tvmbridge.kernels.dtypes import tensor_type
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.results import promises_of, taker_of
+from tvmbridge.kernels.tensors import run_on
 from tvmbridge.kernels.true_dtypes import true_dtype
 
 ATEN_CALL = "tvmbridge.aten"
@@ -242,5 +242,5 @@ def _program(key: str) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
 def run_aten_call(key: str, *tensors: Any) -> Any:
     """Run one ATen call; registered with TVM under :data:`ATEN_CALL`."""
-    with torch.no_grad():
-        return _program(key)(tuple(from_dlpack(t) for t in tensors))
+    program = _program(key)
+    return run_on(lambda *given: program(given), tensors)

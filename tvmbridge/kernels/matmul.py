@@ -17,9 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.kernels.keys import spec_named
+from tvmbridge.kernels.tensors import run_on
 
 MATMUL = "tvmbridge.matmul"
 ONEDNN_MATMUL = "tvmbridge.onednn_matmul"
@@ -37,7 +37,7 @@ def program(key: str) -> Callable[..., None]:
     """The product of a spec, or of its key, as a function of its tensors, the result last."""
     content = json.loads(spec_named(key))
     left, right = (_viewer(v) for v in content["views"])
-    shape = content["result"]
+    shape = tuple(content["result"])
     if len(shape) == 3:
 
         def run_batched(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -46,7 +46,9 @@ def program(key: str) -> Callable[..., None]:
         return run_batched
 
     def run(a: torch.Tensor, b: torch.Tensor, *rest: torch.Tensor) -> None:
-        out = rest[-1].view(shape)
+        out = rest[-1]
+        if out.shape != shape:
+            out = out.view(shape)
         if len(rest) == 1:
             torch.mm(left(a), right(b), out=out)
         else:
@@ -77,11 +79,9 @@ def _viewer(view: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def run_matmul(key: str, *tensors: Any) -> None:
     """Run one product; registered with TVM under :data:`MATMUL`. The last tensor is the result."""
-    with torch.no_grad():
-        program(key)(*[from_dlpack(t) for t in tensors])
+    run_on(program(key), tensors)
 
 
 def run_onednn_matmul(key: str, *tensors: Any) -> torch.Tensor:
     """Run one product by oneDNN; registered with TVM under :data:`ONEDNN_MATMUL`."""
-    with torch.no_grad():
-        return onednn_program(key)(*[from_dlpack(t) for t in tensors])
+    return run_on(onednn_program(key), tensors)

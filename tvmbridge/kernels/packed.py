@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.kernels.keys import spec_named
+from tvmbridge.kernels.tensors import run_on
 
 PACKED_MATMUL = "tvmbridge.packed_matmul"
 ONEDNN, MKL = "onednn", "mkl"
@@ -108,7 +108,8 @@ def _then(key: str) -> tuple[str, str]:
 
 def run_packed_matmul(key: str, *tensors: Any) -> torch.Tensor:
     """Run one product; registered with TVM under :data:`PACKED_MATMUL`."""
-    x, ticket, *rest = (from_dlpack(t) for t in tensors)
-    with torch.no_grad():
-        bias = rest[0] if rest else None
+
+    def run(x: torch.Tensor, ticket: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return Packed.of(ticket).run(x, bias, *_then(key))
+
+    return run_on(run, tensors)

@@ -48,6 +48,7 @@ enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
 make_contiguous_strides_for = torch._prims_common.make_contiguous_strides_for
 suggest_memory_format = torch._prims_common.suggest_memory_format
+from_dlpack_capsule = torch._C._from_dlpack
 has_storage = torch._C._has_storage
 storage_use_count = torch._C._storage_Use_Count
 is_functional_tensor = torch._is_functional_tensor

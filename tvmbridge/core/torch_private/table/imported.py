@@ -128,6 +128,11 @@ IMPORTED = (
         "the strides that kernels give",
         lambda suggest: suggest(torch.ones(2, 3)) is torch.contiguous_format,
     ),
+    PrivateName(
+        "torch._C._from_dlpack",
+        "handing tensors to kernels",
+        lambda take: take(torch.ones(2).__dlpack__()).tolist() == [1, 1],
+    ),
     PrivateName("torch._C._storage_Use_Count", "whether weights may be moved", _counts),
     PrivateName(
         "torch._is_functional_tensor",
