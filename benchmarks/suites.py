@@ -24,7 +24,7 @@ class Suite:
     """A row: a module and its input, and whether it is forward alone or a training step.
 
     ``bound`` is on the time of tvmbridge over that of the best peer, by which of its two ways of
-    inference: live weights, and frozen ones. ``chains``: equal chains on slices are fused first.
+    inference: live weights, and frozen ones.
     """
 
     make: Callable[[], nn.Module]
