@@ -33,6 +33,7 @@ from tvmbridge.runtime.guards.signature import nearest
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.in_process import register
 from tvmbridge.runtime.module_code import ModuleCode
+from tvmbridge.runtime.pinning import renewed_path
 from tvmbridge.runtime.specialization import Specialization
 
 # So many entries with a fast guard are asked before any full guard.
@@ -161,7 +162,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any], mode: Mode
     ) -> None:
         """Ask ``entry`` first at the next call."""
-        fast = entry.renew_fast(specialization.signature, leaves)
+        fast = renewed_path(entry, specialization.signature, leaves)
         if fast is not None and self._mode(specialization, leaves) == mode:
             self._ask_first(fast, specialization)
 

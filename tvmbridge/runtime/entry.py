@@ -26,10 +26,8 @@ from tvmbridge.runtime.given_primals import GivenPrimals
 from tvmbridge.runtime.guards.fast import may_be_fast
 from tvmbridge.runtime.guards.layout import LayoutGuard
 from tvmbridge.runtime.guards.mode import Flags
-from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
-from tvmbridge.runtime.pinning import pinned_path
 from tvmbridge.runtime.second_order import SecondOrder
 
 
@@ -82,7 +80,7 @@ class CompiledEntry:
         self.training = TrainingCall(compiled, packing) if compiled.split is not None else None
         self.second_order = SecondOrder(state, captured, self.mismatch)
         self.records_writes = self.training is not None and self.outputs.writes
-        self._may_be_fast = may_be_fast(state, captured)
+        self.may_be_fast = may_be_fast(state, captured)
         # Calls in a row that the full guards had to let pass.
         self.slow_calls = 0
 
@@ -163,22 +161,6 @@ class CompiledEntry:
         self.slow_calls = 0
         results = self._results(leaves, fast.tensors, fast)
         return self.outputs.assemble(results, leaves, fast.tensors, arguments)
-
-    def renew_fast(
-        self, signature: Signature, leaves: Sequence[Any]
-    ) -> FastPath[CompiledEntry] | None:
-        """A fast path for calls like this one, which the full guards let pass; None: there is none.
-
-        Where it lets no call pass, it is made again after ever more calls.
-        """
-        self.slow_calls += 1
-        due = not self.slow_calls & (self.slow_calls - 1)
-        tensors = self.state.tensors()
-        if not self._may_be_fast or not due or any(t is None for t in tensors):
-            return None
-        fast = pinned_path(self, signature, leaves, [t for t in tensors if t is not None])
-        # Another thread may have changed the module since the full guards let the call pass.
-        return fast if self.mismatch(leaves, tensors) is None else None
 
     # Calls in general ----------------------------------------------------------------------------
 

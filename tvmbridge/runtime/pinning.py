@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tvmbridge.compiler.executable import Bound
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.direct import Direct, direct_call
+from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.graphed import GraphedCode
 from tvmbridge.runtime.guards.fast import FastGuard
 from tvmbridge.runtime.guards.signature import Signature
 
-if TYPE_CHECKING:
-    from tvmbridge.runtime.entry import CompiledEntry
+
+def renewed_path(
+    entry: CompiledEntry, signature: Signature, leaves: Sequence[Any]
+) -> FastPath[CompiledEntry] | None:
+    """A fast path for calls like this one, which the full guards let pass; None: there is none.
+
+    Where it lets no call pass, it is made again after ever more calls.
+    """
+    entry.slow_calls += 1
+    due = not entry.slow_calls & (entry.slow_calls - 1)
+    tensors = entry.state.tensors()
+    if not entry.may_be_fast or not due or any(t is None for t in tensors):
+        return None
+    fast = _pinned_path(entry, signature, leaves, [t for t in tensors if t is not None])
+    # Another thread may have changed the module since the full guards let the call pass.
+    return fast if entry.mismatch(leaves, tensors) is None else None
 
 
-def pinned_path(
+def _pinned_path(
     entry: CompiledEntry,
     signature: Signature,
     leaves: Sequence[Any],
