@@ -21,6 +21,7 @@ from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on, sh
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
+from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
@@ -28,6 +29,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.passes.relax.remove_borders import RemoveBorders
+from tvmbridge.passes.relax.return_whole import ReturnWhole, wholes_of
 from tvmbridge.pipeline import run_passes, tidy_passes
 from tvmbridge.records import Coverage
 from tvmbridge.records.pending import note_missing
@@ -186,6 +188,7 @@ def build_lowered(
     mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     if parts is not None and parts.functions:
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
+    mod = run_passes(mod, [ReturnWhole()], records)
     device = lowered.captured.device
     with stages.measure("build"):
         build = building(lowered.target, options, device)
@@ -213,13 +216,17 @@ def assembled(
     """What was lowered, laid out (``mod``, ``parts``) and built, without partial backwards."""
     derivation, imported = lowered.derivation, lowered.imported
     copied_outputs, copied_gradients = copied_results(lowered, mod, parts, built.shared)
+    gradients = None
+    if parts is not None and wholes_of(mod["backward"]):
+        gradients = Pieces(mod["backward"])
+        copied_gradients = gradients.places(copied_gradients)
     return CompiledModule(
         captured=lowered.captured,
         recorded=lowered.recorded,
         origin=lowered.origin,
         packs=lowered.packs,
         split=parts,
-        loaded=LoadedModule(built.machine, built.unaligned, lowered.captured.device),
+        loaded=LoadedModule(built.machine, built.unaligned, lowered.captured.device, gradients),
         target=lowered.target,
         num_outputs=lowered.num_outputs,
         copied_outputs=copied_outputs,

@@ -14,6 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from tvm import relax
 
 from tvmbridge.compiler.at_exit import stays_at_exit
+from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.profiling import kernels_told, profiling
 from tvmbridge.core.torch_private import current_raw_stream
@@ -105,8 +106,12 @@ class LoadedModule:
         vm: relax.VirtualMachine,
         unaligned: Mapping[str, Sequence[bool]] | None = None,
         device: torch.device = _CPU,
+        gradients: Pieces | None = None,
     ) -> None:
-        """``unaligned`` says for each function which arguments need not be aligned."""
+        """``unaligned`` says for each function which arguments need not be aligned.
+
+        ``gradients``: what backward returns is not as its caller counts it.
+        """
         self._vm = vm
         self._unaligned = dict(unaligned or {})
         self._functions = {
@@ -114,6 +119,7 @@ class LoadedModule:
             for name in ("forward", "backward", TRANSFORM)
             if _has(vm, name)
         }
+        self._gradients = gradients
         self._lock = threading.RLock()
         if device.type == "cuda":
             stays_at_exit(self)
@@ -193,7 +199,9 @@ class LoadedModule:
                 results = function(*tensors)[:]
         # Results are PyTorch's tensors only where an argument was one.
         if results and isinstance(results[0], tvm_ffi.Tensor):
-            return [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
+            results = [from_dlpack(r) if isinstance(r, tvm_ffi.Tensor) else r for r in results]
+        if self._gradients is not None and name == "backward":
+            return self._gradients.of(results)
         return results
 
 

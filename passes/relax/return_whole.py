@@ -1,0 +1,172 @@
+"""Gradients that are the pieces of one tensor are returned as that tensor.
+
+Before::
+
+    lv = R.split(x, [2, 5])             # x: R.Tensor((9,), "float32"), computed here
+    a = lv[0]
+    b = lv[1]
+    c = lv[2]
+    gv = (b, y, a, c)
+    return gv
+
+After::
+
+    gv = (x, y)                         # attribute: result 0 is 2, 0 and 3 of those before
+    return gv
+
+Who calls cuts it, without a copy (:class:`~tvmbridge.compiler.pieces.Pieces`), as the gradients of
+``torch.cat`` and ``torch.stack`` share memory in eager PyTorch. As loops each piece is copied, and
+a hundred small gradients cost a hundred conversions between TVM's tensors and PyTorch's.
+
+Requires: one dataflow block, static shapes. Guarantees: the order of the other results. Declines
+where a piece is read by anything else, is not contiguous, or where memory would be shared with an
+argument or with another result.
+Runs after: whatever numbers gradients. Runs before: CopyPieces.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.utils import copy_with_new_vars
+
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    flat_results,
+    shape_of,
+    storage_root,
+    storage_roots,
+)
+
+_ATTRIBUTE = "tvmbridge.wholes"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The result ``number`` of a function, whose pieces, of ``extents`` along ``axis``, are wanted.
+
+    They are, in order, the results at ``places`` of the function before the pass.
+    """
+
+    number: int
+    places: tuple[int, ...]
+    extents: tuple[int, ...]
+    axis: int
+
+
+def wholes_of(function: relax.Function) -> list[Whole]:
+    """What the pass wrote on a function: which of its results are to be cut."""
+    written = (function.attrs or {}).get(_ATTRIBUTE)
+    found = [] if written is None else json.loads(str(written))
+    return [Whole(w["number"], tuple(w["places"]), tuple(w["extents"]), w["axis"]) for w in found]
+
+
+@dataclass(frozen=True)
+class ReturnWhole(RelaxPass):
+    """Return what is split into results of ``function`` as it is."""
+
+    function: str = "backward"
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        for name, function in mod.functions_items():
+            if name.name_hint != self.function:
+                continue
+            splits = _splits(function, report)
+            if splits:
+                report.rewrote(len(splits))
+                mod = tvm.IRModule(dict(mod.functions_items()), attrs=mod.attrs)
+                mod[name] = _returning(function, splits)
+        return mod
+
+
+def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Expr, Whole]]:
+    """What is split, and into which results."""
+    (block,) = function.body.blocks
+    bound = {b.var: b.value for b in block.bindings}
+    results = flat_results(function)
+    roots = [r for r in storage_roots(function) if r is not None]
+    places: dict[relax.Var, list[tuple[int, int]]] = {}
+    for place, result in enumerate(results):
+        value = bound.get(result)
+        if isinstance(value, relax.TupleGetItem):
+            places.setdefault(value.tuple_value, []).append((int(value.index), place))
+    uses = _uses(function)
+    found = []
+    for pieces, taken in places.items():
+        call = bound.get(pieces)
+        if getattr(getattr(call, "op", None), "name", "") != "relax.split":
+            continue
+        reason = _refusal(call, taken, uses, pieces, [results[p] for _, p in taken])
+        root = storage_root(call.args[0], bound)
+        if reason is None and (root is None or root in function.params or root in roots):
+            reason = "its memory is that of an argument or of another result"
+        if reason is not None:
+            report.decline("relax.split", reason)
+            continue
+        roots.append(root)
+        axis = int(call.attrs.axis)
+        extents = tuple(shape_of(results[place])[axis] for _, place in sorted(taken))
+        found.append((call.args[0], Whole(0, tuple(p for _, p in sorted(taken)), extents, axis)))
+    return found
+
+
+def _refusal(
+    call: relax.Call,
+    taken: Sequence[tuple[int, int]],
+    uses: Mapping[relax.Var, int],
+    pieces: relax.Var,
+    results: Sequence[relax.Expr],
+) -> str | None:
+    count = len(call.ty.fields)
+    shape = shape_of(call.args[0])
+    if shape is None or any(shape_of(r) is None for r in results):
+        return "sizes are symbolic"
+    if any(extent > 1 for extent in shape[: int(call.attrs.axis)]):
+        return "its pieces are not contiguous"
+    once = len({place for place, _ in taken}) == len(taken) == count == uses[pieces]
+    if not once or any(uses[result] != 1 for result in results):
+        return "a piece is used otherwise"
+    return None
+
+
+def _uses(function: relax.Function) -> dict[relax.Var, int]:
+    """How often each variable is read."""
+    found: dict[relax.Var, int] = {}
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Var):
+            found[expr] = found.get(expr, 0) + 1
+
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            relax.analysis.post_order_visit(binding.value, visit)
+    return found
+
+
+def _returning(
+    function: relax.Function, splits: Sequence[tuple[relax.Expr, Whole]]
+) -> relax.Function:
+    (block,) = function.body.blocks
+    of_place = {place: i for i, (_, whole) in enumerate(splits) for place in whole.places}
+    fields: list[relax.Expr] = []
+    numbers: dict[int, int] = {}
+    for place, result in enumerate(flat_results(function)):
+        split = of_place.get(place)
+        if split is None:
+            fields.append(result)
+        elif split not in numbers:
+            numbers[split] = len(fields)
+            fields.append(splits[split][0])
+    wholes = [asdict(whole) | {"number": numbers[i]} for i, (_, whole) in enumerate(splits)]
+    result = relax.Var("results", relax.TupleType([field.ty for field in fields]))
+    returned = relax.VarBinding(result, relax.BlockBuilder().normalize(relax.Tuple(fields)))
+    bindings = [b for b in block.bindings if b.var != function.body.body]
+    body = relax.SeqExpr([relax.DataflowBlock([*bindings, returned])], result)
+    whole = relax.Function(function.params, body, result.ty, function.is_pure, function.attrs)
+    whole = copy_with_new_vars(whole.with_attr(_ATTRIBUTE, json.dumps(wholes)))
+    return relax.transform.DeadCodeElimination()(tvm.IRModule({"whole": whole}))["whole"]

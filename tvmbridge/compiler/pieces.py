@@ -1,0 +1,46 @@
+"""Pieces: compiled backward returns some gradients as one tensor, which is cut for its caller."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import tvm
+
+from tvmbridge.passes.base import flat_results
+from tvmbridge.passes.relax.return_whole import wholes_of
+
+
+class Pieces:
+    """How the results of ``function`` become those that its caller counts.
+
+    See :mod:`tvmbridge.passes.relax.return_whole`.
+    """
+
+    def __init__(self, function: tvm.relax.Function) -> None:
+        self._wholes = wholes_of(function)
+        cut = {whole.number for whole in self._wholes}
+        uncut = [n for n in range(len(flat_results(function))) if n not in cut]
+        self._count = len(uncut) + sum(len(whole.places) for whole in self._wholes)
+        taken = {place for whole in self._wholes for place in whole.places}
+        free = [place for place in range(self._count) if place not in taken]
+        self._uncut = list(zip(uncut, free, strict=True))
+
+    def of(self, results: Sequence[Any]) -> list[Any]:
+        """The results as they are counted; a piece has a version of its own, as eager's."""
+        found: list[Any] = [None] * self._count
+        for number, place in self._uncut:
+            found[place] = results[number]
+        for whole in self._wholes:
+            pieces = results[whole.number].split(whole.extents, whole.axis)
+            for place, piece in zip(whole.places, pieces, strict=True):
+                found[place] = piece.data
+        return found
+
+    def places(self, numbers: Collection[int]) -> frozenset[int]:
+        """Where results of the function with these numbers are found."""
+        found = {place for number, place in self._uncut if number in numbers}
+        for whole in self._wholes:
+            if whole.number in numbers:
+                found.update(whole.places)
+        return frozenset(found)
