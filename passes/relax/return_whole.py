@@ -99,7 +99,7 @@ def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Ex
     found = []
     for pieces, taken in places.items():
         call = bound.get(pieces)
-        if getattr(getattr(call, "op", None), "name", "") != "relax.split":
+        if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.split":
             continue
         reason = _refusal(call, taken, uses, pieces, [results[p] for _, p in taken])
         root = storage_root(call.args[0], bound)
@@ -109,9 +109,9 @@ def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Ex
             report.decline("relax.split", reason)
             continue
         roots.append(root)
-        axis = int(call.attrs.axis)
-        extents = tuple(shape_of(results[place])[axis] for _, place in sorted(taken))
-        found.append((call.args[0], Whole(0, tuple(p for _, p in sorted(taken)), extents, axis)))
+        axis, ordered = int(call.attrs.axis), tuple(place for _, place in sorted(taken))
+        extents = tuple(int(results[place].ty.shape.values[axis]) for place in ordered)
+        found.append((call.args[0], Whole(0, ordered, extents, axis)))
     return found
 
 
