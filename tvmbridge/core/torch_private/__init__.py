@@ -34,11 +34,11 @@ import torch.utils._pytree
 # Modules
 pytree = torch.utils._pytree
 export_utils = torch._export.utils
+exported_program = torch.export.exported_program
 functorch_utils = torch._functorch.utils
 
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey
-OperatorBase = torch._ops.OperatorBase
 OpOverload = torch._ops.OpOverload
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 core_aten_decompositions = torch._decomp.core_aten_decompositions

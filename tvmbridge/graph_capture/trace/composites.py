@@ -7,16 +7,18 @@ takes longer than all the rest of the capture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from tvmbridge.core.torch_private import DispatchKey, OperatorBase, export_utils, pytree
+from tvmbridge.core.torch_private import DispatchKey, export_utils, exported_program, pytree
 from tvmbridge.graph_capture.trace.patches import patched_here
 
+# What PyTorch walks over to register them.
+_LISTS = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
 # Keys are left out of devices that a program has no values on.
 _LEFT_OUT = {
     "ipu": (DispatchKey.IPU, DispatchKey.AutogradIPU),
@@ -35,24 +37,32 @@ _ADDED = (
 )
 
 
+class _Keys(list[DispatchKey]):
+    """A list of PyTorch's, of which a thread may leave some out while it walks over it."""
+
+    def __iter__(self) -> Iterator[DispatchKey]:
+        unused: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
+        return (key for key in super().__iter__() if key not in unused)
+
+
+_of_thread = threading.local()
+
+
 @contextmanager
 def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
     """Within it ``program.run_decompositions`` registers kernels for the devices in use alone."""
-    unused = _unused_keys(_devices(program))
-
-    def py_impl(genuine: Callable[..., Any], op: Any, key: Any) -> Callable[..., Any]:
-        return _same if key in unused else genuine(op, key)
-
+    for name in _LISTS:
+        keys = getattr(exported_program, name)
+        if not isinstance(keys, _Keys):  # The same to all who leave nothing out.
+            setattr(exported_program, name, _Keys(keys))
     export_utils._materialize_cpp_cia_ops()
-    with (
-        patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None),
-        patched_here(OperatorBase, "py_impl", py_impl),
-    ):
-        yield
-
-
-def _same(kernel: Any) -> Any:
-    return kernel
+    before = getattr(_of_thread, "unused", frozenset())
+    _of_thread.unused = _unused_keys(_devices(program))
+    try:
+        with patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None):
+            yield
+    finally:
+        _of_thread.unused = before
 
 
 def _devices(program: ExportedProgram) -> set[str]:

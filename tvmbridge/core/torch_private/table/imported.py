@@ -97,7 +97,11 @@ IMPORTED = (
         "the kernels that are not prepared, or set aside, in a trace",
         has(*_KEYS),
     ),
-    PrivateName("torch._ops.OperatorBase", "the kernels that are not prepared", has("py_impl")),
+    PrivateName(
+        "torch.export.exported_program",
+        "the kernels that are not prepared",
+        has("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE"),
+    ),
     PrivateName(
         "torch._ops.OpOverload",
         "telling operators from other functions in a graph",
