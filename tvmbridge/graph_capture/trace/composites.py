@@ -56,7 +56,7 @@ def composites_prepared_for(program: ExportedProgram) -> Iterator[None]:
         if not isinstance(keys, _Keys):  # The same to all who leave nothing out.
             setattr(exported_program, name, _Keys(keys))
     export_utils._materialize_cpp_cia_ops()
-    before = getattr(_of_thread, "unused", frozenset())
+    before: frozenset[DispatchKey] = getattr(_of_thread, "unused", frozenset())
     _of_thread.unused = _unused_keys(_devices(program))
     try:
         with patched_here(export_utils, "_materialize_cpp_cia_ops", lambda genuine: None):
