@@ -8,12 +8,17 @@ Before::
 After::
 
     mean = R.mean(x, [0, 2, 3], keepdims=True)
-    centered = x - mean
+    centered = x - no_grad(mean)
     variance = R.mean(centered * centered, [0, 2, 3], keepdims=True)
-    normed = centered * R.rsqrt(variance + 1e-5)
-    y = normed * R.reshape(gamma, (8, 1, 1)) + R.reshape(beta, (8, 1, 1))
+    scale = R.rsqrt(variance + 1e-5) * R.reshape(gamma, (8, 1, 1))
+    zero = mean - no_grad(mean)
+    y = centered * scale + (R.reshape(beta, (8, 1, 1)) - zero * no_grad(scale))
     new_mean = moving_mean * 0.9 + R.reshape(mean, (8,)) * 0.1
     new_var = moving_var * 0.9 + R.reshape(variance, (8,)) * 0.1
+
+No gradient flows into the mean that is subtracted: by the variance it would be none, and by ``y`` it
+is that of ``zero``, which is 0. So backward needs two sums over the batch, of the cotangent and of its
+product with ``centered``, and then one pass over the elements.
 
 A momentum of 1 leaves the statistics of the batch alone. Not in training mode the moving
 statistics take the place of the batch's; with ``fold`` they and the parameters become one factor
@@ -67,14 +72,23 @@ def _with_batch_statistics(call: relax.Call, formulas: Formulas) -> relax.Expr:
     x, attrs = call.args[0], call.attrs
     shape = shape_of(x) or ()
     channel = int(attrs.axis) % len(shape)
-    moments = formulas.moments(formulas.wide(x), [i for i in range(len(shape)) if i != channel])
-    scale = formulas.inverse_root(moments.variance, float(attrs.epsilon))
-    normed = formulas.emit(op.multiply(moments.centered, scale))
-    y = formulas.result(call, normed, channel)
-    batch = [
-        formulas.emit(op.reshape(value, [shape[channel]]))
-        for value in (moments.mean, moments.variance)
-    ]
+    wide = formulas.wide(x)
+    axes = [i for i in range(len(shape)) if i != channel]
+    mean = formulas.emit(op.mean(wide, axes, keepdims=True))
+    still = formulas.emit(op.grad.no_grad(mean))
+    centered = formulas.emit(op.subtract(wide, still))
+    variance = formulas.mean_square(centered, axes)
+    gamma, beta = affine_parameters(call)
+    row = channel_shape(len(shape), shape[channel], channel)
+    scale = formulas.inverse_root(variance, float(attrs.epsilon))
+    scale = formulas.affine(scale, gamma, None, row)
+    zero = formulas.emit(op.subtract(mean, still))
+    fixed = formulas.emit(op.grad.no_grad(scale))
+    summand = formulas.emit(op.negative(formulas.emit(op.multiply(zero, fixed))))
+    summand = formulas.affine(summand, None, beta, row)
+    y = formulas.emit(op.add(formulas.emit(op.multiply(centered, scale)), summand))
+    y = formulas.cast(y, dtype_of(x))
+    batch = [formulas.emit(op.reshape(value, [shape[channel]])) for value in (mean, variance)]
     momentum = float(attrs.momentum)
     if momentum != 1.0:
         moving = [formulas.wide(value) for value in call.args[3:5]]

@@ -92,6 +92,20 @@ def group_definition(emit: Callable[..., relax.Var], x: relax.Expr, *rows: relax
     return by_channel(emit, emit(op.reshape(normed, [2, 4, 3, 3])), *rows)
 
 
+def batch_definition(emit: Callable[..., relax.Var], x: relax.Expr, *rows: relax.Expr) -> relax.Var:
+    gamma, beta, *_ = rows
+    mean = emit(op.mean(x, [0, 2, 3], keepdims=True))
+    still = emit(op.grad.no_grad(mean))
+    centered = emit(op.subtract(x, still))
+    variance = emit(op.mean(emit(op.multiply(centered, centered)), [0, 2, 3], keepdims=True))
+    scale = emit(op.rsqrt(emit(op.add(variance, const(1e-3)))))
+    scale = emit(op.multiply(scale, emit(op.reshape(gamma, [1, 4, 1, 1]))))
+    zero = emit(op.subtract(mean, still))
+    moved = emit(op.negative(emit(op.multiply(zero, emit(op.grad.no_grad(scale))))))
+    summand = emit(op.add(moved, emit(op.reshape(beta, [1, 4, 1, 1]))))
+    return emit(op.add(emit(op.multiply(centered, scale)), summand))
+
+
 def eval_definition(emit: Callable[..., relax.Var], x: relax.Expr, *rows: relax.Expr) -> relax.Var:
     gamma, beta, mean, variance = rows
     scale = emit(op.rsqrt(emit(op.add(variance, const(1e-3)))))
@@ -162,7 +176,7 @@ LOWERINGS = {
         LowerBatchNorm(),
         (X, GAMMA, BETA, MEAN, VARIANCE),
         batch_norm(True),
-        lambda emit, x, g, b, m, v: by_channel(emit, standardized(emit, x, [0, 2, 3]), g, b),
+        batch_definition,
         lambda x, g, b, m, v: F.batch_norm(x, None, None, g, b, True, 0.0, 1e-3),
     ),
     "batch, moving statistics": Lowering(
