@@ -16,9 +16,9 @@ After::
     new_mean = moving_mean * 0.9 + R.reshape(mean, (8,)) * 0.1
     new_var = moving_var * 0.9 + R.reshape(variance, (8,)) * 0.1
 
-No gradient flows into the mean that is subtracted: by the variance it would be none, and by ``y`` it
-is that of ``zero``, which is 0. So backward needs two sums over the batch, of the cotangent and of its
-product with ``centered``, and then one pass over the elements.
+No gradient flows into the mean that is subtracted: by the variance it would be none, and by ``y``
+it is that of ``zero``, which is 0. So backward needs two sums over the batch, of the cotangent and
+of its product with ``centered``, and then one pass over the elements.
 
 A momentum of 1 leaves the statistics of the batch alone. Not in training mode the moving
 statistics take the place of the batch's; with ``fold`` they and the parameters become one factor
