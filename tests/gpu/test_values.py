@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from tests.gpu.blocks import Block, LlamaBlock
-from tests.gpu.helpers import GPU, check, small
+from tests.gpu.helpers import GPU, STEPS, check, small
+from tvmbridge import add_tvm_dispatch, dispatch_report
 
 pytestmark = GPU
 
@@ -62,6 +63,13 @@ class HostConstants(nn.Module):
         bias = self.bias(far.to(torch.int64).to(x.device))
         scale = torch.sqrt(torch.tensor(x.shape[-1], dtype=torch.float32))
         return (x + bias) / scale.to(x.dtype) + torch.ones(24, device=x.device)
+
+
+class ReturnedConstant(nn.Module):
+    """As a cache of a sliding window does it: a number that is made on the CPU, moved."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.tanh(), torch.tensor(7).to(x.device)
 
 
 def _conv(norm: nn.Module, act: nn.Module) -> nn.Module:
@@ -118,3 +126,17 @@ def test_a_training_step_in_float16(name: str) -> None:
 def test_inference(name: str, dtype: torch.dtype) -> None:
     make, args = CASES[name]
     check(make, args(), dtype, train=False)
+
+
+def test_a_returned_constant_is_another_tensor_at_each_call() -> None:
+    x = torch.randn(5, 7, device="cuda")
+    tvm = add_tvm_dispatch(ReturnedConstant().cuda(), x)
+    kept = []
+    for _ in range(STEPS):
+        output, number = tvm(x)
+        torch.testing.assert_close(output, x.tanh())
+        assert number.device == x.device
+        assert int(number) == 7
+        kept.append(number.add_(1))
+    assert len({n.data_ptr() for n in kept}) == STEPS
+    assert not dispatch_report(tvm).fallbacks

@@ -88,6 +88,21 @@ def test_what_is_returned_stays() -> None:
     assert _left(program) == ["aten.arange.default", "aten.mul.Tensor", "aten.add.Tensor"]
 
 
+class Moved(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        width = torch.tensor(3).to(x.device)
+        return x * width, width
+
+
+def test_what_is_returned_on_the_device_is_a_copy_of_a_constant() -> None:
+    program = _program(Moved(), torch.randn(4, device="meta"))
+    move_in_program(program, torch.device("meta"))
+    assert _left(program) == ["aten.clone.default", "aten.mul.Tensor"]
+    kinds = [spec.kind for spec in program.graph_signature.input_specs]
+    assert kinds == [InputKind.CONSTANT_TENSOR, InputKind.USER_INPUT]
+    program.graph.lint()
+
+
 @pytest.mark.parametrize(("device", "expected"), [("cpu", "cpu"), ("meta", "meta")])
 def test_the_device_is_that_of_arguments_and_parameters(device: str, expected: str) -> None:
     module = nn.Linear(3, 3, device=device)

@@ -20,6 +20,7 @@ from tvmbridge.core.torch_private import OpOverload
 # Elements of results that are kept.
 _MOST = 1 << 26
 _CPU = torch.device("cpu")
+_CLONE = torch.ops.aten.clone.default
 _SAME_METADATA = torch.ops.aten._assert_tensor_metadata.default
 Values = dict[fx.Node, torch.Tensor]
 
@@ -87,8 +88,11 @@ def _move(
             graph.erase_node(node)
     moved = 0
     for node in list(values):
-        users = [user for user in node.users if user not in values and user.op != "output"]
-        if not users:
+        outside = [user for user in node.users if user not in values]
+        users = [user for user in outside if user.op != "output"]
+        # A result on the device is made there, anew at each call.
+        returned = len(users) < len(outside) and _is_moved(node)
+        if not users and not returned:
             continue
         value = values[node].to(device)
         constant = hold(value, moved)
@@ -96,9 +100,17 @@ def _move(
         moved += 1
         for user in users:
             user.replace_input_with(node, constant)
+        if returned:
+            node.target, node.args, node.kwargs = _CLONE, (constant,), {}
     for node in reversed(list(values)):
         if not node.users:
             graph.erase_node(node)
+
+
+def _is_moved(node: fx.Node) -> bool:
+    """Whether a result is on another device than the CPU: the operator has moved what is there."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device != _CPU
 
 
 def _fake(value: torch.Tensor, like: fx.Node) -> torch.Tensor:

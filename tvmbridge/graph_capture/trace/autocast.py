@@ -31,7 +31,7 @@ def refuse_other_dtypes(program: ExportedProgram) -> None:
     for device, dtype, op, node in _called_under_autocast(program.graph_module):
         args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
         with torch.autocast(device, dtype):
-            found = dtypes_of_zeros(op, args, kwargs)
+            found = dtypes_of_zeros(op, args, kwargs, device)
         seen = node.meta["val"]
         traced = [
             value.dtype if isinstance(value, torch.Tensor) else None

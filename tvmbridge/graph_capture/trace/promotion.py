@@ -103,17 +103,17 @@ def kernel_dtypes(
 
 
 def dtypes_of_zeros(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], device: str = "cpu"
 ) -> list[torch.dtype | None] | None:
     """The dtypes that PyTorch's kernel gives its results for zeros of these dtypes and shapes.
 
-    None where the kernel cannot be asked.
+    ``device`` is where the zeros are; autocast looks at it. None where the kernel cannot be asked.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     if not _may_be_tried(op, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
         return None
     with disable_current_modes(), torch.no_grad():
-        zeros = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        zeros = [_zeros(v, device) if isinstance(v, torch.Tensor) else v for v in leaves]
         try:
             positional, named = pytree.tree_unflatten(zeros, spec)
             results = op(*positional, **named)
@@ -129,12 +129,14 @@ def dtypes_of_zeros(
 def _may_be_tried(op: OpOverload, tensors: Sequence[torch.Tensor]) -> bool:
     random = torch.Tag.nondeterministic_seeded in op.tags
     known = all(isinstance(extent, int) for t in tensors for extent in t.shape)
-    return known and not random and not op._schema.is_mutable
+    # A check that fails on a GPU ends the use of it for the whole process.
+    checks = "assert" in op._schema.name
+    return known and not random and not checks and not op._schema.is_mutable
 
 
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+def _zeros(tensor: torch.Tensor, device: str) -> torch.Tensor:
     # Dense: some kernels read indices as if they were, whatever their strides say.
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def promoting_as_kernels(table: Mapping[Any, Decomposition]) -> dict[Any, Decomposition]:
