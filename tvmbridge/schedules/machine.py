@@ -15,10 +15,18 @@ _PARALLEL_WORK = 500_000
 
 @dataclass(frozen=True)
 class Machine:
-    """``lanes`` float32 elements fit a vector register; ``cores`` share a parallel loop."""
+    """``lanes`` float32 elements fit a vector register; ``cores`` share a parallel loop.
+
+    A map of at most ``cheap`` nodes is computed wherever it is read; where nothing is reduced,
+    one of ``cheap_without_reductions``. A row longer than ``longest_row`` is not left to one core
+    while others have none.
+    """
 
     lanes: int
     cores: int
+    cheap: int = 5
+    cheap_without_reductions: int = 5
+    longest_row: int | None = None
 
     @staticmethod
     def of(target: Target) -> Machine:

@@ -13,13 +13,11 @@ from tvmbridge.schedules.tiles import TileNest, transposed_axis
 
 Nest = RowNest | ReductionNest | TileNest
 
-# A map whose expression is larger than this is computed once if several stages read it.
-_CHEAP = 5
 # A reduction of fewer rows than cores is divided along a row of at least this length.
 _LONG_ROW = 16384
 
 
-def stored_stages(kernel: Kernel) -> list[Stage]:
+def stored_stages(kernel: Kernel, machine: Machine) -> list[Stage]:
     """Return the stages that are not just computed where they are read, in order.
 
     These are reductions, outputs, and maps that are not cheap and are read by several stages or by
@@ -29,6 +27,8 @@ def stored_stages(kernel: Kernel) -> list[Stage]:
     for stage in kernel.stages:
         for buffer in {load.buffer for load in stage.loads}:
             readers.setdefault(buffer, []).append(stage)
+    reduces = any(stage.reduction is not None for stage in kernel.stages)
+    cheap = machine.cheap if reduces else machine.cheap_without_reductions
     costs: dict[Any, int] = {}
     stored = []
     for stage in kernel.stages:
@@ -36,7 +36,7 @@ def stored_stages(kernel: Kernel) -> list[Stage]:
         cost = stage.cost + inner
         uses = readers.get(stage.buffer, [])
         repeated = len(uses) > 1 or any(use.size * use.depth > stage.size for use in uses)
-        dear = cost > _CHEAP and repeated
+        dear = cost > cheap and repeated
         if stage.reduction is not None or stage.buffer in kernel.outputs or dear:
             stored.append(stage)
         else:
@@ -46,7 +46,7 @@ def stored_stages(kernel: Kernel) -> list[Stage]:
 
 def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
     """Group the stored stages into nests, each as large as its rows allow."""
-    stages = stored_stages(kernel)
+    stages = stored_stages(kernel, machine)
     stored = {stage.buffer for stage in stages}
     nests: list[Nest] = []
     for position, stage in enumerate(stages):
@@ -54,7 +54,7 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
         if special is not None:
             nests.append(special)
             continue
-        if nests and nests[-1].add(stage):
+        if nests and _joins(nests[-1], stage, machine):
             continue
         across = transposed_axis(kernel, stored, stage)
         if across is not None:
@@ -65,6 +65,20 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
             raise ValueError(f"stage {stage.name} does not fit its own rows")
         nests.append(nest)
     return nests
+
+
+def _joins(nest: Nest, stage: Stage, machine: Machine) -> bool:
+    """Let ``stage`` join ``nest`` if it can, and if that leaves enough for all cores to do."""
+    longest = machine.longest_row
+    if not isinstance(nest, RowNest) or longest is None or stage.reduction is not None:
+        return nest.add(stage)
+    if nest.rows >= machine.cores or stage.size <= nest.rows * longest:
+        return nest.add(stage)
+    tried = nest.copy()
+    if not tried.add(stage) or not tried.is_elementwise:
+        return False
+    nest.members = tried.members
+    return True
 
 
 def _reduction_nest(

@@ -9,7 +9,7 @@ element-wise stages is one with one pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm_ffi
@@ -63,6 +63,22 @@ class RowNest:
 
     def __post_init__(self) -> None:
         self.row, self.column = index_var("row"), index_var("column")
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether each element needs no other element of the nest."""
+        members = self.members
+        return all(
+            m.looped
+            and m.stage.reduction is None
+            and not m.kept
+            and m.columns == members[0].columns
+            for m in members
+        ) or all(m.columns == 1 and not m.looped and not m.crossed for m in members)
+
+    def copy(self) -> RowNest:
+        """The same nest, to which stages can be added apart from this one."""
+        return RowNest(self.kernel, self.rows, self.stored, [replace(m) for m in self.members])
 
     def member(self, buffer: Buffer) -> Member | None:
         """Return the member that computes ``buffer``."""

@@ -11,7 +11,7 @@ from tvmbridge.schedules import is_scheduled, marked_scheduled
 from tvmbridge.schedules.bfloat16 import rounded_by_cuda
 from tvmbridge.schedules.bool_buffers import kept_as_bytes
 from tvmbridge.schedules.gpu.doubles import exact_doubles
-from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose, is_elementwise
+from tvmbridge.schedules.gpu.elementwise import emit_elementwise, emit_transpose
 from tvmbridge.schedules.gpu.reductions import emit_gpu_reduction
 from tvmbridge.schedules.gpu.rows import emit_gpu_rows
 from tvmbridge.schedules.kernel import Kernel, parse
@@ -24,7 +24,7 @@ from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Memory, TooLargeError
 
 # A vector register is one thread's, and these many multiprocessors share a kernel.
-_MACHINE = Machine(lanes=1, cores=132)
+_MACHINE = Machine(lanes=1, cores=132, cheap_without_reductions=100, longest_row=8192)
 
 
 def schedule_for_gpu(mod: IRModule, target: Target) -> IRModule:
@@ -80,7 +80,7 @@ def _kernels(kernel: Kernel) -> list[tirx.Stmt]:
             statements += emit_transpose(nest, memory)
         elif isinstance(nest, ReductionNest):
             statements += emit_gpu_reduction(nest, _MACHINE, memory)
-        elif isinstance(nest, RowNest) and is_elementwise(nest):
+        elif isinstance(nest, RowNest) and nest.is_elementwise:
             statements += emit_elementwise(nest, shared, memory)
         else:
             statements += emit_gpu_rows(nest, shared, memory)

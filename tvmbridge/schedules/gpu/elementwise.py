@@ -22,17 +22,8 @@ _MOST_EACH = 4
 _FULL = 132 * 8 * _THREADS
 
 
-def is_elementwise(nest: RowNest) -> bool:
-    """Whether each element of a nest needs no other element of it."""
-    members = nest.members
-    return all(
-        m.looped and m.stage.reduction is None and not m.kept and m.columns == members[0].columns
-        for m in members
-    ) or all(m.columns == 1 and not m.looped and not m.crossed for m in members)
-
-
 def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[tirx.Stmt]:
-    """The kernel of a nest that :func:`is_elementwise`."""
+    """The kernel of a nest that ``is_elementwise``."""
     columns, total = nest.members[0].columns, nest.rows * nest.members[0].columns
     indexer = Indexer()
 
