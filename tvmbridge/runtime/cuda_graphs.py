@@ -122,10 +122,19 @@ class ReplayedCall:
 
 
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies that keep the strides, of floating tensors by one launch for many."""
-    if len(tensors) > 1 and all(t.is_floating_point() and t.numel() for t in tensors):
-        return list(foreach_mul(tensors, 1.0))
-    return [t.clone() for t in tensors]
+    """Copies that keep the strides, of tensors of one dtype by one launch for many."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.dtype is not torch.bool and tensor.numel():
+            groups.setdefault(tensor.dtype, []).append(number)
+    copies: list[Any] = [None] * len(tensors)
+    for dtype, numbers in groups.items():
+        if len(numbers) > 1:
+            one = 1.0 if dtype.is_floating_point else 1
+            made = foreach_mul([tensors[n] for n in numbers], one)
+            for number, copy in zip(numbers, made, strict=True):
+                copies[number] = copy
+    return [t.clone() if c is None else c for t, c in zip(tensors, copies, strict=True)]
 
 
 class Lease:

@@ -9,6 +9,7 @@ import torch
 
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.structure import builder_of
+from tvmbridge.core.torch_private import foreach_copy
 from tvmbridge.core.types import InputKind, OutputAlias, OutputDescriptor, OutputKind
 from tvmbridge.graph_capture.memory.aliasing import made_again
 from tvmbridge.graph_capture.memory.views import shares_elements
@@ -113,6 +114,8 @@ class Outputs:
         captured = self._captured
         computed = iter(results)
         flat: list[Any] = []
+        written: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         for output in captured.outputs:
             value = next(computed) if output.is_computed else output.value
             if output.kind is OutputKind.USER:
@@ -120,8 +123,11 @@ class Outputs:
             elif output.rebinds and output.alias is None:
                 self._state.rebind(output.target or "", value.detach())
             elif not output.rebinds:
-                with torch.no_grad():
-                    self._target(output, leaves, tensors).copy_(value)
+                written.append(self._target(output, leaves, tensors))
+                values.append(value)
+        if written:
+            with torch.no_grad():
+                foreach_copy(written, values)
         self._state.assign()
         self._state.norms.renew()
         # Last, because they show what was written.

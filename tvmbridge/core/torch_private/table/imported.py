@@ -40,6 +40,12 @@ def _is_raised(kind: Any) -> bool:
     return False
 
 
+def _writes_into_all(copy: Any) -> bool:
+    written = [torch.zeros(2), torch.zeros((), dtype=torch.int64)]
+    copy(written, [torch.ones(2), torch.ones((), dtype=torch.int64)])
+    return all(bool((t == 1).all()) and t._version == 1 for t in written)
+
+
 def _counts(use_count: Any) -> bool:
     x = torch.ones(2)
     key = x.untyped_storage()._cdata
@@ -152,6 +158,11 @@ IMPORTED = (
         "torch._foreach_mul",
         "copies of many tensors by one launch",
         lambda f: torch.equal(f([torch.ones(2)], 1.0)[0], torch.ones(2)),
+    ),
+    PrivateName(
+        "torch._foreach_copy_",
+        "writes into many tensors by one launch",
+        _writes_into_all,
     ),
     PrivateName("torch._assert_async", "assertions in forward", lambda f: f(torch.ones(1)) is None),
     PrivateName(
