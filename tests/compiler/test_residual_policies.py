@@ -17,7 +17,12 @@ from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring import POLICIES
 
 # Those whose backward repeats something, from both sources; the default policy runs them all.
-SOME = ["transformer", "convolutions", "admitted kinks", "ties"]
+SOME = [
+    pytest.param("transformer"),
+    pytest.param("ties"),
+    pytest.param("convolutions", marks=pytest.mark.slow),
+    pytest.param("admitted kinks", marks=pytest.mark.slow),
+]
 OTHERS = [p for p in POLICIES if p != CompileOptions().residual_policy]
 
 

@@ -17,8 +17,13 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.trace.decompositions import _table_with
 
 RELAX = [name for name, case in CASES.items() if case.auto == "relax"]
-# ``auto`` is one of the two; the other one is asked for by name.
-ASKED = [("auto", name) for name in CASES] + [("aot", name) for name in RELAX]
+# ``auto`` is one of the two; the other one is asked for by name, of every second case when tests
+# are to be quick.
+ASKED = [
+    *(pytest.param("auto", name) for name in CASES),
+    *(pytest.param("aot", name) for name in RELAX[::2]),
+    *(pytest.param("aot", name, marks=pytest.mark.slow) for name in RELAX[1::2]),
+]
 REFUSED = {name: "joint='relax'" for name, case in CASES.items() if case.auto == "aot"} | {
     "detach": r"aten\.detach",
     "no_grad": r"stops the gradient at aten\.mul",

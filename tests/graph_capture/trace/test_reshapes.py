@@ -64,7 +64,10 @@ MODULES = {
 }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(
+    "training",
+    [pytest.param(True, id="train"), pytest.param(False, id="eval", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", MODULES)
 def test_results_of_attention_are_viewed(name: str, training: bool) -> None:
     torch.manual_seed(0)

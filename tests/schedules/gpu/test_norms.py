@@ -52,7 +52,7 @@ def _check(operator: str, args: list[Any], exact: Sequence[torch.Tensor | None])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(3, 5, 48), (130, 37), (2, 768)])
 def test_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) -> None:
     columns, wide = [shape[-1]], torch.float64 if dtype is torch.float64 else torch.float32
@@ -72,7 +72,7 @@ def test_layer_norm(shape: tuple[int, ...], affine: bool, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("eps", [None, 1e-3])
 def test_rms_norm(eps: float | None, affine: bool, dtype: torch.dtype) -> None:
     columns, wide = [300], torch.float64 if dtype is torch.float64 else torch.float32
