@@ -58,7 +58,7 @@ def test_shapes_loops_and_specs_get_the_symbol() -> None:
     tvm.ir.assert_structural_equal(forward.ret_ty.shape.values[0], symbol * 4)
     call = forward.body.blocks[0].bindings[0].value
     assert call.args[0].global_symbol == "tvmbridge.aten.sized"
-    assert call.args[1].value == '{"args": [{"size": [[[1, [1]]], 1, false]}, 7]}'
+    assert call.args[1].value == '{"args": [{"size": [[[1, [1]]], 1, false, []]}, 7]}'
     extents: list[object] = []
     for _, function in found.functions_items():
         if isinstance(function, tirx.PrimFunc):

@@ -6,6 +6,7 @@ import pytest
 from tvm import tirx
 from tvm.sym import Analyzer
 
+from tvmbridge.kernels.sized import value_of
 from tvmbridge.schedules.reader import substitute
 from tvmbridge.symbolic.sizes import Size, Sizes
 
@@ -27,6 +28,7 @@ def values(function: object) -> tuple[int, ...]:
         lambda b, s: 3 * s - 2,
         lambda b, s: b * s - b,
         lambda b, s: b + s,
+        lambda b, s: b + s - 1,
         lambda b, s: 2 * b - 3 * s,
         lambda b, s: 7,
     ],
@@ -52,6 +54,42 @@ def test_quotients_of_polynomials_that_were_found(function: object) -> None:
         assert found.at(point) == function(*point)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, s: 8 * b * ((s + 1) // 2),
+        lambda b, s: ((b + 1) // 2) * ((s + 1) // 2),
+        lambda b, s: 3 * s * ((b + 1) // 2) - 5,
+        lambda b, s: ((b + 1) // 2) * ((s + 1) // 2) // 16,
+    ],
+)
+def test_products_of_what_strides_leave(function: object) -> None:
+    # As probes are: the sizes of a symbol differ by what no small number divides.
+    points = ((31, 23), (502, 478), (502, 11), (3, 11))
+
+    def of(wanted: object) -> tuple[int, ...]:
+        return tuple(wanted(*p) for p in points)  # type: ignore[operator]
+
+    sizes = Sizes(points)
+    for known in (lambda b, s: b, lambda b, s: s):
+        sizes.find(of(known))
+    for extent in (lambda b, s: (b + 1) // 2, lambda b, s: (s + 1) // 2):
+        assert sizes.find_divided(of(extent)) is not None
+    sizes.find(of(lambda b, s: ((b + 1) // 2) * ((s + 1) // 2)))
+    found = sizes.find_divided(of(function))
+    assert found is not None
+    b, s = tirx.Var("b", "int64"), tirx.Var("s", "int64")
+    expression = found.expression([b, s])
+    for point in ((2, 3), (100, 64), (17, 1000)):
+        assert found.at(point) == function(*point)  # type: ignore[operator]
+        at = substitute(
+            expression, {b: tirx.IntImm("int64", point[0]), s: tirx.IntImm("int64", point[1])}
+        )
+        assert int(Analyzer().simplify(at)) == found.at(point)
+        fields = found.terms, found.divisor, found.remainder
+        assert value_of(*fields, point, found.atom_fields) == found.at(point)
+
+
 def test_small_numbers_are_no_quotients() -> None:
     """-s % 6 is 1, 2 and 1 at these points, and so is s / 512, rounded up."""
     sizes = Sizes([(83,), (718,), (17,)])
@@ -69,7 +107,7 @@ def test_what_several_functions_could_be_is_not_found() -> None:
 
 def test_other_functions_are_not_found() -> None:
     sizes = Sizes(POINTS)
-    assert sizes.find(values(lambda b, s: b + s + 1)) is None
+    assert sizes.find(values(lambda b, s: b + 2 * s + 1)) is None
     assert sizes.find(values(lambda b, s: min(b, s))) is None
     assert sizes.find_divided(values(lambda b, s: b ^ s)) is None
 

@@ -187,7 +187,9 @@ def _batch_norm_in_training(
             None,
             *moved_as_bfloat16(ctx, (mean, variance), (batch_mean, biased), count, momentum),
         )
-    unbiased = ctx.emit(relax.op.multiply(biased, ctx.tensor(count / (count - 1), wide(x))))
+    # Not by one factor: of many values that is 1 in float32, which other sizes have no product by.
+    more = ctx.emit(relax.op.multiply(biased, ctx.tensor(1 / (count - 1), wide(x))))
+    unbiased = ctx.emit(relax.op.add(biased, more))
     statistics = [
         _narrow(ctx, moved(ctx, ctx.tensor(old, wide(x)), new, momentum, wide(x)), x)
         for old, new in ((mean, batch_mean), (variance, unbiased))

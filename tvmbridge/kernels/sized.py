@@ -1,8 +1,9 @@
 """Kernels whose specs have sizes in them, which a call gets as its second argument.
 
-In a spec ``{"size": [terms, divisor, remainder]}`` stands for an integer: a polynomial of the
-symbols, by its coefficients and the power of each symbol, or where the divisor is not 1 its
-quotient, rounded down, or its remainder.
+In a spec ``{"size": [terms, divisor, remainder, atoms]}`` stands for an integer: a polynomial of
+the symbols and of the atoms, by its coefficients and the power of each of these, or where the
+divisor is not 1 its quotient, rounded down, or its remainder. Atoms are such integers, without
+atoms of their own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 from tvmbridge.kernels.keys import key_of, spec_named
 
@@ -20,13 +21,20 @@ SIZED = ".sized"
 SIZE = "size"
 
 
+Terms: TypeAlias = Iterable[tuple[int, Sequence[int]]]
+# Terms, divisor, and whether the remainder is meant.
+Fields: TypeAlias = tuple[Terms, int, bool]
+
+
 def value_of(
-    terms: Iterable[tuple[int, Sequence[int]]],
+    terms: Terms,
     divisor: int,
     remainder: bool,
     point: Sequence[int],
+    atoms: Iterable[Fields] = (),
 ) -> int:
     """A size where the symbols are ``point``."""
+    point = [*point, *(value_of(*fields, point) for fields in atoms)]
     value = sum(
         coefficient * prod(x**power for x, power in zip(point, powers, strict=True))
         for coefficient, powers in terms
@@ -54,6 +62,6 @@ def _at(value: Any, point: tuple[int, ...]) -> Any:
     if not isinstance(value, dict):
         return value
     if list(value) == [SIZE]:
-        terms, divisor, remainder = value[SIZE]
-        return value_of(terms, divisor, remainder, point)
+        terms, divisor, remainder, atoms = value[SIZE]
+        return value_of(terms, divisor, remainder, point, atoms)
     return {key: _at(v, point) for key, v in value.items()}

@@ -30,10 +30,12 @@ def float_of_sizes(
     """
     if dtype not in ("float32", "float64") or not all(v and numpy.isfinite(v) for v in values):
         return None
+    # A literal may have more digits than its dtype.
+    values = [float(numpy.dtype(dtype).type(v)) for v in values]
     for number, (form, count_of) in enumerate(_FORMS):
         counts = _counts(values, dtype, form, count_of)
         size = None if counts is None else sizes.find(counts)
-        if size is None and number:
+        if size is None:
             size = sizes.only(s for s in sizes.known if _fits(s, values, dtype, form, sizes))
         if size is not None:
             return _expression(number, tirx.Cast("float64", size.expression(symbols)))

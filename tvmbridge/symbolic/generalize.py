@@ -91,11 +91,14 @@ class _Merger:
     def _find_polynomials(self) -> None:
         """Quotients are found among those of polynomials, which must be known before."""
         # A table of values that stand at the same place in the lists of nodes is enough.
-        for nodes in zip(*self._graphs, strict=False):
-            if all(n["type"] == "int" for n in nodes):
-                values = tuple(n["data"] for n in nodes)
-                if len(set(values)) > 1:
-                    self._sizes.find(values)
+        differing = dict.fromkeys(
+            tuple(n["data"] for n in nodes)
+            for nodes in zip(*self._graphs, strict=False)
+            if all(n["type"] == "int" for n in nodes)
+        )
+        for values in differing:
+            if len(set(values)) > 1:
+                self._sizes.find(values)
 
     def _merge(self, at: tuple[int, ...]) -> int:
         known = self._here.get(at)

@@ -3,7 +3,7 @@
 The same compilation at several points (values of the symbols) gives the same code with other
 numbers in it. Each such number is a polynomial of the symbols, or a quotient or remainder of one;
 which one, its values at the points tell. Where they do not tell it apart from another one, there
-is no answer.
+is no answer. Quotients of a symbol (the extents that a stride leaves) are factors of others.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tvm import tirx
 from tvm.ir import Expr
 
 from tvmbridge.core.errors import BuildError
-from tvmbridge.kernels.sized import value_of
+from tvmbridge.kernels.sized import Fields, value_of
 
 Point: TypeAlias = tuple[int, ...]
 
@@ -38,20 +38,28 @@ class DifferentCodeError(BuildError):
 class Size:
     """An integer that depends on the symbols: a polynomial, perhaps divided.
 
-    ``terms`` are coefficients with the power of each symbol. With a ``divisor`` it is the quotient,
-    rounded down, or where ``remainder`` is set the remainder.
+    ``terms`` are coefficients with the power of each symbol, and of each of the ``atoms``, which
+    are quotients. With a ``divisor`` it is the quotient, rounded down, or where ``remainder`` is
+    set the remainder.
     """
 
     terms: tuple[tuple[int, tuple[int, ...]], ...]
     divisor: int = 1
     remainder: bool = False
+    atoms: tuple[Size, ...] = ()
+
+    @property
+    def atom_fields(self) -> list[Fields]:
+        """What the atoms are, for :func:`.value_of`."""
+        return [(a.terms, a.divisor, a.remainder) for a in self.atoms]
 
     def at(self, point: Sequence[int]) -> int:
         """Its value where the symbols are ``point``."""
-        return value_of(self.terms, self.divisor, self.remainder, point)
+        return value_of(self.terms, self.divisor, self.remainder, point, self.atom_fields)
 
     def expression(self, symbols: Sequence[Expr]) -> Expr:
         """It as an expression of TVM's."""
+        symbols = [*symbols, *(atom.expression(symbols) for atom in self.atoms)]
         total: Expr | None = None
         for coefficient, powers in self.terms:
             factors = [s for s, power in zip(symbols, powers, strict=True) for _ in range(power)]
@@ -79,7 +87,10 @@ class Sizes:
     def __init__(self, points: Sequence[Point]) -> None:
         self.points = tuple(points)
         self.symbols = len(points[0])
-        self._found: dict[tuple[int, ...], Size | None] = {}
+        self._found: dict[tuple[int, ...], Size] = {}
+        self._atoms: tuple[Size, ...] = ()
+        # Values that were looked for in vain, with so many atoms.
+        self._missed: set[tuple[tuple[int, ...], int]] = set()
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
         self._values = {
@@ -89,20 +100,27 @@ class Sizes:
 
     def find(self, values: tuple[int, ...]) -> Size | None:
         """The size with these values at the points; None: there is none, or more than one."""
-        if values not in self._found:
-            self._found[values] = self._polynomial(values)
-        return self._found[values]
+        sought = values, len(self._atoms)
+        if values not in self._found and sought not in self._missed:
+            size = self._polynomial(values) or self.only(self._of_atoms(values))
+            if size is None:
+                self._missed.add(sought)
+            else:
+                self._found[values] = size
+        return self._found.get(values)
 
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
         """As :meth:`find`, of quotients and remainders of polynomials that were found before."""
         known = self.find(values)
-        if known is not None:
+        if known is not None or max(values) < _LEAST_QUOTIENT:
             return known
         whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
-        told = max(values) >= _LEAST_QUOTIENT
-        size = self.only(_divided(whole, values, self.points)) if told else None
-        self._found[values] = size
+        size = self.only(_divided(whole, values, self.points))
+        if size is not None:
+            self._found[values] = size
+            if _is_extent(size):
+                self._atoms += (size,)
         return size
 
     def content(self, values: Sequence[int]) -> int:
@@ -115,7 +133,7 @@ class Sizes:
     @property
     def known(self) -> set[Size]:
         """The polynomials that were found so far."""
-        return {s for s in self._found.values() if s is not None and s.divisor == 1}
+        return {s for s in self._found.values() if s.divisor == 1}
 
     def _polynomial(self, values: tuple[int, ...]) -> Size | None:
         if len(set(values)) == 1:
@@ -126,7 +144,7 @@ class Sizes:
                 coefficient * m == v for m, v in zip(self._values[monomial], values, strict=True)
             ):
                 return Size(((coefficient, monomial),))
-        return self.only(self._of_two_terms(values))
+        return self.only(itertools.chain(self._of_two_terms(values), self._sums(values)))
 
     def _of_two_terms(self, values: tuple[int, ...]) -> Iterable[Size]:
         """Sums such as ``s + 1`` or ``b * s - b``, where the one product divides the other, and
@@ -146,10 +164,54 @@ class Sizes:
             if all(first * a + second * b == v for a, b, v in zip(x, y, values, strict=True)):
                 yield Size(((first, larger), (second, smaller)))
 
+    def _sums(self, values: tuple[int, ...]) -> Iterable[Size]:
+        """Sums of two symbols and a number: what is left of what was concatenated."""
+        linear = [m for m in self._monomials if sum(m) == 1]
+        for one, other in itertools.combinations(linear, 2):
+            of = zip(values, self._values[one], self._values[other], strict=True)
+            more, *rest = {v - x - y for v, x, y in of}
+            if more and not rest:
+                yield Size(((1, one), (1, other), (more, (0,) * self.symbols)))
+
+    def _of_atoms(self, values: tuple[int, ...]) -> Iterable[Size]:
+        """Products of one or two quotients with symbols, and such a product less a number."""
+        for count in (1, 2):
+            for atoms in itertools.combinations_with_replacement(self._atoms, count):
+                at = [math.prod(a.at(p) for a in atoms) for p in self.points]
+                for monomial in self._monomials:
+                    at_points = zip(at, self._values[monomial], strict=True)
+                    found = _linear(values, [x * m for x, m in at_points])
+                    if found is None:
+                        continue
+                    factor, more = found
+                    ones = (1,) * count
+                    terms = [(factor, (*monomial, *ones))]
+                    if more:
+                        terms.append((more, (0,) * (self.symbols + count)))
+                    yield Size(tuple(terms), atoms=atoms)
+
     def only(self, candidates: Iterable[Size]) -> Size | None:
         """The only one, as functions of the symbols."""
         functions = {tuple(c.at(p) for p in self._elsewhere): c for c in candidates}
         return next(iter(functions.values())) if len(functions) == 1 else None
+
+
+def _linear(values: Sequence[int], of: Sequence[int]) -> tuple[int, int] | None:
+    """The numbers ``(a, b)`` with ``values = a * of + b``; None: there are none."""
+    other = next((i for i, x in enumerate(of) if x != of[0]), None)
+    if other is None:
+        return None
+    factor, rest = divmod(values[other] - values[0], of[other] - of[0])
+    more = values[0] - factor * of[0]
+    right = all(factor * x + more == v for x, v in zip(of, values, strict=True))
+    return (factor, more) if not rest and factor > 0 and right else None
+
+
+def _is_extent(size: Size) -> bool:
+    """Whether it is a quotient of one symbol, perhaps with a number added."""
+    first, *rest = (powers for _, powers in size.terms)
+    plain = not size.remainder and not size.atoms and sum(first) == 1
+    return plain and size.terms[0][0] == 1 and not any(map(any, rest))
 
 
 def _begins_last_vector(size: Size, whole: Iterable[Size]) -> bool:
@@ -157,7 +219,7 @@ def _begins_last_vector(size: Size, whole: Iterable[Size]) -> bool:
     if len(size.terms) < 2 or any(size.terms[-1][1]):
         return False
     lanes = -size.terms[-1][0]
-    return lanes >= 4 and not lanes & (lanes - 1) and Size(size.terms[:-1]) in whole
+    return lanes >= 4 and not lanes & (lanes - 1) and replace(size, terms=size.terms[:-1]) in whole
 
 
 def _divided(
@@ -166,12 +228,12 @@ def _divided(
     for size, divisor in itertools.product(whole, _DIVISORS):
         at_points = [size.at(p) for p in points]
         if all(v % divisor == w for v, w in zip(at_points, values, strict=True)):
-            yield Size(size.terms, divisor, remainder=True)
+            yield replace(size, divisor=divisor, remainder=True)
         for more in (0, divisor - 1):  # rounded down, or up
             if all((v + more) // divisor == w for v, w in zip(at_points, values, strict=True)):
-                zero = (0,) * len(points[0])
+                zero = (0,) * len(size.terms[0][1])
                 terms = size.terms if not more else (*size.terms, (more, zero))
-                yield Size(terms, divisor)
+                yield replace(size, terms=terms, divisor=divisor)
 
 
 def _other_points(points: Sequence[Point]) -> tuple[Point, ...]:

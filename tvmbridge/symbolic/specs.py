@@ -23,4 +23,4 @@ def generalize_spec(texts: Sequence[str], sizes: Sizes) -> str | None:
 
 
 def _encoded(size: Size) -> dict[str, Any]:
-    return {SIZE: [size.terms, size.divisor, size.remainder]}
+    return {SIZE: [size.terms, size.divisor, size.remainder, size.atom_fields]}
