@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.architectures.check import DOORS, MODES, Outcome
+from tests.architectures.check import DOORS, MODES, SIZES, Outcome
 from tests.architectures.runner import Entry, run_entries
 from tests.architectures.table import architectures
 from tests.device import VARIABLE
@@ -23,7 +23,7 @@ _BAD = ("wrong", "crash", "timeout", "error")
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.architectures", description=__doc__)
     parser.add_argument("names", nargs="*", help="architectures; all of them by default")
-    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--mode", nargs="+", choices=(*MODES, SIZES), default=list(MODES))
     parser.add_argument("--door", choices=DOORS, default=DOORS[0], help="to compiled code")
     parser.add_argument("--device", default="cpu", help="where models and samples are")
     parser.add_argument("--dtype", nargs="+", default=["float32", "float64"])

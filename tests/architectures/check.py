@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy
@@ -22,6 +23,9 @@ from tests.device import DEVICE, generators
 from tvmbridge.core.errors import BridgeError
 
 MODES = ("eval", "train", "cache")
+# Evaluation of batches of other sizes, by code for any of them: asked for by name.
+SIZES = "sizes"
+_MORE_ROWS = (0, 3, 1)
 # How a model comes to compiled code: by add_tvm_dispatch, or by torch.compile's backend.
 DOORS = ("dispatch", "compile")
 
@@ -53,8 +57,10 @@ Step = Callable[[nn.Module], Any]
 def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
     """Run ``name`` both ways and compare results, gradients, buffers and generators."""
     prepare = {"dispatch": _dispatch, "compile": _compile}[door]
+    if mode == SIZES:
+        prepare = partial(_dispatch, dynamic_shapes="auto")
     architecture = architectures()[name]
-    step = {"eval": _evaluate, "train": _train, "cache": _generate}[mode]
+    step = {"eval": _evaluate, "train": _train, "cache": _generate, SIZES: _resized}[mode]
     outcome = Outcome(name, mode, dtype, "whole")
     try:
         with _watching() as watch:
@@ -68,6 +74,8 @@ def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
         outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return outcome
     _report(model, outcome) if door == "dispatch" else _report_graphs(outcome)
+    if mode == SIZES and outcome.result == "error":
+        outcome.result = "eager"
     tolerance = TOLERANCES[torch.float32 if watch.rounds else getattr(torch, dtype)]
     for what in expected if outcome.result in ("whole", "breaks", "eager") else ():
         departure = difference(found[what], expected[what], tolerance)
@@ -125,8 +133,12 @@ def _nothing(model: nn.Module, sample: Mapping[str, Any]) -> None:
     """Eager PyTorch needs no preparation."""
 
 
-def _dispatch(model: nn.Module, sample: Mapping[str, Any]) -> None:
-    tvmbridge.add_tvm_dispatch(model, (), sample_kwargs=sample)
+def _dispatch(
+    model: nn.Module, sample: Mapping[str, Any], dynamic_shapes: str | None = None
+) -> None:
+    tvmbridge.add_tvm_dispatch(
+        model, (), sample_kwargs=sample, dynamic_shapes=dynamic_shapes, on_fallback="silent"
+    )
 
 
 def _compile(model: nn.Module, sample: Mapping[str, Any]) -> None:
@@ -159,6 +171,31 @@ def _train(architecture: Architecture, model: nn.Module, prepare: Prepare) -> di
     torch.autograd.backward(wanted, cotangents)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"outputs": outputs, "gradients": gradients, "state": state}
+
+
+def _resized(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
+    """The sample, then it with more rows, and with others."""
+    sample = _sample(architecture, model)
+    outputs = []
+    with torch.no_grad():
+        prepare(model, sample)
+        for more in _MORE_ROWS:
+            _seed()
+            outputs.append(model(**_with_rows(sample, more)))
+    return {"outputs": outputs, "state": _state(model)}
+
+
+def _with_rows(sample: Mapping[str, Any], more: int) -> dict[str, Any]:
+    """The sample with its first rows again, where a tensor has as many as the first one."""
+    rows = next(t.shape[0] for t in pytree.tree_leaves(dict(sample)) if isinstance(t, torch.Tensor))
+
+    def grown(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+            return leaf
+        again = [leaf[number % rows : number % rows + 1] for number in range(more)]
+        return torch.cat([leaf, *again])
+
+    return {name: pytree.tree_map(grown, value) for name, value in sample.items()}
 
 
 def _generate(architecture: Architecture, model: nn.Module, prepare: Prepare) -> dict[str, Any]:
