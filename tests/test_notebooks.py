@@ -38,8 +38,8 @@ def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbform
         yield {n: pool.submit(execute, n, quick=True) for n in NOTEBOOKS if n in names}
 
 
-# They start processes: for the tasks of tuning, and for ranks.
-LONGEST = ("bert_inference_tuning", "pipeline", "recommender_fx")
+# They train, or start processes: for the tasks of tuning, and for ranks.
+LONGEST = ("bert_inference_tuning", "bert_training", "pipeline", "recommender_fx")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,14 @@ def test_sums_and_extremes(case: tuple[tuple[int, ...], int]) -> None:
     assert ((total.double() - product.double().sum(axis)).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int64", "int32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float64",
+        "bfloat16",
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ("int64", "int32", "float16")),
+    ],
+)
 @pytest.mark.parametrize(("shape", "axis"), [((1500, 70), 0), ((3, 40_003), 1)])
 def test_dtypes(dtype: str, shape: tuple[int, ...], axis: int) -> None:
     x = torch.randn(shape) if "float" in dtype else torch.randint(-1000, 1000, shape)
