@@ -50,6 +50,7 @@ def run_entries(
     forked = os.environ.get(VARIABLE, "cpu") == "cpu"
     context = multiprocessing.get_context("forkserver" if forked else "spawn")
     if forked:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forked processes cannot use a GPU
         context.set_forkserver_preload(
             ["torch", "tvm", "transformers", "tests.architectures.check"]
         )
