@@ -11,6 +11,7 @@ from tvmbridge.schedules.target import core_count, vector_bits
 
 # Expression nodes evaluated in about the time that a parallel launch costs.
 _PARALLEL_WORK = 500_000
+_LONGEST_ROW = 16384
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Machine:
     @staticmethod
     def of(target: Target) -> Machine:
         """Return what ``target`` says of itself."""
-        return Machine(vector_bits(target) // 32, core_count(target))
+        return Machine(vector_bits(target) // 32, core_count(target), longest_row=_LONGEST_ROW)
 
     def chunks(self, work: int, steps: int) -> int:
         """Return into how many parallel parts to cut ``steps`` steps of ``work`` nodes in all."""

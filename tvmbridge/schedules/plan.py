@@ -72,7 +72,8 @@ def _joins(nest: Nest, stage: Stage, machine: Machine) -> bool:
     longest = machine.longest_row
     if not isinstance(nest, RowNest) or longest is None or stage.reduction is not None:
         return nest.add(stage)
-    if nest.rows >= machine.cores or stage.size <= nest.rows * longest:
+    enough = nest.rows >= machine.cores or stage.size <= nest.rows * longest
+    if decided(Rule.MIDDLE, lambda: enough):
         return nest.add(stage)
     tried = nest.copy()
     if not tried.add(stage) or not tried.is_elementwise:
