@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, Range
 from tvm.sym import Analyzer
@@ -29,6 +30,7 @@ class Indexer:
 
     def __init__(self, ranges: Mapping[tirx.Var, int] | None = None) -> None:
         self._analyzer = Analyzer()
+        self._positions: dict[tirx.Var, Expr] = {}
         for var, extent in (ranges or {}).items():
             self.bind(var, extent)
 
@@ -36,6 +38,18 @@ class Indexer:
         """State that ``var`` lies in [0, extent)."""
         # At other sizes what can only be 0 here may be more.
         self._analyzer.bind(var, Range(0, max(extent, 2 if sizes_vary() else 1)))
+
+    def position(self, value: Expr, extent: int) -> tirx.Var:
+        """Return a variable that stands for ``value``, in [0, extent).
+
+        Offsets are simplified with the variable first, and then with its value: the simplifier
+        takes quotients and remainders of a sum apart, each in another way, and does not find that
+        they were those of one position.
+        """
+        var = index_var("position")
+        self.bind(var, extent)
+        self._positions[var] = value
+        return var
 
     def simplify(self, index: Expr) -> Expr:
         """Return a simpler equal expression."""
@@ -48,7 +62,10 @@ class Indexer:
         offset: Expr = integer(0)
         for index, extent in zip(indices, buffer.shape, strict=True):
             offset = offset * integer(int(extent)) + index
-        return self._analyzer.simplify(offset)
+        offset = self._analyzer.simplify(offset)
+        if not self._positions:
+            return offset
+        return self._analyzer.simplify(substitute(offset, self._positions))
 
     def lies_in(self, index: Expr, extent: int) -> bool:
         """Whether ``index`` is known to lie in [0, extent)."""
@@ -73,6 +90,18 @@ class Indexer:
             return 0
         step = self._analyzer.simplify(substitute(flat, {var: var + integer(1)}) - flat)
         return int(step) if isinstance(step, tirx.IntImm) else None
+
+
+def divisors_of(index: Expr, var: tirx.Var) -> list[int]:
+    """Return the numbers that ``index`` has quotients or remainders of ``var`` by."""
+    found: list[int] = []
+
+    def note(part: Any) -> None:
+        if part.a.same_as(var) and isinstance(part.b, tirx.IntImm):
+            found.append(int(part.b))
+
+    tvm_ffi.structural_walk(index, ((tirx.FloorDiv, tirx.FloorMod), note))
+    return found
 
 
 def unravel(position: Expr, axes: Sequence[Axis], indexer: Indexer) -> dict[Any, Expr]:

@@ -102,9 +102,18 @@ class ReductionEmitter:
 
     def element(self, evaluator: Evaluator, row: Expr, depth: Expr, column: Expr) -> Expr:
         """Return the element that is reduced, named."""
+        depth = self._position(evaluator, depth, self.stage.depth)
+        column = self._position(evaluator, column, self.nest.columns)
         at = unravel(row, self.outer, self.indexer) | unravel(column, self.inner, self.indexer)
         at |= unravel(depth, self.stage.reduced, self.indexer)
         return evaluator.name(evaluator.element(self.stage, at), "element")
+
+    def _position(self, evaluator: Evaluator, value: Expr, extent: int) -> Expr:
+        if isinstance(value, tirx.Var | tirx.IntImm):
+            return value
+        position = self.indexer.position(value, extent)
+        evaluator.statements.append(tirx.Bind(position, value))
+        return position
 
     def parts(self, tasks: int, steps: int) -> int:
         """Return into how many parts to cut the ``steps`` steps of each of ``tasks`` tasks."""

@@ -8,6 +8,7 @@ element-wise stages is one with one pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,10 +16,20 @@ from typing import Any
 import tvm_ffi
 from tvm.ir import Expr
 
-from tvmbridge.schedules.indexing import Indexer, index_var, integer, split_axes, unravel
+from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.schedules.indexing import (
+    Indexer,
+    divisors_of,
+    index_var,
+    integer,
+    split_axes,
+    unravel,
+)
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.reader import Axis, Buffer, variables
 from tvmbridge.schedules.values import reads
+
+_LEAST_RUN = 8
 
 
 @dataclass
@@ -188,6 +199,25 @@ def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
         if all(move in (0, 1) for move in moves):
             return rows
     return 1 if not stage.spatial else None
+
+
+def run_of(nest: RowNest, members: Sequence[Member]) -> int:
+    """Return the number of columns after which a read of ``members`` goes on at another place.
+
+    (A sum over the batch and the places of pictures reads those of one picture in a run.) All of
+    the columns where there is no such number, or runs are shorter than a vector.
+    """
+    columns = members[0].columns
+    if sizes_vary():
+        return columns
+    run = 0
+    for stage in (m.stage for m in members):
+        indexer = Indexer({nest.row: nest.rows, nest.column: columns})
+        at = element_at(stage, nest.rows, nest.row, nest.column, indexer)
+        for _, buffer, indices in reads(nest.kernel, nest.stored, indexer, stage, at):
+            for divisor in divisors_of(indexer.flat(buffer, indices), nest.column):
+                run = math.gcd(run, divisor)
+    return run if run >= _LEAST_RUN and columns % run == 0 else columns
 
 
 def virtual_stages(kernel: Kernel, stored: set[Any], stage: Stage) -> list[Stage]:

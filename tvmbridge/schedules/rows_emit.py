@@ -12,6 +12,7 @@ from tvmbridge.core.decisions import Rule, decided, divides
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
 from tvmbridge.schedules.loops import (
+    Body,
     allocate,
     element_loop,
     less,
@@ -24,7 +25,7 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.rows import Member, RowNest, element_at, virtual_stages
+from tvmbridge.schedules.rows import Member, RowNest, element_at, run_of, virtual_stages
 from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
@@ -74,7 +75,7 @@ class RowEmitter:
         """Return element-wise stages over one long row, the vectors divided among the cores."""
         members = self.nest.members
         columns, row = members[0].columns, integer(0)
-        lanes = self._lanes(members, columns)
+        lanes = self._lanes(members, columns, columns)
         steps, whole = rounded_up(columns, lanes), divides(lanes, columns)
         chunks = self.machine.chunks(self.work(), -(-columns // lanes))
 
@@ -148,22 +149,26 @@ class RowEmitter:
         at = element_at(member.stage, self.nest.rows, row, integer(0), self.indexer)
         return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
 
-    def _lanes(self, members: Sequence[Member], columns: int) -> int:
+    def _lanes(self, members: Sequence[Member], columns: int, run: int) -> int:
         nest = self.nest
         stages = [s for m in members for s in virtual_stages(nest.kernel, nest.stored, m.stage)]
         if not all(stage.vectorizable for stage in stages):
             return 1
-        lanes = power_of_two_below(min(self.machine.lanes, columns))
+        lanes = power_of_two_below(min(self.machine.lanes, run))
         cheap = sum(stage.cost for stage in stages) < _CHEAP_PASS
         if cheap and any(m.stage.reduction for m in members):
+            whole = run < columns
             while lanes < 4 * self.machine.lanes and 4 * lanes <= columns:
+                if whole and run % (2 * lanes):
+                    break
                 lanes *= 2
         return decided(Rule.LEAST, lambda: lanes)
 
     def _pass(self, members: Sequence[Member], row: Expr) -> list[tirx.Stmt]:
         """Return one loop over the columns, and what finishes its reductions."""
         columns = members[0].columns
-        lanes = self._lanes(members, columns)
+        run = run_of(self.nest, members)
+        lanes = self._lanes(members, columns, run)
         # One after another too, elements go to several sums: a single long one would round worse.
         places = decided(
             Rule.LEAST,
@@ -181,12 +186,41 @@ class RowEmitter:
                 self.indexer.bind(base, columns - lanes + 1)
             return self._vectors(members, accumulators, row, base, fresh, lanes)
 
-        statements.append(over_vectors(columns, lanes, step, in_stretches(accumulators)))
+        loops = in_stretches(accumulators)
+        if run % lanes:
+            statements.append(self._over_runs(columns // run, run, lanes, step, loops))
+        else:
+            statements.append(over_vectors(columns, lanes, step, loops))
         for member in members:
             for accumulator in (a for a in accumulators if a.stage is member.stage):
                 statements += accumulator.end()
                 statements += self._set_scalar(member, accumulator.result(), row)
         return statements
+
+    def _over_runs(
+        self,
+        count: int,
+        run: int,
+        lanes: int,
+        body: Callable[[Expr, Expr | None], list[tirx.Stmt]],
+        steps: Callable[[int | Expr, Body], tirx.Stmt],
+    ) -> tirx.Stmt:
+        """Return what :func:`over_vectors` does, in each of ``count`` runs of columns."""
+        each = -(-run // lanes)
+
+        def step(i: Expr) -> list[tirx.Stmt]:
+            which, within = index_var("run"), index_var("within")
+            self.indexer.bind(which, count)
+            self.indexer.bind(within, run - lanes + 1)
+            first = i % integer(each) * integer(lanes)
+            start = which * integer(run)
+            return [
+                tirx.Bind(which, i // integer(each)),
+                tirx.Bind(within, tirx.Min(first, integer(run - lanes))),
+                *body(start + within, start + first),
+            ]
+
+        return steps(count * each, step)
 
     def _vectors(
         self,
@@ -203,8 +237,10 @@ class RowEmitter:
             if isinstance(lane, tirx.Var):
                 self.indexer.bind(lane, lanes)
             column = self.indexer.simplify(base + lane)
+            position = self.indexer.position(column, members[0].columns)
+            evaluator.statements.append(tirx.Bind(position, column))
             for member in members:
-                at = element_at(member.stage, self.nest.rows, row, column, self.indexer)
+                at = element_at(member.stage, self.nest.rows, row, position, self.indexer)
                 value = evaluator.element(member.stage, at)
                 if member.stage.reduction is None:
                     value = self._keep(member, evaluator, row, column, value)
