@@ -21,6 +21,7 @@ from tvmbridge.kernels.aten_call import (
     spec_of,
 )
 from tvmbridge.legalize.aten.arguments import Arguments
+from tvmbridge.legalize.aten.windows import finds_places
 
 # The callee and the spec stand before the tensors.
 _FIRST_TENSOR = 2
@@ -72,8 +73,9 @@ def _indices(pulled: _Pulled) -> relax.Expr:
 
     Where forward does not read it, backward finds them again.
     """
-    content = {**spec_of(pulled.call), "results": [1], "compiled": False}
-    if spec_of(pulled.call)["results"] == _WITH_INDICES:
+    spec = spec_of(pulled.call)
+    content = {**spec, "results": [1], "compiled": finds_places(spec)}
+    if spec["results"] == _WITH_INDICES:
         return pulled.builder.emit(relax.TupleGetItem(pulled.var, 1))
     type_ = relax.TensorType(pulled.result.shape, "int64")
     tensors = list(pulled.call.args[_FIRST_TENSOR:])

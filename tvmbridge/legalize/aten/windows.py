@@ -10,11 +10,15 @@ from typing import Any
 from tvm import relax, te, tirx
 from tvm.ir import Call, Expr
 
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.arithmetic import opaque
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.aten.largest import Taps, largest, places_of_largest
 from tvmbridge.legalize.broadcast import REDUCTION, shape_of
 from tvmbridge.legalize.lets import constant
 from tvmbridge.legalize.reductions import Reducer, reducer_for, static_shape
+
+MAX_POOL = "aten.max_pool2d_with_indices.default"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,11 @@ class _Windows:
         step = arguments["stride"] or size
         rest = (_each(v, count) for v in (step, arguments["padding"], spread))
         return cls(size, *rest)
+
+    @property
+    def are_by_rows(self) -> bool:
+        """Whether maxima are those of columns first; at other sizes windows may overlap edges."""
+        return all(n == 1 for n in self.spread) and not sizes_vary()
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -90,15 +99,34 @@ def _mean(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
 
 
 def _largest(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """The maxima, or where they are: one of the operator's results."""
     result = call.ty.fields[0]
     shape, dtype = list(map(int, result.shape.values)), str(result.dtype.dtype)
     windows = _Windows.of(arguments, 2)
+    places = arguments.results == (1,)
 
     def compute(x: te.Tensor) -> te.Tensor:
-        padded = _padded(x, windows, -tirx.infinity(dtype))
-        return _reduced(padded, shape, windows, reducer_for("max", dtype))
+        if not windows.are_by_rows:
+            padded = _padded(x, windows, -tirx.infinity(dtype))
+            return _reduced(padded, shape, windows, reducer_for("max", dtype))
+        rows, columns = _taps(x, shape, windows)
+        return (places_of_largest if places else largest)(x, rows, columns)
 
-    return relax.Tuple([bb.emit(_emit(bb, compute, arguments, "max_pool"))])
+    name = "places_of_max_pool" if places else "max_pool"
+    return relax.Tuple([bb.emit(_emit(bb, compute, arguments, name))])
+
+
+def _taps(x: te.Tensor, shape: Sequence[int], windows: _Windows) -> list[Taps]:
+    sizes = zip(windows.size, windows.step, windows.edge, strict=True)
+    extents = zip(static_shape(x)[-2:], shape[-2:], strict=True)
+    return [Taps(*given, *own) for given, own in zip(sizes, extents, strict=True)]
+
+
+def finds_places(content: dict[str, Any]) -> bool:
+    """Whether loops find where the maxima of a call's windows are; ``content`` is its spec's."""
+    if content["op"] != MAX_POOL or not content.get("compiled"):
+        return False
+    return _Windows.of(Arguments.of(content, [None]), 2).are_by_rows
 
 
 def _emit(
@@ -114,5 +142,5 @@ def _emit(
 
 WINDOWS: dict[str, Compile] = {
     **{f"aten.avg_pool{n}d.default": _mean for n in (1, 2, 3)},
-    "aten.max_pool2d_with_indices.default": _largest,
+    MAX_POOL: _largest,
 }
