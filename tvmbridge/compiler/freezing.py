@@ -21,7 +21,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import OutputKind, PassRecord
 from tvmbridge.kernels.choice import packing_of
 from tvmbridge.kernels.packed import Packing
-from tvmbridge.kernels.packed_convolution import PackedForm, packed_is_faster
+from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM, LiftFrozen
@@ -165,11 +165,12 @@ def _channels_last(
 ) -> tuple[tvm.IRModule, Packings]:
     """``mod`` with channels last and packed weights of convolutions, if that is faster in all."""
     found = packable_convolutions(mod["forward"], frozen)
-    if isinstance(found, str) or not packed_is_faster(
-        [f for _, f in found], options.measure_kernels
-    ):
+    if isinstance(found, str):
         return mod, ()
-    forms = tuple(dict.fromkeys(found))
+    packed = faster_packed([form for _, form in found], options.measure_kernels)
+    if not packed:
+        return mod, ()
+    forms = tuple(dict.fromkeys((name, f) for (name, _), f in zip(found, packed, strict=True)))
     # Only what runs at each call: the weights' function has no convolutions.
     forward = tvm.IRModule({"forward": mod["forward"]})
     convert = relax.transform.ConvertLayout(_LAYOUTS)

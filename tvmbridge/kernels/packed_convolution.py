@@ -4,13 +4,17 @@ In the graph such a convolution is ``call_pure_packed("tvmbridge.packed_convolut
 ticket[, bias])`` with ``x`` and the result as (batch, height, width, channels); the ticket stands
 for the packed weight (see :mod:`.packed`), and ``spec`` is JSON: the fields of
 :class:`PackedForm`.
+
+oneDNN's kernels for channels that lie last add a long sum in one chain, where those for channels
+first have several: where an error would be many times eager PyTorch's, that convolution has its
+channels first for itself.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +32,10 @@ _GAIN = 0.95
 
 @dataclass(frozen=True)
 class PackedForm:
-    """A convolution of pictures: ``data`` (batch, channels, height, width) by ``weight``."""
+    """A convolution of pictures: ``data`` (batch, channels, height, width) by ``weight``.
+
+    ``alone``: it is computed with channels first, and nothing is packed.
+    """
 
     data: tuple[int, ...]
     weight: tuple[int, ...]
@@ -36,6 +43,7 @@ class PackedForm:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    alone: bool = field(default=False, compare=False)
 
     @property
     def spec(self) -> str:
@@ -44,6 +52,8 @@ class PackedForm:
 
     def pack(self, weight: torch.Tensor) -> Packed:
         """``weight``, packed."""
+        if self.alone:
+            return self._kept(weight.detach())
         own = weight.detach().to(memory_format=torch.channels_last)
         packed = torch.ops.mkldnn._reorder_convolution_weight(
             own, self.padding, self.stride, self.dilation, self.groups, self.data
@@ -53,6 +63,15 @@ class PackedForm:
 
         def convolve(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             result: torch.Tensor = kernel(x, packed, bias, *sizes, "none", [], "")
+            return result
+
+        return Packed(convolve)
+
+    def _kept(self, weight: torch.Tensor) -> Packed:
+        sizes = (self.stride, self.padding, self.dilation, self.groups)
+
+        def convolve(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            result: torch.Tensor = torch.conv2d(x.contiguous(), weight, bias, *sizes)
             return result
 
         return Packed(convolve)
@@ -68,39 +87,58 @@ def run_packed_convolution(key: str, *tensors: Any) -> torch.Tensor:
         return result.permute(0, 2, 3, 1).contiguous()
 
 
-def packed_is_faster(forms: Sequence[PackedForm], measure: bool) -> bool:
-    """Whether the convolutions of a network are clearly faster packed, measured in sum."""
+def faster_packed(forms: Sequence[PackedForm], measure: bool) -> tuple[PackedForm, ...]:
+    """The convolutions of a network as they are to be packed; none where that is not clearly
+    faster, measured in sum."""
     if not measure or not forms or not torch.backends.mkldnn.is_available():
-        return False
-    question = f"packed convolutions {sorted(map(str, forms))}"
-    return choice(question, ("packed", ""), partial(_faster, tuple(forms))) == "packed"
+        return ()
+    found = {form: replace(form, alone=_is_alone(form)) for form in dict.fromkeys(forms)}
+    question = f"packed convolutions {sorted(form.spec for form in found.values())}"
+    chosen = tuple(found[form] for form in forms)
+    faster = choice(question, ("packed", ""), partial(_faster, chosen)) == "packed"
+    return chosen if faster else ()
+
+
+def _is_alone(form: PackedForm) -> bool:
+    question = f"precision of a packed convolution {form.spec}"
+    return choice(question, ("precise", ""), partial(_precision, form)) == ""
 
 
 def _faster(forms: Sequence[PackedForm]) -> str:
-    usual, packed = 0.0, 0.0
     measured = {form: _seconds(form) for form in dict.fromkeys(forms)}
-    for form in forms:
-        seconds = measured[form]
-        if seconds is None:
-            return ""
-        usual, packed = usual + seconds[0], packed + seconds[1]
+    usual, packed = (sum(measured[form][i] for form in forms) for i in (0, 1))
     return "packed" if packed < _GAIN * usual else ""
 
 
-def _seconds(form: PackedForm) -> list[float] | None:
-    """The times of PyTorch's kernel and of the packed one; None where this one is less precise."""
-    x, weight = operands_to_measure([form.data, form.weight], torch.float32)
-    x, weight = x - 0.5, weight - 0.5
-    last = x.contiguous(memory_format=torch.channels_last)
+def _precision(form: PackedForm) -> str:
+    """Whether the packed kernel is about as precise as PyTorch's."""
+    x, last, weight = _operands(form)
     options = (None, form.stride, form.padding, form.dilation, form.groups)
     convolve: Callable[..., torch.Tensor] = torch.nn.functional.conv2d
     with torch.no_grad():
         try:
-            packed = form.pack(weight)
-            found = packed.run(last, None)
+            found = form.pack(weight).run(last, None)
         except RuntimeError:
-            return None
+            return ""
         exact = convolve(x[:1].double(), weight.double(), *options)
-        if not as_precise(found, convolve(x, weight, *options), exact):
-            return None
-        return race([lambda: convolve(x, weight, *options), lambda: packed.run(last, None)])
+        return "precise" if as_precise(found, convolve(x, weight, *options), exact) else ""
+
+
+def _seconds(form: PackedForm) -> list[float]:
+    """The times of PyTorch's kernel and of the packed one."""
+    x, last, weight = _operands(form)
+    options = (None, form.stride, form.padding, form.dilation, form.groups)
+    with torch.no_grad():
+        packed = form.pack(weight)
+
+        def run_packed() -> torch.Tensor:
+            return packed.run(last, None).contiguous(memory_format=torch.channels_last)
+
+        return race([lambda: torch.conv2d(x, weight, *options), run_packed])
+
+
+def _operands(form: PackedForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Data, the same with channels last, and a weight."""
+    x, weight = operands_to_measure([form.data, form.weight], torch.float32)
+    x, weight = x - 0.5, weight - 0.5
+    return x, x.contiguous(memory_format=torch.channels_last), weight

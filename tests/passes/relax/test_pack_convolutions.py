@@ -20,7 +20,7 @@ from tests.relax_helpers import (
     assert_leaves_its_input,
     operators,
 )
-from tvmbridge.kernels.packed_convolution import PackedForm, packed_is_faster
+from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
 from tvmbridge.passes.relax.pack_convolutions import (
     PackConvolutions,
     otherwise_laid_out,
@@ -123,5 +123,5 @@ def test_layouts_of_other_operators() -> None:
 
 
 def test_nothing_is_chosen_unmeasured() -> None:
-    assert not packed_is_faster([FORM], measure=False)
-    assert not packed_is_faster([], measure=True)
+    assert not faster_packed([FORM], measure=False)
+    assert not faster_packed([], measure=True)
