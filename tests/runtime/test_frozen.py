@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from tests.dispatch_helpers import Block, make_block, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler import freezing
+from tvmbridge.kernels.packed_convolution import PackedForm
 from tvmbridge.runtime.entry import CompiledEntry
 
 
@@ -260,9 +262,13 @@ def test_activations_of_packed_products(library: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+@pytest.mark.parametrize("alone", [False, True])
 @torch.no_grad()
-def test_packed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freezing, "packed_is_faster", lambda *_: True)
+def test_packed_convolutions(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of(forms: list[PackedForm], measure: bool) -> tuple[PackedForm, ...]:
+        return tuple(replace(form, alone=alone) for form in forms)
+
+    monkeypatch.setattr(freezing, "faster_packed", all_of)
     torch.manual_seed(0)
     module, x = Pictures().eval(), sample(2, 3, 6, 6, dtype=torch.float32)
     exact = copy.deepcopy(module).double()

@@ -187,7 +187,7 @@ class RowEmitter:
             return self._vectors(members, accumulators, row, base, fresh, lanes)
 
         loops = in_stretches(accumulators)
-        if run % lanes:
+        if run < columns and run % lanes:
             statements.append(self._over_runs(columns // run, run, lanes, step, loops))
         else:
             statements.append(over_vectors(columns, lanes, step, loops))
