@@ -39,7 +39,13 @@ def executed(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[nbform
 
 
 # They train, or start processes: for the tasks of tuning, and for ranks.
-LONGEST = ("bert_inference_tuning", "bert_training", "pipeline", "recommender_fx")
+LONGEST = (
+    "bert_inference_tuning",
+    "bert_training",
+    "inspect_and_compare",
+    "pipeline",
+    "recommender_fx",
+)
 
 
 @pytest.mark.parametrize(

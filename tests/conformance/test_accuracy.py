@@ -37,7 +37,9 @@ def test_a_loss_is_found() -> None:
 
 
 @pytest.mark.parametrize("joint", [None, "auto"], ids=["forward", "gradient"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     "name", ["long_rows:made", pytest.param("long_pairs:made", marks=pytest.mark.slow)]
 )

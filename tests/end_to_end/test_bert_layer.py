@@ -49,7 +49,7 @@ def check(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_training_step_is_that_of_eager(attention: str, dtype: torch.dtype) -> None:
     check(base_layer(attention, dtype), dtype)
 

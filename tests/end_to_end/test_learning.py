@@ -144,6 +144,7 @@ def test_a_model_dispatched_block_by_block_trains_as_in_eager_pytorch() -> None:
         assert (report.tvm_calls, report.fallbacks) == (3, {})
 
 
+@pytest.mark.slow
 def test_a_model_of_which_more_and_more_learns(compilations: list[str]) -> None:
     plain, ours = _model(), _model()
     add_tvm_dispatch(ours, torch.randint(20, (3, 5)))

@@ -37,7 +37,7 @@ def learn(bert: nn.Module, batch: Batch) -> Step:
     return training_step(bert, loss=loss, **arguments)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_inference_with_a_mask(attention: str, batch: Batch) -> None:
     bert = load_bert(attention)
     with torch.no_grad():

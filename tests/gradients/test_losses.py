@@ -67,7 +67,13 @@ def _step(module: nn.Module, x: torch.Tensor, target: torch.Tensor) -> list[torc
 
 
 @pytest.mark.parametrize(
-    ("shape", "ignored"), [("rows", -100), ("one row", 2), ("pictures", 2), ("sequences", -100)]
+    ("shape", "ignored"),
+    [
+        ("rows", -100),
+        ("one row", 2),
+        pytest.param("pictures", 2, marks=pytest.mark.slow),
+        pytest.param("sequences", -100, marks=pytest.mark.slow),
+    ],
 )
 def test_losses_and_gradients_are_those_of_eager(shape: str, ignored: int) -> None:
     size, places = TARGETS[shape]

@@ -121,7 +121,10 @@ def _assert_same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -
         torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == "language model" else []) for n in CASES],
+)
 def test_results_at_other_sizes_are_those_of_eager_in_float64(name: str) -> None:
     make, arguments, sizes, trains = CASES[name]
     torch.manual_seed(0)
