@@ -52,8 +52,9 @@ class Reduction:
 class Stage:
     """One block: ``buffer[dims] = value`` (or the reduction of ``value``) over ``axes``.
 
-    ``binds`` are named intermediate values in order; they and ``value`` mention iteration
-    variables, the slots of ``loads`` and earlier names.
+    ``guards`` are the conditions of reads that must not be made elsewhere, where nothing else keeps
+    the stage from being vectorized. ``binds`` are named intermediate values in order; they and
+    ``value`` mention iteration variables, the slots of ``loads`` and earlier names.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Stage:
     reduction: Reduction | None
     cost: int
     vectorizable: bool
+    guards: tuple[Expr, ...] | None = None
 
     @property
     def spatial(self) -> tuple[Axis, ...]:
@@ -186,6 +188,7 @@ def _stage(block: SBlock, axes: tuple[Axis, ...]) -> Stage:
         reduction=reduction,
         cost=reader.cost,
         vectorizable=reader.vectorizable,
+        guards=reader.guards,
     )
 
 

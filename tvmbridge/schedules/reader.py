@@ -79,6 +79,7 @@ class Reader:
         self.binds: list[tuple[tirx.Var, Expr]] = []
         self.cost = 0
         self.vectorizable = True
+        self.guards: tuple[Expr, ...] | None = None
         self._axes = axes
         self._choices = False
         self._analyzer = Analyzer()
@@ -128,11 +129,12 @@ class Reader:
             expr = tvm_ffi.structural_map(expr, (Call, _select))
         else:
             self.vectorizable = False
+            self.guards = _conditions(expr)
 
         def count(node: Expr) -> None:
             self.cost += 1
-            if isinstance(node, Call) and not _is_vectorizable(node):
-                self.vectorizable = False
+            if isinstance(node, Call) and not is_if(node) and not _is_vectorizable(node):
+                self.vectorizable, self.guards = False, None
 
         tvm_ffi.structural_walk(expr, (Expr, count))
         return expr
@@ -151,6 +153,20 @@ def _has_bfloat16(expr: Expr) -> bool:
 
     tvm_ffi.structural_walk(expr, (Expr, look))
     return bool(found)
+
+
+def _conditions(expr: Expr) -> tuple[Expr, ...]:
+    """What the choices in ``expr`` depend on."""
+    found: list[Expr] = []
+
+    def look(node: Expr) -> None:
+        if isinstance(node, tirx.Select):
+            found.append(node.condition)
+        elif is_if(node):
+            found.append(node.args[0])
+
+    tvm_ffi.structural_walk(expr, (Expr, look))
+    return tuple(found)
 
 
 def _has_choices(expr: Expr) -> bool:
@@ -190,7 +206,7 @@ def _select_number(cast: tirx.Cast) -> Expr:
 
 def _is_vectorizable(call: Call) -> bool:
     name = getattr(call.op, "name", "")
-    if name in ("tirx.reinterpret", "prim.if_then_else"):
-        return name == "tirx.reinterpret"
+    if name == "tirx.reinterpret":
+        return True
     get = getattr(call.op, "get_attr", None)
     return bool(get and get("TVectorizable"))

@@ -9,11 +9,12 @@ element-wise stages is one with one pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm_ffi
+from tvm import tirx
 from tvm.ir import Expr
 
 from tvmbridge.core.decisions import sizes_vary
@@ -26,7 +27,7 @@ from tvmbridge.schedules.indexing import (
     unravel,
 )
 from tvmbridge.schedules.kernel import Kernel, Stage
-from tvmbridge.schedules.reader import Axis, Buffer, variables
+from tvmbridge.schedules.reader import Axis, Buffer, substitute, variables
 from tvmbridge.schedules.values import reads
 
 _LEAST_RUN = 8
@@ -182,9 +183,12 @@ def element_at(
 
 
 def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
-    """Return the fewest rows for which reads move by 0 or 1 from column to column, if any."""
+    """Return the fewest rows for which reads move by 0 or 1 from column to column, if any.
+
+    Those where choices are the same in all columns, if there are.
+    """
     row, column = index_var("row"), index_var("column")
-    rows = 1
+    rows, first = 1, None
     for cut in range(len(stage.spatial)):
         rows = extent_of(stage.spatial[:cut])
         if cut and stage.spatial[cut - 1].extent == 1:
@@ -196,9 +200,49 @@ def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
             indexer.coefficient(indexer.flat(buffer, indices), column)
             for _, buffer, indices in reads(kernel, stored, indexer, stage, at)
         )
-        if all(move in (0, 1) for move in moves):
+        if not all(move in (0, 1) for move in moves):
+            continue
+        wide = first is None or extent_of(axes[1]) >= _LEAST_RUN
+        if wide and _is_uniform(kernel, stored, indexer, stage, at, row):
             return rows
-    return 1 if not stage.spatial else None
+        first = first or rows
+    return 1 if not stage.spatial else first
+
+
+def _is_uniform(
+    kernel: Kernel,
+    stored: set[Any],
+    indexer: Indexer,
+    stage: Stage,
+    at: Mapping[Any, Expr],
+    row: tirx.Var,
+) -> bool:
+    """Whether all columns of a row choose the same, so that they can be vectorized."""
+    if not stage.vectorizable:
+        if stage.guards is None:
+            return False
+        conditions = (indexer.simplify(substitute(guard, dict(at))) for guard in stage.guards)
+        if not all(variables(condition) <= {row} for condition in conditions):
+            return False
+    for load in stage.loads:
+        producer = None if load.buffer in stored else kernel.producer(load.buffer)
+        if producer is not None:
+            indices = tuple(indexer.simplify(substitute(i, dict(at))) for i in load.indices)
+            inner = producer.at(indices)
+            if not _is_uniform(kernel, stored, indexer, producer, inner, row):
+                return False
+    return True
+
+
+def are_uniform(nest: RowNest, members: Sequence[Member]) -> bool:
+    """Whether all columns of a row choose the same in each of ``members``."""
+    kernel, row = nest.kernel, nest.row
+    indexer = Indexer({row: nest.rows, nest.column: members[0].columns})
+    for stage in (m.stage for m in members):
+        at = element_at(stage, nest.rows, row, nest.column, indexer)
+        if not _is_uniform(kernel, nest.stored, indexer, stage, at, row):
+            return False
+    return True
 
 
 def run_of(nest: RowNest, members: Sequence[Member]) -> int:

@@ -25,7 +25,14 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.rows import Member, RowNest, element_at, run_of, virtual_stages
+from tvmbridge.schedules.rows import (
+    Member,
+    RowNest,
+    are_uniform,
+    element_at,
+    run_of,
+    virtual_stages,
+)
 from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
@@ -152,7 +159,7 @@ class RowEmitter:
     def _lanes(self, members: Sequence[Member], columns: int, run: int) -> int:
         nest = self.nest
         stages = [s for m in members for s in virtual_stages(nest.kernel, nest.stored, m.stage)]
-        if not all(stage.vectorizable for stage in stages):
+        if not all(stage.vectorizable for stage in stages) and not are_uniform(nest, members):
             return 1
         lanes = power_of_two_below(min(self.machine.lanes, run))
         cheap = sum(stage.cost for stage in stages) < _CHEAP_PASS
