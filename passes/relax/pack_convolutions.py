@@ -33,8 +33,13 @@ from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, 
 from tvmbridge.passes.relax.lift_frozen import bindings_of
 from tvmbridge.passes.relax.parallel_products import is_call
 
+_CONVOLUTIONS = ("relax.nn.conv2d", "relax.nn.conv2d_transpose")
 _VIEWS = ("relax.reshape", "relax.permute_dims", "relax.expand_dims")
 Packings = tuple[tuple[str, PackedForm], ...]
+
+
+def _is_convolution(value: relax.Expr) -> bool:
+    return any(is_call(value, name) for name in _CONVOLUTIONS)
 
 
 def packable_convolutions(
@@ -43,7 +48,7 @@ def packable_convolutions(
     """The weights of all convolutions of pictures, and their forms; or why one is none of these."""
     found = []
     for value in bindings_of(forward).values():
-        if not is_call(value, "relax.nn.conv2d"):
+        if not _is_convolution(value):
             continue
         form = Convolution.of(value)
         data, weight = value.args
@@ -54,15 +59,16 @@ def packable_convolutions(
             return "a weight is computed at each call"
         if dtype_of(value) != "float32":
             return f"the dtype is {dtype_of(value)}"
-        options = (form.stride, form.padding, form.dilation, form.groups)
-        found.append((weight.name, PackedForm(shapes[0], shapes[1], *options)))
+        options = (form.stride, form.padding, form.dilation, form.groups, form.transposed)
+        packed = PackedForm(shapes[0], shapes[1], *options, form.output_padding)
+        found.append((weight.name, packed))
     return found
 
 
 def otherwise_laid_out(forward: relax.Function) -> bool:
     """Whether another operator than a convolution was told that channels lie last."""
     for value in bindings_of(forward).values():
-        if isinstance(value, relax.Call) and not is_call(value, "relax.nn.conv2d"):
+        if isinstance(value, relax.Call) and not _is_convolution(value):
             for name in ("layout", "data_layout"):
                 if str(getattr(value.attrs, name, "NC")).find("C") > 1:
                     return True
@@ -98,7 +104,8 @@ class PackConvolutions(RelaxPass):
 
 
 def _form_of(call: relax.Call) -> PackedForm:
-    attrs = call.attrs
+    attrs, transposed = call.attrs, is_call(call, "relax.nn.conv2d_transpose")
+    more = tuple(int(p) for p in attrs.output_padding) if transposed else (0, 0)
     batch, height, width, channels = shape_of(call.args[0]) or ()
     return PackedForm(
         (batch, channels, height, width),
@@ -107,6 +114,8 @@ def _form_of(call: relax.Call) -> PackedForm:
         tuple(int(p) for p in attrs.padding)[:2],
         tuple(int(d) for d in attrs.dilation),
         int(attrs.groups),
+        transposed,
+        more,
     )
 
 
@@ -155,11 +164,11 @@ class _PackMutator(PyExprMutator):
         self.builder_.emit_normalized(relax.VarBinding(binding.var, packed))
 
     def _called(self, value: relax.Expr | None, bias: relax.Var | None) -> relax.Expr | None:
-        if not isinstance(value, relax.Call) or not is_call(value, "relax.nn.conv2d"):
+        if not isinstance(value, relax.Call) or not _is_convolution(value):
             return None
         ticket = self._ticket(value)
         if ticket is None:
-            self.report.decline("relax.nn.conv2d", "not among the packings")
+            self.report.decline(value.op.name, "not among the packings")
             return None
         self.report.rewrote()
         operands = [self.visit_expr(value.args[0]), ticket, *([] if bias is None else [bias])]
@@ -167,7 +176,7 @@ class _PackMutator(PyExprMutator):
 
     def _ticket(self, value: relax.Expr | None) -> relax.Var | None:
         """The packed weight of a convolution; None where ``value`` is no such one."""
-        if not isinstance(value, relax.Call) or not is_call(value, "relax.nn.conv2d"):
+        if not isinstance(value, relax.Call) or not _is_convolution(value):
             return None
         weight = value.args[1]
         if value.attrs.data_layout != "NHWC" or not isinstance(weight, relax.Var):

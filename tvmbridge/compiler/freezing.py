@@ -37,8 +37,7 @@ from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
 
 _LAYOUTS = {
     "relax.nn.conv2d": ["NHWC", "OIHW"],
-    # There is no packed kernel for it.
-    "relax.nn.conv2d_transpose": ["NCHW", "IOHW"],
+    "relax.nn.conv2d_transpose": ["NHWC", "IOHW"],
 }
 
 

@@ -13,7 +13,7 @@ channels first for itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,8 @@ _GAIN = 0.95
 class PackedForm:
     """A convolution of pictures: ``data`` (batch, channels, height, width) by ``weight``.
 
-    ``alone``: it is computed with channels first, and nothing is packed.
+    ``transposed`` as in ``Convolution``. ``alone``: it is computed with channels first. Neither of
+    these is packed.
     """
 
     data: tuple[int, ...]
@@ -43,6 +44,8 @@ class PackedForm:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    transposed: bool = False
+    output_padding: tuple[int, ...] = (0, 0)
     alone: bool = field(default=False, compare=False)
 
     @property
@@ -53,8 +56,11 @@ class PackedForm:
     def pack(self, weight: torch.Tensor) -> Packed:
         """``weight``, packed."""
         if self.alone:
-            return self._kept(weight.detach())
+            own = weight.detach()
+            return Packed(lambda x, bias: self.plain(x.contiguous(), own, bias))
         own = weight.detach().to(memory_format=torch.channels_last)
+        if self.transposed:
+            return Packed(lambda x, bias: self.plain(x, own, bias))
         packed = torch.ops.mkldnn._reorder_convolution_weight(
             own, self.padding, self.stride, self.dilation, self.groups, self.data
         )
@@ -67,14 +73,15 @@ class PackedForm:
 
         return Packed(convolve)
 
-    def _kept(self, weight: torch.Tensor) -> Packed:
-        sizes = (self.stride, self.padding, self.dilation, self.groups)
-
-        def convolve(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            result: torch.Tensor = torch.conv2d(x.contiguous(), weight, bias, *sizes)
-            return result
-
-        return Packed(convolve)
+    def plain(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """PyTorch's own convolution."""
+        sizes = self.stride, self.padding
+        if self.transposed:
+            more, groups, spread = self.output_padding, self.groups, self.dilation
+            return torch.conv_transpose2d(x, weight, bias, *sizes, more, groups, spread)
+        return torch.conv2d(x, weight, bias, *sizes, self.dilation, self.groups)
 
 
 def run_packed_convolution(key: str, *tensors: Any) -> torch.Tensor:
@@ -100,6 +107,8 @@ def faster_packed(forms: Sequence[PackedForm], measure: bool) -> tuple[PackedFor
 
 
 def _is_alone(form: PackedForm) -> bool:
+    if form.transposed:
+        return False  # it is the same kernel in both orders
     question = f"precision of a packed convolution {form.spec}"
     return choice(question, ("precise", ""), partial(_precision, form)) == ""
 
@@ -113,28 +122,25 @@ def _faster(forms: Sequence[PackedForm]) -> str:
 def _precision(form: PackedForm) -> str:
     """Whether the packed kernel is about as precise as PyTorch's."""
     x, last, weight = _operands(form)
-    options = (None, form.stride, form.padding, form.dilation, form.groups)
-    convolve: Callable[..., torch.Tensor] = torch.nn.functional.conv2d
     with torch.no_grad():
         try:
             found = form.pack(weight).run(last, None)
         except RuntimeError:
             return ""
-        exact = convolve(x[:1].double(), weight.double(), *options)
-        return "precise" if as_precise(found, convolve(x, weight, *options), exact) else ""
+        exact = form.plain(x[:1].double(), weight.double())
+        return "precise" if as_precise(found, form.plain(x, weight), exact) else ""
 
 
 def _seconds(form: PackedForm) -> list[float]:
     """The times of PyTorch's kernel and of the packed one."""
     x, last, weight = _operands(form)
-    options = (None, form.stride, form.padding, form.dilation, form.groups)
     with torch.no_grad():
         packed = form.pack(weight)
 
         def run_packed() -> torch.Tensor:
             return packed.run(last, None).contiguous(memory_format=torch.channels_last)
 
-        return race([lambda: torch.conv2d(x, weight, *options), run_packed])
+        return race([lambda: form.plain(x, weight), run_packed])
 
 
 def _operands(form: PackedForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

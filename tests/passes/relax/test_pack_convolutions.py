@@ -55,6 +55,24 @@ class Plain:
 
 
 @I.ir_module
+class Transposed:
+    @R.function
+    def forward(
+        x: R.Tensor((2, 4, 5, 6), "float32"),
+        w: R.Tensor((4, 3, 3, 2), "float32"),
+        b: R.Tensor((6,), "float32"),
+    ):
+        with R.dataflow():
+            bare = R.nn.conv2d_transpose(
+                x, w, strides=[2, 1], padding=[1, 0, 1, 0], output_padding=[1, 0], groups=2
+            )
+            row = R.reshape(b, R.shape([1, 6, 1, 1]))
+            gv = (R.add(bare, row),)
+            R.output(gv)
+        return gv
+
+
+@I.ir_module
 class Pooled:
     @R.function
     def forward(x: R.Tensor((2, 4, 4, 6), "float32")):
@@ -65,10 +83,10 @@ class Pooled:
         return gv
 
 
-def _before() -> tvm.IRModule:
-    """``Plain`` with channels last."""
-    mod = relax.transform.ConvertLayout({"relax.nn.conv2d": ["NHWC", "OIHW"]})(Plain)
-    return _tidy(mod)
+def _before(mod: tvm.IRModule = Plain) -> tvm.IRModule:
+    """``mod`` with channels last."""
+    layouts = {"relax.nn.conv2d": ["NHWC", "OIHW"], "relax.nn.conv2d_transpose": ["NHWC", "IOHW"]}
+    return _tidy(relax.transform.ConvertLayout(layouts)(mod))
 
 
 def _tidy(mod: tvm.IRModule) -> tvm.IRModule:
@@ -94,6 +112,21 @@ def test_values() -> None:
     exact = torch.nn.functional.conv2d(
         x.double(), w.double(), b.double(), (1, 2), (1, 0), groups=2
     ).relu()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_values_of_a_transposed_one(alone: bool) -> None:
+    ((_, form),) = packable_convolutions(Transposed["forward"], ("w",))
+    form = dataclasses.replace(form, alone=alone)
+    x, w, b = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 2), torch.randn(6)
+    after = _tidy(PackConvolutions((("w", form),))(_before(Transposed)))
+    assert "relax.nn.conv2d_transpose" not in operators(after)
+    packed = form.pack(w)
+    (found,) = CompiledFunctions(after)("forward", x, w, b, packed.ticket)
+    exact = torch.nn.functional.conv_transpose2d(
+        x.double(), w.double(), b.double(), (2, 1), (1, 0), (1, 0), groups=2
+    )
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
