@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
-from tvmbridge.kernels.results import promises_of, taker_of
+from tvmbridge.kernels.results import own, promises_of, taker_of
 
 Tensor = torch.Tensor
 X = torch.linspace(-1, 2, 12).reshape(3, 4)
@@ -166,3 +166,11 @@ def test_results_are_dense_tensors_of_their_own() -> None:
         assert taken.is_contiguous()
         assert not taken.is_neg()
         assert taken.data_ptr() != X.data_ptr()
+
+
+def test_zeros_without_memory_get_some() -> None:
+    zeros = torch._efficientzerotensor((2, 3))
+    found = own(zeros, ())
+    assert not found._is_zerotensor()
+    torch.testing.assert_close(found, torch.zeros(2, 3))
+    torch.from_dlpack(found)

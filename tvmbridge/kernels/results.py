@@ -91,6 +91,8 @@ def own(result: torch.Tensor, operands: Tensors) -> torch.Tensor:
     result = result.contiguous()
     if result.is_neg():  # DLPack has no word for it.
         return result.resolve_neg()
+    if result._is_zerotensor():  # It has no memory.
+        return torch.zeros_like(result)
     storage = result.untyped_storage().data_ptr()
     if any(t.untyped_storage().data_ptr() == storage for t in operands):
         return result.clone()
