@@ -85,7 +85,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         const="whole",
         choices=["whole", "once"],
-        help="the curated set, forward and gradients; once: every second, in one dtype, few samples",
+        help="the curated set, forward and gradients; once: every second, one dtype, few samples",
     )
     add("--ops", nargs="+", help="operators, by their name in OpInfo")
     add("--dtypes", nargs="+", default=["float32"], help="such as float32 int64")
