@@ -80,7 +80,8 @@ def _stack(
         raise UnsupportedOperatorError("the tensors of a recurrent layer differ in dtype or device")
 
     drawn = dropout and train and num_layers > 1
-    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    recorded = torch.is_grad_enabled()
+    differentiated = recorded and any(t.requires_grad for t in tensors)
     by_layer = differentiated and differentiated_from_outputs(function, input, autocast)
     groups = num_layers if drawn or by_layer else 1
     x, count = input, len(params) // groups
@@ -89,7 +90,8 @@ def _stack(
         weights = list(params[i * count : (i + 1) * count])
         learned = any(weight.requires_grad for weight in weights)
         settings = (has_biases, num_layers // groups, bidirectional, batch_first and i == 0)
-        x, *final = STACKS[function](x, list(own), weights, *settings, learned, autocast)
+        flags = (*settings, learned, recorded, autocast)
+        x, *final = STACKS[function](x, list(own), weights, *flags)
         each.append(final)
         if function is torch.lstm and groups > 1 and x.dtype != input.dtype != torch.float32:
             raise UnsupportedOperatorError(

@@ -24,11 +24,12 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.graph_capture.trace.recurrent_backward import layer_gradients
 
 # ``batch_first`` is about the input alone: outputs have their steps first, and so has its gradient,
-# as they lie in memory in eager PyTorch. ``learned``: whether weights require a gradient, for by
-# that PyTorch chooses among products even where none is computed. ``autocast``: its dtype or None.
+# as they lie in memory in eager PyTorch. PyTorch chooses among kernels by ``learned``, whether
+# weights require a gradient, and ``recorded``, whether autograd records, even where no gradient is
+# computed. ``autocast``: its dtype or None.
 _PARAMETERS = (
     "Tensor input, Tensor[] states, Tensor[] weights, bool has_biases, int num_layers, "
-    "bool bidirectional, bool batch_first, bool learned, ScalarType? autocast"
+    "bool bidirectional, bool batch_first, bool learned, bool recorded, ScalarType? autocast"
 )
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 Tensors = Sequence[torch.Tensor]
@@ -55,17 +56,20 @@ def _define(function: Callable[..., Any]) -> Any:
     """The operator of PyTorch's ``function``, without dropout."""
     name = f"{function.__name__}_stack"
 
-    @torch.no_grad()
     def run(input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any) -> Any:
-        *settings, batch_first, learned, autocast = flags
+        *settings, batch_first, learned, recorded, autocast = flags
         weights = [weight.detach().requires_grad_(learned) for weight in weights]
         steps = _steps_first(input, batch_first)
-        return _call(function, steps, states, weights, settings, autocast)
+        # In float16 oneDNN's layer is chosen where autograd does not record, on some processors.
+        by_mode = torch.float16 in (input.dtype, autocast)
+        with torch.set_grad_enabled(by_mode and recorded):
+            results = _call(function, steps, states, weights, settings, autocast)
+        return tuple(result.detach() for result in results)
 
     def fake(
         input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any
     ) -> tuple[torch.Tensor, ...]:
-        _, _, bidirectional, batch_first, _, autocast = flags
+        _, _, bidirectional, batch_first, _, _, autocast = flags
         steps = _steps_first(input, batch_first)
         size = states[0].shape[-1] * (2 if bidirectional else 1)
         results = [steps.new_empty([*steps.shape[:2], size]), *map(_empty_like, states)]
@@ -97,7 +101,7 @@ def _define_backward(function: Callable[..., Any], name: str) -> Any:
         output: torch.Tensor,
         *args: Any,
     ) -> list[torch.Tensor]:
-        input, states, weights, *settings, batch_first, _, autocast = args
+        input, states, weights, *settings, batch_first, _, _, autocast = args
         steps = _steps_first(input, batch_first)
         if settings[1] == 1 and differentiated_from_outputs(function, steps, autocast):
             each = layer_gradients(gradients, output, steps, states[0], weights)
