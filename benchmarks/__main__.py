@@ -77,14 +77,9 @@ class Machine:
     @classmethod
     def measured(cls) -> Machine:
         """This machine, by a large product and a large copy."""
-        a, b = torch.rand(1536, 1536), torch.rand(1536, 1536)
-        linear = torch.ops.mkldnn._linear_pointwise
-        products = [lambda: torch.mm(a, b)]
-        if torch.backends.mkldnn.is_available():
-            products.append(lambda: linear(a, b, None, "none", [], ""))
         source, target = torch.rand(2**25), torch.rand(2**25)
         copied = 2 * source.nbytes / _best(lambda: target.copy_(source))
-        flops = 2 * 1536**3 / min(map(_best, products))
+        flops = _flops(torch.float32)
         return cls(cpu_model(), torch.get_num_threads(), torch.__version__, flops, copied)
 
     def least_seconds(self, suite: Suite) -> float:
@@ -94,7 +89,18 @@ class Machine:
             step_of(module, x)()
         read = sum(m.weight.nbytes for m in module.modules() if isinstance(m, _READ_WHOLE))
         passes = 3 if suite.train else 1
-        return max(counter.get_total_flops() / self.flops, passes * read / self.bytes)
+        flops = self.flops if suite.dtype is torch.float32 else _flops(suite.dtype)
+        return max(counter.get_total_flops() / flops, passes * read / self.bytes)
+
+
+def _flops(dtype: torch.dtype) -> float:
+    """Operations a second of this machine's fastest product."""
+    a, b = (torch.rand(1536, 1536, dtype=dtype) for _ in range(2))
+    products = [lambda: torch.mm(a, b)]
+    if torch.backends.mkldnn.is_available():
+        linear = torch.ops.mkldnn._linear_pointwise
+        products.append(lambda: linear(a, b, None, "none", [], ""))
+    return 2 * 1536**3 / min(map(_best, products))
 
 
 def _best(call: Call, repeats: int = 10) -> float:

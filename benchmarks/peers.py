@@ -86,11 +86,16 @@ def _onnx(module: nn.Module, x: torch.Tensor) -> Call:
 
 def _openvino(module: nn.Module, x: torch.Tensor) -> Call:
     openvino = _installed("openvino", module)
+    # It rounds weights itself, and would otherwise compute in bfloat16 where it was not asked to.
+    of_bfloat16 = any(p.dtype is torch.bfloat16 for p in module.parameters())
     with torch.no_grad():
-        model = openvino.convert_model(module, example_input=x)
-    threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "PERFORMANCE_HINT": "LATENCY"}
-    # Otherwise it may compute in bfloat16.
-    compiled = openvino.compile_model(model, "CPU", {**threads, "INFERENCE_PRECISION_HINT": "f32"})
+        model = openvino.convert_model(module.float(), example_input=x)
+    settings = {
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": "bf16" if of_bfloat16 else "f32",
+    }
+    compiled = openvino.compile_model(model, "CPU", settings)
     request, given = compiled.create_infer_request(), x.numpy()
     return lambda: torch.from_numpy(request.infer([given])[compiled.output(0)])
 

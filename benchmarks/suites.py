@@ -23,6 +23,7 @@ MINILM = {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}
 class Suite:
     """A row: a module and its input, and whether it is forward alone or a training step.
 
+    ``dtype`` is that of parameters, buffers and inputs that are no indices.
     ``bound`` is on the time of tvmbridge over that of the best peer, by which of its two ways of
     inference: live weights, and frozen ones.
     """
@@ -34,18 +35,20 @@ class Suite:
     live: float | None = None
     frozen: float | None = None
     quick: bool = True
+    dtype: torch.dtype = torch.float32
 
     def module(self) -> nn.Module:
         """The same weights at each call; first-level outputs are tensors."""
         torch.manual_seed(7)
-        return _First(self.make()).train(self.train)
+        return _First(self.make()).train(self.train).to(self.dtype)
 
     def sample(self) -> torch.Tensor:
         """An input; one that learns in training, where it is no index."""
         generator = torch.Generator().manual_seed(1)
         if self.vocabulary:
             return torch.randint(self.vocabulary, self.shape, generator=generator)
-        return torch.randn(self.shape, generator=generator).requires_grad_(self.train)
+        x = torch.randn(self.shape, generator=generator).to(self.dtype)
+        return x.requires_grad_(self.train)
 
 
 class _First(nn.Module):
@@ -221,6 +224,10 @@ def _suites() -> dict[str, Suite]:
         found[f"{name} inference"] = Suite(
             make, shape, False, vocabulary, live, frozen, name in _QUICK
         )
+    make, shape, vocabulary = _MODULES["bert-base 1x128"]
+    found["bert-base 1x128 bfloat16 inference"] = Suite(
+        make, shape, False, vocabulary, None, 1.0, False, torch.bfloat16
+    )
     for name, live in _TRAINING.items():
         make, shape, vocabulary = _MODULES[name]
         quick = name == "mlp-small 64"
