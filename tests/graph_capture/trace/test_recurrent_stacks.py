@@ -99,7 +99,7 @@ def _arguments(kind: str, form: dict[str, Any], autocast: torch.dtype | None) ->
     states = [torch.randn(rows, batch, size) for size in sizes]
     x = torch.randn(STEPS, BATCH, FEATURES)
     flags = (module.bias, module.num_layers, module.bidirectional, module.batch_first)
-    return [x, states, list(module.parameters()), *flags, False, autocast]
+    return [x, states, list(module.parameters()), *flags, False, False, autocast]
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
