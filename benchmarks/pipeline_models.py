@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.demo.minilm import load_bert
+from tvmbridge.demo.minilm import PACKAGE, load_bert
 
 MODELS = ("minilm", "gpt2", "bert-large", "blocks")
 _TOKENS = 32
@@ -93,7 +94,7 @@ def model_of(name: str, dtype: torch.dtype, batch: int) -> tuple[nn.Module, Any,
 def _transformer(name: str) -> nn.Module:
     transformers = importlib.import_module("transformers")
     if name == "minilm":
-        bert = load_bert()
+        bert = load_bert() if importlib.util.find_spec(PACKAGE) else _untrained(transformers)
         bert.config.attention_probs_dropout_prob = 0.0
         return Classified(bert)
     if name == "gpt2":
@@ -107,6 +108,14 @@ def _transformer(name: str) -> nn.Module:
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return Classified(transformers.BertModel(config, add_pooling_layer=False))
+
+
+def _untrained(transformers: Any) -> Any:
+    """MiniLM's sizes with random weights, where the package with the trained ones is not."""
+    config = transformers.BertConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+    )
+    return transformers.BertModel(config).eval()
 
 
 def blocks_model(name: str, batch: int) -> tuple[Any, torch.Tensor, torch.Tensor]:

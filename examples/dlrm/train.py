@@ -60,27 +60,23 @@ class Step:
         """The loss of this rank's rows."""
         self.optimizer.zero_grad()
         loss: torch.Tensor = self.loss_of(self.model(batch.dense, batch.features), batch.labels)
-        loss.backward()
-        self.average()
+        # The mean over all rows: a table gets the gradients of all ranks by the all-to-all.
+        (loss / self.place.world).backward()
+        self.add_up()
         self.optimizer.step()
         return loss.detach()
 
-    def average(self) -> None:
-        """Gradients of the mean over all rows; a table's are summed by the all-to-all."""
-        world = self.place.world
-        if world == 1:
+    def add_up(self) -> None:
+        """Add up the gradients of what all ranks have alike, in one tensor that they become."""
+        if self.place.world == 1:
             return
-        for table in self.model.tables.parameters():
-            if table.grad is not None:
-                table.grad /= world
-        gradients = [p.grad for p in self.model.replicated() if p.grad is not None]
-        flat = torch.cat([g.reshape(-1) for g in gradients])
+        parameters = [p for p in self.model.replicated() if p.grad is not None]
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
         dist.all_reduce(flat)
-        flat /= world
-        for gradient, mean in zip(
-            gradients, flat.split([g.numel() for g in gradients]), strict=True
+        for parameter, piece in zip(
+            parameters, flat.split([p.numel() for p in parameters]), strict=True
         ):
-            gradient.copy_(mean.view_as(gradient))
+            parameter.grad = piece.view_as(parameter)
 
 
 def train(
