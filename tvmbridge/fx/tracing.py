@@ -63,9 +63,20 @@ class Traced:
 
 
 def trace(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    any_size: bool = True,
 ) -> Traced:
-    """Trace ``module``, in train or eval mode as it is, with symbols in place of sizes.
+    """Trace ``module``, in train or eval mode as it is.
+
+    Args:
+        module: whose forward is traced.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        needs_grad: whether autograd records.
+        any_size: whether symbols stand in the place of sizes.
 
     Raises:
         CaptureError: it cannot be traced, or does at each call what a graph would not; the message
@@ -80,7 +91,7 @@ def trace(
         stage = staged(module, args, kwargs, needs_grad)
         seen = _seen(stage)
         leaves = pytree.tree_leaves((args, dict(kwargs)))
-        program = _export(stage, args, kwargs, needs_grad)
+        program = _export(stage, args, kwargs, needs_grad, any_size)
         tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
         relations = relations_in(program) if tensors else None
         captured = _described(stage, program, seen, leaves, needs_grad)
@@ -95,7 +106,7 @@ def trace_sample(
     """:func:`trace` for a sample that may have combined features, which are traced apart.
 
     Features may be empty, or have one index: where forward does the same then is found out by
-    tracing it so.
+    tracing it so, for the sizes of the sample: symbols would take most of the time.
     """
     features = combined_in(args, kwargs)
     if features is None:
@@ -105,7 +116,7 @@ def trace_sample(
     for size in (0, 1):
         few = replaced(args, kwargs, partial(of_size, size=size))
         try:
-            other = trace(module, *few, needs_grad)
+            other = trace(module, *few, needs_grad, any_size=False)
         except CaptureError:
             return traced
         if _operators(other.graph_module) != usual:
@@ -115,7 +126,8 @@ def trace_sample(
 
 def _operators(graph_module: fx.GraphModule) -> list[str]:
     """What a graph computes tensors by."""
-    values = ((n, n.meta.get("val")) for n in graph_module.graph.nodes)
+    called = (n for n in graph_module.graph.nodes if n.op == "call_function")
+    values = ((n, n.meta.get("val")) for n in called)
     return [str(n.target) for n, v in values if not isinstance(v, int | float | torch.SymInt)]
 
 
@@ -140,7 +152,11 @@ def _seen(stage: Stage) -> Observation:
 
 
 def _export(
-    stage: Stage, args: tuple[Any, ...], kwargs: Mapping[str, Any], needs_grad: bool
+    stage: Stage,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    any_size: bool,
 ) -> ExportedProgram:
     module = stage.module
     with (
@@ -161,7 +177,7 @@ def _export(
         given, named = without_repetitions((args, dict(kwargs)))
         try:
             with forward.in_place():
-                sizes = _any_size(module, given, named)
+                sizes = _any_size(module, given, named) if any_size else None
                 program = torch.export.export(
                     module, given, named, dynamic_shapes=sizes, strict=False
                 )
