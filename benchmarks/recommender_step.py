@@ -19,6 +19,7 @@ from examples.dlrm.clicks import Clicks
 from examples.dlrm.model import DLRM, Sizes
 from examples.dlrm.train import Place, Step, join, make
 from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
+from tvmbridge.passes.fx.feature_fusion import FeatureFusion
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 
@@ -63,7 +64,7 @@ def measure(features: int, rows: int, rounds: int, place: Place) -> list[Row]:
     sizes = Sizes(features=features)
     batch = Clicks(sizes, rows, place.rank, place.world)[0].to(place.device)
     sample = (batch.dense, batch.features)
-    before = (CombineSparseInputs(), HorizontalFusion())
+    before = (CombineSparseInputs(), FeatureFusion(), HorizontalFusion())
     models = {"eager": make(sizes, place), "overlap off": make(sizes, place)}
     models |= {"overlap on": make(sizes, place)}
     tvmbridge.optimize_fx(models["overlap off"], sample, before, measure=False)

@@ -19,14 +19,15 @@ from examples.dlrm.clicks import Clicks
 from examples.dlrm.model import Sizes
 from examples.dlrm.train import Place, Step, join, make
 from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
+from tvmbridge.passes.fx.feature_fusion import FeatureFusion
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 
 SIZES = Sizes(features=16, rows=1000, width=32, hidden=512)
 ROWS = 512
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "before": (CombineSparseInputs(), HorizontalFusion()),
-    "after": (CombineSparseInputs(), HorizontalFusion(), OverlapCommunication()),
+    "before": (CombineSparseInputs(), FeatureFusion(), HorizontalFusion()),
+    "after": (CombineSparseInputs(), FeatureFusion(), HorizontalFusion(), OverlapCommunication()),
 }
 
 

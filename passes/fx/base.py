@@ -7,7 +7,7 @@ leaves them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,10 +140,14 @@ class Emitter:
 
     def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """A call of ``target``."""
+        return self.valued(evaluated(target, args, kwargs), target, *args, **kwargs)
+
+    def valued(self, value: Any, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of ``target``, of which the fake value is known."""
         with self.graph.inserting_before(self.end):
             node = self.graph.call_function(target, args, kwargs)
         node.meta.update(self.origin)
-        node.meta["val"] = evaluated(target, args, kwargs)
+        node.meta["val"] = value
         self.places[node] = max((self.places[n] for n in node.all_input_nodes), default=0.0)
         self.made.append(node)
         return node
@@ -172,3 +176,24 @@ def evaluated(target: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     """The place of each node in the order of the program."""
     return {node: place for place, node in enumerate(graph.nodes)}
+
+
+def nbytes(node: fx.Node) -> int:
+    """Bytes of a tensor; symbols count as their hints."""
+    value = value_of(node)
+    sizes = [s if isinstance(s, int) else s.node.hint or 1 for s in value.shape]
+    return int(torch.Size(sizes).numel()) * int(value.element_size())
+
+
+def erase_items(nodes: Sequence[fx.Node]) -> None:
+    """Remove the nodes that nothing reads, and splits and tuples of which nothing reads an item."""
+    unread = [node for node in nodes if not node.users]
+    inputs = {i: None for n in unread for i in n.all_input_nodes}
+    for node in unread:
+        node.graph.erase_node(node)
+    for each in inputs:
+        if not isinstance(value_of(each), tuple | list) or any(u.users for u in each.users):
+            continue
+        for item in list(each.users):
+            item.graph.erase_node(item)
+        each.graph.erase_node(each)

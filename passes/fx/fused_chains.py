@@ -1,9 +1,10 @@
-"""The fusion of one group of slices: the chains that begin at them, operator by operator."""
+"""The fusion of equal chains, operator by operator, from where they begin: slices, or lookups."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -12,7 +13,9 @@ from tvmbridge.passes.fx.base import (
     LEAVES,
     Emitter,
     bound_arguments,
+    erase_items,
     is_operator,
+    nbytes,
     shape_of,
     value_of,
 )
@@ -31,12 +34,50 @@ from tvmbridge.passes.fx.stacking import (
 aten = torch.ops.aten
 
 
+class Start(Protocol):
+    """What chains begin at: equal tensors, and how all of them are one.
+
+    ``replaces``: its value takes the place of the nodes, which are erased where nothing reads them;
+    otherwise they stay, as views. ``copied``: the bytes that are copied for it.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    replaces: bool
+    copied: int
+
+    def value(self, emit: Emitter) -> tuple[fx.Node, int]:
+        """One tensor of all, and its dimension that counts them.
+
+        Raises:
+            Declined: there is none.
+        """
+
+
+class Slices:
+    """Chains that begin at equal slices of one tensor, in the order of their places."""
+
+    replaces = False
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self.nodes = tuple(s.node for s in slices)
+        self._slices = slices
+        self._is_view = side_by_side(slices)
+        self.copied = 0 if self._is_view else 2 * len(slices) * nbytes(slices[0].node)
+
+    def value(self, emit: Emitter) -> tuple[fx.Node, int]:
+        """A view of the tensor, or the slices stacked."""
+        if self._is_view:
+            return stacked(self._slices, emit)
+        dim = self._slices[0].dim
+        return emit(aten.stack.default, list(self.nodes), dim), dim
+
+
 class Chains:
-    """The chains that begin at equal slices of one tensor.
+    """The chains that begin at equal tensors.
 
     Args:
         graph: which is rewritten.
-        slices: in the order of their places.
+        start: where they begin.
         costs: by which it is decided; None: by the device.
         touched: nodes whose memory the graph writes.
         places: of the nodes in the program.
@@ -45,16 +86,16 @@ class Chains:
     def __init__(
         self,
         graph: fx.Graph,
-        slices: Sequence[Slice],
+        start: Start,
         costs: Costs | None,
         touched: frozenset[fx.Node],
         places: dict[fx.Node, float],
     ) -> None:
-        self.slices = slices
-        self.costs = costs or Costs.of(value_of(slices[0].node).device)
+        self.start = start
+        self.costs = costs or Costs.of(value_of(start.nodes[0]).device)
         self.touched = touched
         self.places = places
-        self.emit = Emitter(graph, places, slices[0].node)
+        self.emit = Emitter(graph, places, start.nodes[0])
         self.fused: dict[fx.Node, tuple[Family, int]] = {}
         self.families: list[Family] = []
         self.reasons: dict[fx.Node, str] = {}
@@ -99,14 +140,15 @@ class Chains:
         return "; ".join(dict.fromkeys(v for k, v in self.reasons.items() if k not in self.fused))
 
     def _start(self) -> Family:
-        if side_by_side(self.slices):
-            value, dim = stacked(self.slices, self.emit)
-        else:
-            dim = self.slices[0].dim
-            value = self.emit(aten.stack.default, [s.node for s in self.slices], dim)
-            self.launches -= 1
-            self.copied += 2 * _nbytes(value)
-        return self._family(tuple(s.node for s in self.slices), value, dim)
+        nodes, begin = self.start.nodes, self.start
+        value, dim = begin.value(self.emit)
+        family = self._family(nodes, value, dim)
+        self.copied += begin.copied
+        self.launches -= sum(map(_launches, self.emit.made))
+        if begin.replaces:
+            self.families.append(family)
+            self.launches += len(nodes)
+        return family
 
     def _family(self, nodes: tuple[fx.Node, ...], value: fx.Node, dim: int) -> Family:
         family = Family(nodes, value, dim)
@@ -230,17 +272,12 @@ class Chains:
         return False
 
     def _erase(self) -> None:
-        drawn = {node for node, _ in self.redrawn}
+        kept = {node for node, _ in self.redrawn} | set(self.start.nodes)
         for family in reversed(self.families):
             for node in family.nodes:
-                if node not in drawn and not node.users:
+                if node not in kept and not node.users:
                     node.graph.erase_node(node)
-        for part in self.slices:
-            node, whole = part.node, part.node.all_input_nodes[0]
-            if not node.users:
-                node.graph.erase_node(node)
-                if whole is not part.source and not whole.users:
-                    whole.graph.erase_node(whole)
+        erase_items(self.start.nodes)
         self.emit.erase_unused()
 
 
@@ -261,12 +298,8 @@ _VIEWS = frozenset({aten.movedim.int, aten.flatten.using_ints, aten.unflatten.in
 def _launches(node: fx.Node) -> int:
     """Whether the operator starts a kernel: all but views do."""
     target: Any = node.target
-    if target in _VIEWS or not is_operator(node):
+    if target in _VIEWS or target is operator.getitem:
         return 0
+    if not is_operator(node):
+        return int(node.op == "call_function")
     return int(not any(r.alias_info is not None for r in target._schema.returns))
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = value_of(node)
-    sizes = [s if isinstance(s, int) else s.node.hint or 1 for s in value.shape]
-    return int(torch.Size(sizes).numel()) * int(value.element_size())

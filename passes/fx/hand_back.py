@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tvmbridge.passes.fx.base import Emitter, bound_arguments, shape_of, value_of
+from tvmbridge.passes.fx.base import Emitter, bound_arguments, nbytes, shape_of
 from tvmbridge.passes.fx.effects import views_of
 from tvmbridge.passes.fx.stacking import Family, with_dim
 
@@ -46,7 +46,7 @@ class HandBack:
 
     def copied(self) -> int:
         """Bytes that it copies more; symbols count as their hints."""
-        return sum(2 * _nbytes(f.value) for f, cat, _ in self._joined if _copies(f, cat))
+        return sum(2 * nbytes(f.value) for f, cat, _ in self._joined if _copies(f, cat))
 
     def replace(self) -> None:
         """Rewrite the readers."""
@@ -132,9 +132,3 @@ def _copies(family: Family, cat: fx.Node) -> bool:
 
 def _returned(node: fx.Node) -> bool:
     return any(user.op == "output" for user in node.users)
-
-
-def _nbytes(node: fx.Node) -> int:
-    value = value_of(node)
-    sizes = [s if isinstance(s, int) else s.node.hint or 1 for s in value.shape]
-    return int(torch.Size(sizes).numel()) * int(value.element_size())

@@ -23,7 +23,7 @@ from tvmbridge.core.pass_report import PassReport
 from tvmbridge.passes.fx.base import FxPass, known, positions, value_of
 from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
-from tvmbridge.passes.fx.fused_chains import Chains
+from tvmbridge.passes.fx.fused_chains import Chains, Slices
 from tvmbridge.passes.fx.slices import Slice, groups, slices_of
 from tvmbridge.passes.fx.stacking import Declined
 
@@ -55,7 +55,7 @@ class HorizontalFusion(FxPass):
             try:
                 if any(each.node in touched for each in candidate):
                     raise Declined("they are written in place")
-                saved = Chains(graph, candidate, self.costs, touched, places).fuse()
+                saved = Chains(graph, Slices(candidate), self.costs, touched, places).fuse()
             except Declined as reason:
                 report.decline(name, str(reason))
             else:

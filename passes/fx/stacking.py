@@ -256,10 +256,10 @@ def equal_shapes(nodes: Sequence[fx.Node]) -> bool:
 def _same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether sizes are equal without asking symbols, which would be a guard."""
     return len(shape) == len(other) and all(
-        _key(a) == _key(b) for a, b in zip(shape, other, strict=True)
+        size_key(a) == size_key(b) for a, b in zip(shape, other, strict=True)
     )
 
 
-def _key(size: Any) -> Any:
+def size_key(size: Any) -> Any:
     size = known(size)
     return size.node.expr if isinstance(size, torch.SymInt) else size

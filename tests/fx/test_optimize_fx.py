@@ -268,7 +268,7 @@ def test_explain_says_what_passes_do() -> None:
     assert "HorizontalFusion: " in str(report)
     declined = tvmbridge.explain(nn.Linear(3, 3), torch.ones(2, 3), options=options)
     assert "HorizontalFusion: nothing" in str(declined)
-    assert len(tvmbridge.fx_passes()) == 2
+    assert len(tvmbridge.fx_passes()) == 3
 
 
 def test_before_tvm() -> None:

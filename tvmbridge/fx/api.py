@@ -17,6 +17,7 @@ from tvmbridge.fx.forward import FxForward
 from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.passes.fx.combine_sparse_inputs import CombineSparseInputs
+from tvmbridge.passes.fx.feature_fusion import FeatureFusion
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.fx.overlap_communication import OverlapCommunication
 from tvmbridge.passes.fx.run import lines_of
@@ -46,7 +47,7 @@ class FxReport:
 
 def fx_passes() -> tuple[Any, ...]:
     """The passes of ``optimize_fx``, in their order; the last one between several processes."""
-    passes: tuple[Any, ...] = (CombineSparseInputs(), HorizontalFusion())
+    passes: tuple[Any, ...] = (CombineSparseInputs(), FeatureFusion(), HorizontalFusion())
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         passes += (OverlapCommunication(),)
     return passes

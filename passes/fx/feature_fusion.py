@@ -1,0 +1,221 @@
+"""FeatureFusion: N lookups in equal tables become one, and so do the chains behind them.
+
+    a = embedding_bag(A, i, p)         t = cat([A, B])
+    b = embedding_bag(B, j, q)   ->    s = embedding_bag(t, joined_indices([i, j], len(A)),
+                                                         joined_offsets([p, q], [i, j]))
+    cat([tanh(a), tanh(b)], 1)         flatten(movedim(tanh(unflatten(s, 0, [2, -1])), 0, 1), 1)
+
+Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the tables stay
+the parameters of the N modules and get their gradients, as pieces of one; an index beyond its own
+table, or a bag beyond its own indices, is an error as it was. Tables are concatenated at each call,
+where that costs less than the launches that it saves. Runs after CombineSparseInputs, before
+HorizontalFusion.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.pass_report import PassReport
+from tvmbridge.core.torch_private import assert_async, foreach_add
+from tvmbridge.passes.fx.base import (
+    LEAVES,
+    Emitter,
+    FxPass,
+    bound_arguments,
+    evaluated,
+    nbytes,
+    positions,
+    shape_of,
+    value_of,
+)
+from tvmbridge.passes.fx.costs import Costs
+from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
+from tvmbridge.passes.fx.fused_chains import Chains
+from tvmbridge.passes.fx.stacking import Declined, size_key
+
+aten = torch.ops.aten
+_BAGS = aten.embedding_bag.padding_idx
+_ROWS = aten.embedding.default
+
+
+def joined_indices(indices: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
+    """Indices of tables of so many ``rows`` as indices of the concatenated tables, concatenated.
+
+    One that is not in its table is not in the concatenated ones either.
+    """
+    moved = torch.cat(foreach_add(list(indices), [i * rows for i in range(len(indices))]))
+    outside = torch.cat(list(indices)).div(rows, rounding_mode="floor") != 0
+    return moved.masked_fill_(outside, -1)
+
+
+def joined_offsets(
+    offsets: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Where bags begin among concatenated indices.
+
+    Raises:
+        RuntimeError: the bags of a table do not begin at its first index, or end behind its last
+            one; on a GPU an assertion there fails.
+    """
+    sizes = [len(each) for each in indices]
+    own = torch.stack(list(offsets))
+    moved = torch.stack(foreach_add(list(offsets), [0, *accumulate(sizes)][:-1]))
+    if own.numel():
+        first, last = moved[:, 0], moved[:, -1]
+        begin, end = (own[:, 0] == 0).all(), last[-1] <= sum(sizes)
+        assert_async(begin & (last[:-1] <= first[1:]).all() & end, "offsets beyond the indices")
+    return moved.flatten()
+
+
+@dataclass(frozen=True)
+class FeatureFusion(FxPass):
+    """Look all equal features up at once.
+
+    Args:
+        least: how many lookups there must be.
+        costs: what a launch and a copied byte take, by which a candidate is declined that would
+            cost more than it saves; None: by the type of device.
+    """
+
+    least: int = 2
+    costs: Costs | None = None
+
+    def applies(self, graph_module: fx.GraphModule) -> bool:
+        """Whether there are as many equal lookups."""
+        return any(len(g) >= self.least for g in _groups(graph_module.graph))
+
+    def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
+        """Fuse every group of equal lookups, and what is computed of them."""
+        graph = graph_module.graph
+        places = {node: float(place) for node, place in positions(graph).items()}
+        order, touched = ordered(graph), written(graph)
+        for group in _groups(graph):
+            if len(group) < self.least:
+                continue
+            name = f"{len(group)} lookups by {group[0].call.name}"
+            try:
+                lookups = Lookups(group)
+                if any(n in touched for each in group for n in (each.node, *each.tensors)):
+                    raise Declined("they are, or read, what is written in place")
+                report.rewrote(Chains(graph, lookups, self.costs, touched, places).fuse())
+            except Declined as reason:
+                report.decline(name, str(reason))
+        if not report.rewrites:
+            return
+        try:
+            sort(graph, places, [order])
+        except CircularError as error:
+            report.rewrites = 0
+            report.decline("all lookups", str(error))
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """One lookup: the node of its result, the call, and its arguments by name."""
+
+    node: fx.Node
+    call: fx.Node
+    given: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[fx.Node]:
+        """What it reads."""
+        return self.call.all_input_nodes
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Its arguments that are no tensors, and which ones are."""
+        return tuple((k, "" if isinstance(v, fx.Node) else v) for k, v in self.given.items())
+
+
+class Lookups:
+    """Equal lookups in tables of one shape, as a start of chains.
+
+    Raises:
+        Declined: they cannot be one.
+    """
+
+    replaces = True
+
+    def __init__(self, group: Sequence[Lookup]) -> None:
+        given = group[0].given
+        if given.get("sparse"):
+            raise Declined("gradients of the tables are sparse")
+        if given["scale_grad_by_freq"]:
+            raise Declined("gradients are scaled by how often an index occurs")
+        if given.get("include_last_offset"):
+            raise Declined("offsets have the end of the last bag")
+        if given["padding_idx"] not in (None, -1):
+            raise Declined("an index stands for padding")
+        if not shape_of(given["indices"]):
+            raise Declined("indices are single numbers")
+        self.nodes = tuple(each.node for each in group)
+        self.copied = 2 * sum(nbytes(each.given["weight"]) for each in group)
+        self._group = group
+
+    def value(self, emit: Emitter) -> tuple[fx.Node, int]:
+        """The rows of all lookups, counted by a new first dimension."""
+        given = dict(self._group[0].given)
+        given["weight"] = emit(aten.cat.default, self._each("weight"))
+        rows = (shape_of(self._group[0].given["weight"]) or (0,))[0]
+        indices = self._each("indices")
+        given["indices"] = self._joined(emit, indices, joined_indices, rows)
+        if self._group[0].call.target is _ROWS:
+            rows_of_all = emit(_ROWS, *given.values())
+            return emit(aten.unflatten.int, rows_of_all, 0, [len(self.nodes), -1]), 0
+        given["offsets"] = self._joined(emit, self._each("offsets"), joined_offsets, indices)
+        if given["per_sample_weights"] is not None:
+            given["per_sample_weights"] = emit(aten.cat.default, self._each("per_sample_weights"))
+        bags = emit(operator.getitem, emit(_BAGS, *given.values()), 0)
+        return emit(aten.unflatten.int, bags, 0, [len(self.nodes), -1]), 0
+
+    def _each(self, name: str) -> list[fx.Node]:
+        return [each.given[name] for each in self._group]
+
+    def _joined(self, emit: Emitter, nodes: list[fx.Node], join: Any, rest: Any) -> fx.Node:
+        value = evaluated(aten.cat.default, (nodes,), {})
+        return emit.valued(value, join, nodes, rest)
+
+
+def _groups(graph: fx.Graph) -> list[list[Lookup]]:
+    """Lookups that are alike but for their tables and indices."""
+    found: dict[Any, list[Lookup]] = {}
+    for each in _lookups(graph):
+        found.setdefault(_kind(each), []).append(each)
+    return list(found.values())
+
+
+def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
+    for node in graph.nodes:
+        if node.target is _ROWS:
+            result = node
+        elif node.target is _BAGS:
+            read = [u for u in node.users if u.users]
+            if len(read) != 1 or read[0].args[1] != 0:
+                continue
+            (result,) = read
+        else:
+            continue
+        given = bound_arguments(node)
+        table = given["weight"]
+        if isinstance(table, fx.Node) and table.op in LEAVES and len(shape_of(table) or ()) == 2:
+            yield Lookup(result, node, given)
+
+
+def _kind(lookup: Lookup) -> Any:
+    """What equal lookups have in common."""
+    table, indices = value_of(lookup.given["weight"]), value_of(lookup.given["indices"])
+    shape = tuple(map(size_key, value_of(lookup.node).shape))
+    kinds = [
+        (v.dtype, v.device) for v in map(value_of, lookup.tensors) if isinstance(v, torch.Tensor)
+    ]
+    sizes = tuple(map(size_key, indices.shape)) if lookup.call.target is _ROWS else ()
+    return str(lookup.call.target), tuple(table.shape), shape, sizes, lookup.options, tuple(kinds)
