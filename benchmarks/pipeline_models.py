@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -133,23 +131,3 @@ def blocks_model(name: str, batch: int) -> tuple[Any, torch.Tensor, torch.Tensor
     module = Blocks([width * factor(i) for i in range(n)], width).train()
     inputs = torch.randn(batch, 64, width, generator=generator)
     return module, inputs, torch.randint(0, 8, (batch, 64), generator=generator)
-
-
-@contextmanager
-def kept_memory() -> Iterator[list[int]]:
-    """The peak of a GPU's memory above what was there; on a CPU of resident memory."""
-    found = [0]
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield found
-        found[0] = torch.cuda.max_memory_allocated() - before
-        return
-    with torch.profiler.profile(profile_memory=True) as profiler:
-        yield found
-    now = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            found[0] = max(found[0], now)

@@ -1,0 +1,73 @@
+"""A pipeline's training against that of one process on the same micro-batches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import Row
+from benchmarks.pipeline_common import made
+from benchmarks.pipeline_models import cross_entropy, model_of
+
+STEPS = 20
+
+
+def equal(options: argparse.Namespace) -> Iterator[Row]:
+    """Losses and weights after 20 steps against one process on the same micro-batches."""
+    for name in options.models:
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+            for schedule in ("simple", "interleaved"):
+                for stages in _stage_counts(options):
+                    worst = _difference(name, dtype, schedule, stages, options)
+                    title = f"{name}, {stages} stages, {schedule}, {str(dtype).split('.')[1]}"
+                    yield Row(f"{title}: losses and weights", worst, "relative", bound)
+
+
+def _difference(
+    name: str, dtype: torch.dtype, schedule: str, stages: int, options: argparse.Namespace
+) -> float:
+    count = options.microbatches[0]
+    settings = {"microbatches": count, "schedule": schedule, "stages": stages}
+    runner, inputs, targets = made(options, name, dtype, 2 * count, **settings)
+    # Momentum, not Adam: that divides gradients by their size, and so rounding by rounding.
+    optimizer = torch.optim.SGD(runner.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        losses.append(runner.step(inputs, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = runner.full_state_dict()
+    expected, weights = _reference(name, dtype, count, runner.device)
+    found = torch.cat(losses)
+    errors = [((found - expected).abs() / expected.abs()).max()]
+    for key, tensor in weights.items():
+        if tensor.is_floating_point():
+            scale = float(tensor.abs().max()) or 1.0
+            errors.append((state[key] - tensor).abs().max() / scale)
+    # Not Python's: that drops a NaN.
+    return float(torch.stack([e.double() for e in errors]).max())
+
+
+def _reference(
+    name: str, dtype: torch.dtype, count: int, device: torch.device
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    module, inputs, targets = model_of(name, dtype, 2 * count)
+    module.to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for _ in range(STEPS):
+        for x, y in zip(inputs.chunk(count), targets.chunk(count), strict=True):
+            loss = cross_entropy(module(x.to(device)), y.to(device))
+            (loss / count).backward()
+            losses.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses), {n: t.detach().cpu() for n, t in module.state_dict().items()}
+
+
+def _stage_counts(options: argparse.Namespace) -> Sequence[int]:
+    ranks = dist.get_world_size()
+    return options.stages or (ranks, 2 * ranks)
