@@ -26,6 +26,7 @@ from tvmbridge.fx.sparse_features import CombinedFeatures, Jagged
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
+ROWS = ("copies", "chains", "dlrm")
 _VIEWS = {"split", "unflatten", "flatten", "narrow", "slice", "view", "as_strided", "select"}
 
 
@@ -182,16 +183,19 @@ def dlrm(features: int, *, rounds: int) -> list[Row]:
 def main(argv: Sequence[str] = ()) -> int:
     """Measure what this machine can."""
     options = parser(__doc__)
+    options.add_argument("--rows", nargs="*", choices=ROWS, default=ROWS)
     options.add_argument("--quick", action="store_true", help="fewer rounds and features")
     options.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     chosen = options.parse_args(argv)
     rounds = 5 if chosen.quick else 30
     rows: list[Row] = []
-    if CUDA:
+    if CUDA and "copies" in chosen.rows:
         for count in (100, 1000):
             rows += copies(count)
-    rows += chains(512, rounds=rounds, compiled=not chosen.no_compile)
-    rows += dlrm(26 if chosen.quick else 200, rounds=rounds)
+    if "chains" in chosen.rows:
+        rows += chains(512, rounds=rounds, compiled=not chosen.no_compile)
+    if "dlrm" in chosen.rows:
+        rows += dlrm(26 if chosen.quick else 200, rounds=rounds)
     return report(f"fx passes on {DEVICE.type}", rows, check=not chosen.no_check)
 
 

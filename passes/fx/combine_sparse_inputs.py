@@ -21,7 +21,7 @@ from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.passes.fx.base import FxPass
+from tvmbridge.passes.fx.base import FxPass, evaluated
 
 aten = torch.ops.aten
 COMBINED = ("combined_indices", "combined_lengths", "combined_splits", "combined_weights")
@@ -47,6 +47,18 @@ def split_features(joined: torch.Tensor, splits: torch.Tensor, order: Sequence[i
     """
     parts = joined.split(splits.tolist())
     return [parts[index] for index in order]
+
+
+def combined_of(parts: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node] | None:
+    """The combined tensor of which ``parts`` are all features in its order, and its splits."""
+    whole = parts[0].args[0] if parts[0].target is operator.getitem else None
+    if not isinstance(whole, fx.Node) or whole.target is not split_features:
+        return None
+    joined, splits, order = whole.args
+    places = [order[p.args[1]] for p in parts if p.args[:1] == (whole,)]  # type: ignore[index]
+    if places != list(range(len(order))) or len(places) < len(parts):  # type: ignore[arg-type]
+        return None
+    return joined, splits  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,8 @@ def _hand_back(
     parts = {"indices": graph.call_function(split_features, (indices, splits, list(order)))}
     if weights:
         parts["weights"] = graph.call_function(split_features, (weights[0], splits, list(order)))
+    for kind, whole in parts.items():
+        whole.meta["val"] = [inputs[getattr(f, kind)].meta.get("val") for f in features]
     for number, feature in enumerate(features):
         for kind, whole in parts.items():
             part = graph.call_function(operator.getitem, (whole, number))
@@ -138,6 +152,9 @@ def _hand_back(
     example = inputs[features[0].lengths].meta.get("val")
     if isinstance(example, torch.Tensor):
         lengths.meta["val"] = example.new_empty((max(order) + 1, *example.shape))
+    if list(order) == list(range(len(features))):
+        pieces = [inputs[f.indices] for f in features]
+        indices.meta["val"] = evaluated(aten.cat.default, (pieces,), {})
 
 
 def _stand_for(node: fx.Node, given: fx.Node) -> None:

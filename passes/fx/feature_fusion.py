@@ -1,8 +1,9 @@
 """FeatureFusion: N lookups in equal tables become one, and so do the chains behind them.
 
-    a = embedding_bag(A, i, p)         t = cat([A, B])
-    b = embedding_bag(B, j, q)   ->    s = embedding_bag(t, joined_indices([i, j], len(A)),
-                                                         joined_offsets([p, q], [i, j]))
+    a = embedding_bag(A, i, p)         n = on_device(sizes_of([i, j]))
+    b = embedding_bag(B, j, q)   ->    s = embedding_bag(cat([A, B]),
+                                                         joined_indices(cat([i, j]), n, len(A)),
+                                                         joined_offsets(stack([p, q]), n))
     cat([tanh(a), tanh(b)], 1)         flatten(movedim(tanh(unflatten(s, 0, [2, -1])), 0, 1), 1)
 
 Requires: ATen operators with fake values, as torch.export leaves them. Guarantees: the tables stay
@@ -17,25 +18,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
-from tvmbridge.core.torch_private import assert_async, foreach_add
+from tvmbridge.core.torch_private import assert_async
 from tvmbridge.passes.fx.base import (
     LEAVES,
     Emitter,
     FxPass,
     bound_arguments,
+    erase_items,
     evaluated,
     nbytes,
     positions,
     shape_of,
     value_of,
 )
+from tvmbridge.passes.fx.combine_sparse_inputs import combined_of
 from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
 from tvmbridge.passes.fx.fused_chains import Chains
@@ -46,33 +48,41 @@ _BAGS = aten.embedding_bag.padding_idx
 _ROWS = aten.embedding.default
 
 
-def joined_indices(indices: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    """Indices of tables of so many ``rows`` as indices of the concatenated tables, concatenated.
+def sizes_of(indices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How many indices each feature has, on the host."""
+    return torch.tensor([len(each) for each in indices])
+
+
+def on_device(sizes: torch.Tensor, joined: torch.Tensor) -> torch.Tensor:
+    """``sizes`` where ``joined`` is, without waiting for the device."""
+    return sizes.pin_memory().to(joined.device, non_blocking=True) if joined.is_cuda else sizes
+
+
+def joined_indices(joined: torch.Tensor, sizes: torch.Tensor, rows: int) -> torch.Tensor:
+    """Concatenated indices of tables of so many ``rows`` as indices of the concatenated tables.
 
     One that is not in its table is not in the concatenated ones either.
     """
-    moved = torch.cat(foreach_add(list(indices), [i * rows for i in range(len(indices))]))
-    outside = torch.cat(list(indices)).div(rows, rounding_mode="floor") != 0
-    return moved.masked_fill_(outside, -1)
+    table = torch.arange(len(sizes), device=joined.device, dtype=joined.dtype)
+    table = table.repeat_interleave(sizes, output_size=len(joined))
+    outside = joined.div(rows, rounding_mode="floor") != 0
+    if joined.dim() > 1:
+        table = table.view(-1, *[1] * (joined.dim() - 1))
+    return torch.add(joined, table, alpha=rows).masked_fill_(outside, -1)
 
 
-def joined_offsets(
-    offsets: Sequence[torch.Tensor], indices: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Where bags begin among concatenated indices.
+def joined_offsets(offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Where bags begin among concatenated indices: ``offsets`` has those of each table in a row.
 
     Raises:
         RuntimeError: the bags of a table do not begin at its first index, or end behind its last
             one; on a GPU an assertion there fails.
     """
-    sizes = [len(each) for each in indices]
-    own = torch.stack(list(offsets))
-    moved = torch.stack(foreach_add(list(offsets), [0, *accumulate(sizes)][:-1]))
-    if own.numel():
-        first, last = moved[:, 0], moved[:, -1]
-        begin, end = (own[:, 0] == 0).all(), last[-1] <= sum(sizes)
-        assert_async(begin & (last[:-1] <= first[1:]).all() & end, "offsets beyond the indices")
-    return moved.flatten()
+    if offsets.numel():
+        right = (offsets[:, 0] == 0) & (offsets[:, -1] <= sizes)
+        assert_async(right.all(), "offsets beyond the indices")
+    starts = sizes.cumsum(0) - sizes
+    return (offsets + starts.unsqueeze(1)).to(offsets.dtype).flatten()
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,9 @@ class FeatureFusion(FxPass):
         graph = graph_module.graph
         places = {node: float(place) for node, place in positions(graph).items()}
         order, touched = ordered(graph), written(graph)
-        for group in _groups(graph):
-            if len(group) < self.least:
-                continue
+        groups = [group for group in _groups(graph) if len(group) >= self.least]
+        read = [each.given["indices"] for group in groups for each in group]
+        for group in groups:
             name = f"{len(group)} lookups by {group[0].call.name}"
             try:
                 lookups = Lookups(group)
@@ -110,6 +120,7 @@ class FeatureFusion(FxPass):
                 report.decline(name, str(reason))
         if not report.rewrites:
             return
+        erase_items([node for node in read if node.op == "call_function"])
         try:
             sort(graph, places, [order])
         except CircularError as error:
@@ -166,12 +177,14 @@ class Lookups:
         given = dict(self._group[0].given)
         given["weight"] = emit(aten.cat.default, self._each("weight"))
         rows = (shape_of(self._group[0].given["weight"]) or (0,))[0]
-        indices = self._each("indices")
-        given["indices"] = self._joined(emit, indices, joined_indices, rows)
+        joined, sizes = self._indices(emit)
+        given["indices"] = emit.valued(value_of(joined), joined_indices, joined, sizes, rows)
         if self._group[0].call.target is _ROWS:
             rows_of_all = emit(_ROWS, *given.values())
             return emit(aten.unflatten.int, rows_of_all, 0, [len(self.nodes), -1]), 0
-        given["offsets"] = self._joined(emit, self._each("offsets"), joined_offsets, indices)
+        stacked = emit(aten.stack.default, self._each("offsets"))
+        value = evaluated(aten.flatten.using_ints, (stacked,), {})
+        given["offsets"] = emit.valued(value, joined_offsets, stacked, sizes)
         if given["per_sample_weights"] is not None:
             given["per_sample_weights"] = emit(aten.cat.default, self._each("per_sample_weights"))
         bags = emit(operator.getitem, emit(_BAGS, *given.values()), 0)
@@ -180,9 +193,20 @@ class Lookups:
     def _each(self, name: str) -> list[fx.Node]:
         return [each.given[name] for each in self._group]
 
-    def _joined(self, emit: Emitter, nodes: list[fx.Node], join: Any, rest: Any) -> fx.Node:
-        value = evaluated(aten.cat.default, (nodes,), {})
-        return emit.valued(value, join, nodes, rest)
+    def _indices(self, emit: Emitter) -> tuple[fx.Node, fx.Node]:
+        """The concatenated indices, and how many are of each feature, on the device."""
+        parts = self._each("indices")
+        whole = combined_of(parts)
+        if whole is None:
+            joined = emit(aten.cat.default, parts)
+            sizes = emit.valued(self._sizes(joined), sizes_of, parts)
+        else:
+            joined, sizes = whole
+        return joined, emit.valued(self._sizes(joined), on_device, sizes, joined)
+
+    def _sizes(self, joined: fx.Node) -> Any:
+        value = value_of(joined)
+        return value.new_empty((len(self.nodes),), dtype=torch.int64)
 
 
 def _groups(graph: fx.Graph) -> list[list[Lookup]]:

@@ -17,7 +17,7 @@ from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.feature_fusion import FeatureFusion
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 
-SIZES = Sizes(features=6, rows=50, width=8, hidden=16)
+SIZES = Sizes(features=10, rows=50, width=8, hidden=16)
 ALONE = Place(0, 1, torch.device("cpu"))
 FREE = Costs(launch=1.0, bytes_per_second=1e18)
 FUSED = (CombineSparseInputs(), FeatureFusion(costs=FREE), HorizontalFusion(costs=FREE))

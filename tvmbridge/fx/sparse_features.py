@@ -79,9 +79,13 @@ class CombinedFeatures(Mapping[str, Jagged]):
         self.names = tuple(names)
         self.indices, self.lengths, self.splits = indices, lengths, splits
         self.weights = weights
+        self._apart: SparseFeatures | None = None
 
     def __getitem__(self, name: str) -> Jagged:
-        return self.separate()[name]
+        # Splitting once: for N features one by one would be N splits into N views.
+        if self._apart is None:
+            self._apart = self.separate()
+        return self._apart[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

@@ -22,7 +22,7 @@ ROWS, WIDTH = 7, 3
 class Bags(nn.Module):
     """Bags of some tables, a chain on each, concatenated."""
 
-    def __init__(self, count: int = 6, norms: bool = False, **options: Any) -> None:
+    def __init__(self, count: int = 10, norms: bool = False, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(count)
         self.bags = nn.ModuleList([nn.EmbeddingBag(ROWS, WIDTH, **options) for _ in range(count)])
@@ -45,7 +45,7 @@ class Rows(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        tables = [nn.Embedding(ROWS, WIDTH, dtype=torch.float64, **options) for _ in range(4)]
+        tables = [nn.Embedding(ROWS, WIDTH, dtype=torch.float64, **options) for _ in range(8)]
         self.tables = nn.ModuleList(tables)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,18 @@ def assert_agree(module: nn.Module, args: tuple[Any, ...]) -> fx.GraphModule:
     return result.graph_module
 
 
-LENGTHS = [[2, 0, 3], [1, 1, 1], [0, 4, 0], [0, 0, 0], [1, 0, 2], [0, 1, 1]]
+LENGTHS = [
+    [2, 0, 3],
+    [1, 1, 1],
+    [0, 4, 0],
+    [0, 0, 0],
+    [1, 0, 2],
+    [0, 1, 1],
+    [0, 0, 1],
+    [2, 2, 0],
+    [1, 0, 1],
+    [0, 2, 0],
+]
 COUNT = len(LENGTHS)
 
 
@@ -110,7 +121,11 @@ def test_before_and_after() -> None:
         "view.default",
         "stack.default",
         "view.default",
+        "cat.default",
+        "sizes_of",
+        "on_device",
         "joined_indices",
+        "stack.default",
         "joined_offsets",
         "embedding_bag.padding_idx",
         "getitem",
@@ -133,7 +148,7 @@ def test_weights_of_indices() -> None:
 
 
 def test_rows() -> None:
-    assert_agree(Rows(), (torch.randint(0, ROWS, (4, 3, 2)),))
+    assert_agree(Rows(), (torch.randint(0, ROWS, (8, 3, 2)),))
 
 
 _ANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -141,7 +156,7 @@ _ANY = settings(deadline=None, suppress_health_check=list(HealthCheck), derandom
 
 _LENGTHS = st.integers(1, 4).flatmap(
     lambda rows: st.lists(
-        st.lists(st.integers(0, 3), min_size=rows, max_size=rows), min_size=5, max_size=7
+        st.lists(st.integers(0, 3), min_size=rows, max_size=rows), min_size=9, max_size=11
     )
 )
 

@@ -155,11 +155,6 @@ IMPORTED = (
         lambda f: f(*[torch.ones(1, 1, 2, 8)] * 3, None, 0.0, False) in range(5),
     ),
     PrivateName(
-        "torch._foreach_add",
-        "indices of several tables as indices of one",
-        lambda f: f([torch.ones(1, dtype=torch.int64)], [2])[0].tolist() == [3],
-    ),
-    PrivateName(
         "torch._foreach_mul",
         "copies of many tensors by one launch",
         lambda f: torch.equal(f([torch.ones(2)], 1.0)[0], torch.ones(2)),
