@@ -26,6 +26,8 @@ _FAILED = "failed"
 # A failed rank may end, and the store with it: the others are given the time to read its reason.
 _WATCH_SECONDS = 0.2
 _LINGER_SECONDS = 0.6
+# PyTorch ends a process whose GPU waits longer than the group's timeout. This rank gives up before.
+_WATCHDOG_TIMEOUTS = 3
 
 
 class Control:
@@ -47,18 +49,41 @@ class Control:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
         self.failure: str | None = None
-        #: Called once, in another thread, where another rank has noted a failure.
-        self.on_reason: Callable[[], None] | None = None
         self._store = PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
         self._calls = itertools.count()
         self._noted: str | None = None
+        # What waits on a GPU for a rank that has failed ends where its group is aborted.
+        self._abortable: list[Any] = []
         self._watch()
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
         #: For objects of Python, on the CPU whatever the devices are.
         self.group: Any = dist.new_group(backend="gloo", timeout=delta)
         #: For what crosses the cuts.
-        self.data_group: Any = dist.new_group(timeout=delta)
+        self.data_group: Any = self.new_group(list(range(self.size)))
+
+    def new_group(self, ranks: list[int]) -> Any:
+        """A group for tensors of the devices; all ranks call it together."""
+        on_gpus = dist.get_backend() == "nccl"
+        seconds = self.timeout * (_WATCHDOG_TIMEOUTS if on_gpus else 1)
+        group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+        if on_gpus and self.rank in ranks:
+            self._abortable.append(group)
+        return group
+
+    def abort(self) -> None:
+        """End what waits on this rank's GPU for another; its results are of no use."""
+        for group in self._abortable:
+            group.abort()
+
+    def check(self) -> None:
+        """Raise where another rank has failed: what has come from it may be anything.
+
+        Raises:
+            PipelineError: with the reason that the other rank has noted.
+        """
+        if self._noted is not None:
+            raise PipelineError(f"{self.describe(self.rank)} stopped, because {self._noted}")
 
     def call_roll(self, purpose: str) -> None:
         """Wait until every rank is here.
@@ -108,7 +133,6 @@ class Control:
         told = None if error is None else f"{self.describe(self.rank)}: {first_line(error)}"
         for text in self.gather(told, purpose):
             if text is not None:
-                self.failure = text
                 raise PipelineError(f"{purpose}: {text}") from error
 
     @contextmanager
@@ -167,8 +191,7 @@ class Control:
             self._noted = bytes(self._store.get(_FAILED)).decode()
         except RuntimeError:
             return True
-        if self.on_reason is not None:
-            self.on_reason()
+        self.abort()
         return True
 
     def failed(self, text: str) -> PipelineError:

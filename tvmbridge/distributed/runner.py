@@ -64,9 +64,6 @@ class PipelineRunner:
         self._targets: Sequence[Any] = ()
         self._losses: dict[int, torch.Tensor] = {}
         control.describe = self._described
-        if device.type == "cuda":
-            # What waits on the GPU for a rank that has failed would not end otherwise.
-            control.on_reason = control.data_group.abort
         ends = [*plan.positions[1:], len(graph.nodes)]
         own = [i for i, s in enumerate(plan.stages) if s.rank == control.rank]
         self._tensors = StageTensors(module, graph)
@@ -142,7 +139,7 @@ class PipelineRunner:
         self._set_batch(inputs, targets)
         with self.control.guarded(self._waiting):
             if profile:
-                spans, _ = measured_step(self._run, self._engine_stages, self.device)
+                spans = measured_step(self._run, self._engine_stages, self.device)
             else:
                 self._run()
             losses = self._shared_losses()
@@ -200,7 +197,8 @@ class PipelineRunner:
         with self._tied.added_up():
             numbers = torch.arange(self.plan.microbatches)
             self._schedule.step(target=numbers, return_outputs=False)
-            self._wait_for_device()
+        self._wait_for_device()
+        self.control.check()
 
     def _wait_for_device(self) -> None:
         """Wait for the GPU as long as the timeout, and not for ever where a rank is gone."""
@@ -211,14 +209,15 @@ class PipelineRunner:
         end = time.monotonic() + self.control.timeout
         while not event.query():
             if time.monotonic() > end:
-                self.control.data_group.abort()
+                self.control.abort()
                 raise TimeoutError("the GPU has not finished the step")
             time.sleep(0)
 
     def _shared_losses(self) -> torch.Tensor:
-        order = [self._losses[m].cpu() for m in sorted(self._losses)]
-        mine = torch.stack([loss.reshape(()) for loss in order]) if order else None
-        return self.control.share(mine, self.plan.stages[-1].rank)
+        """The losses; no rank has them before all ranks have done their share of the step."""
+        order = [self._losses[m].reshape(()) for m in sorted(self._losses)]
+        mine = torch.stack(order).cpu() if order else None
+        return self.control.gather(mine, "to end the step")[self.plan.stages[-1].rank]
 
     def _waiting(self) -> str:
         waited = [s.waits_for for s in self._engine_stages if s.waits_for]
@@ -258,10 +257,12 @@ class PipelineRunner:
         ]
         parts = self.control.gather(sum(squares), "for the norm of the gradients")
         norm = float(sum(parts) ** 0.5)
-        if norm > max_norm:
+        factor = max_norm / (norm + 1e-6)
+        # Not `factor < 1`: gradients whose norm is NaN are not to be trained on.
+        if not factor >= 1:
             for parameter in self.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(max_norm / (norm + 1e-6))
+                    parameter.grad.mul_(factor)
         return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
