@@ -72,6 +72,9 @@ def pipeline(
     _join(timeout)
     control = Control(timeout)
     device = _device(devices, control)
+    if device.type == "cuda":
+        # NCCL takes the current one, which would be the first GPU on every rank.
+        torch.cuda.set_device(device)
     error: BridgeError | None = None
     graph, chosen = None, None
     try:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -70,6 +71,15 @@ class Control:
         if on_gpus and self.rank in ranks:
             self._abortable.append(group)
         return group
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the GPUs of all ranks, which NCCL does at the first use of a group.
+
+        In a step that would be one after the other, while some already wait for others.
+        """
+        with self.guarded(lambda: "waited for the GPUs of the other ranks"):
+            for group in self._abortable:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def abort(self) -> None:
         """End what waits on this rank's GPU for another; its results are of no use."""

@@ -11,7 +11,13 @@ from torch import nn
 
 from tvmbridge.core.errors import PipelineError
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.distributed.batches import as_arguments, check_sizes, digest, split
+from tvmbridge.distributed.batches import (
+    as_arguments,
+    check_sizes,
+    difference,
+    digest,
+    split,
+)
 from tvmbridge.distributed.compiling import compile_stages
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.graph import PipelineGraph
@@ -81,6 +87,7 @@ class PipelineRunner:
         else:
             self.eager = dict.fromkeys(range(len(plan.stages)), "tvm=False")
         self._tied = TiedGradients(self._tensors, control)
+        control.connect(device)
         self._engine_stages = [self._engine_stage(s) for s in self.stages]
         self._schedule = self._made_schedule()
 
@@ -94,7 +101,7 @@ class PipelineRunner:
 
     def _made_schedule(self) -> Any:
         plan = self.plan
-        kind = engine_class(plan.schedule, len(plan.stages), plan.ranks)
+        kind = engine_class(plan.schedule, len(plan.stages), plan.ranks, plan.microbatches)
         several = len(plan.stages) > plan.ranks or plan.schedule == "zero_bubble"
         stages: Any = self._engine_stages if several else self._engine_stages[0]
         # Scaled here and not by the engine, which divides what earlier steps have added up, too.
@@ -169,7 +176,7 @@ class PipelineRunner:
             if bits != found[0][1]:
                 raise PipelineError(
                     f"{self._described(rank)} was given another batch than {self._described(0)}: "
-                    f"{_difference(found[0][1], bits)}"
+                    f"{difference(found[0][1], bits)}"
                 )
 
     def _cut_batch(self, inputs: Any, targets: Any) -> None:
@@ -288,13 +295,3 @@ class PipelineRunner:
     def report(self) -> PipelineReport:
         """What runs where: each stage with TVM or in eager PyTorch, and why; on every rank."""
         return report_of(self.stages, self.eager, self.equal_to, self.device, self.control)
-
-
-def _difference(expected: Any, found: Any) -> str:
-    if expected[1] != found[1]:
-        return f"its tensors are {_shapes(found[1])}, not {_shapes(expected[1])}"
-    return "its values differ"
-
-
-def _shapes(shapes: Any) -> str:
-    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in shapes)
