@@ -77,7 +77,7 @@ class Control:
 
         In a step that would be one after the other, while some already wait for others.
         """
-        with self.guarded(lambda: "waited for the GPUs of the other ranks"):
+        with self.guarded(lambda: f"waited for the GPUs of {self._others()}"):
             for group in self._abortable:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
@@ -122,10 +122,13 @@ class Control:
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """The values of all ranks, in their order."""
-        with self.guarded(lambda: f"waited for the other ranks {purpose}"):
+        with self.guarded(lambda: f"waited for {self._others()} {purpose}"):
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def _others(self) -> str:
+        return " and ".join(self.describe(r) for r in range(self.size) if r != self.rank)
 
     def share(self, value: Any, source: int = 0) -> Any:
         """The value of rank ``source``, on every rank."""
@@ -141,7 +144,7 @@ class Control:
             PipelineError: of the first rank that has an error.
         """
         told = None if error is None else f"{self.describe(self.rank)}: {first_line(error)}"
-        for text in self.gather(told, purpose):
+        for text in self.gather(told, "to hear how they fared"):
             if text is not None:
                 raise PipelineError(f"{purpose}: {text}") from error
 
