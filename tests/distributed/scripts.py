@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.models import Images, Language, cross_entropy, tokens
-from tvmbridge.distributed import load_checkpoint, pipeline, save_checkpoint
+from tvmbridge.distributed import pipeline
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -120,14 +117,19 @@ class NoGradient(torch.autograd.Function):
 
 
 class WithoutGradient(nn.Module):
-    """A stage whose backward raises."""
+    """A stage whose backward raises, from a micro-batch on."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, stage: Any, first: int) -> None:
         super().__init__()
-        self.module = module
+        self.module = stage.module
+        self.stage = [stage]
+        self.first = first
 
     def forward(self, *args: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(NoGradient.apply(x) for x in self.module(*args))
+        made: tuple[torch.Tensor, ...] = self.module(*args)
+        if self.stage[0].microbatch < self.first:
+            return made
+        return tuple(NoGradient.apply(x) for x in made)
 
 
 def eager_runner(**settings: Any) -> Any:
@@ -141,12 +143,12 @@ def eager_runner(**settings: Any) -> Any:
     return runner, inputs, targets
 
 
-def fail_backward(rank: int) -> None:
-    """The backward of the first stage raises."""
-    runner, inputs, targets = eager_runner()
+def fail_backward(rank: int, first: int, schedule: str = "interleaved") -> None:
+    """The backward of the first stage raises, from a micro-batch on."""
+    runner, inputs, targets = eager_runner(schedule=schedule)
     if rank == 0:
         stage = runner._engine_stages[0]
-        stage.runs.module = WithoutGradient(stage.runs.module)
+        stage.runs.module = WithoutGradient(stage.runs, first)
     runner.step(inputs, targets)
 
 
@@ -171,31 +173,6 @@ def other_module(rank: int) -> None:
     pipeline(
         Language(blocks=4 + rank).train(), inputs, microbatches=4, loss=cross_entropy, timeout=30
     )
-
-
-def broken_checkpoint(rank: int) -> None:
-    """One rank cannot write a second checkpoint."""
-    folder = Path(tempfile.gettempdir()) / f"checkpoint-{os.environ['MASTER_PORT']}"
-    runner = eager_runner()[0]
-    optimizer = torch.optim.AdamW(runner.parameters())
-    optimizer.step()
-    save_checkpoint(runner, folder, optimizer)
-    before = {n: t.clone() for n, t in runner.full_state_dict().items()}
-    with torch.no_grad():
-        for parameter in runner.parameters():
-            parameter.add_(1)
-    if rank == 1:
-        next(iter(optimizer.state.values()))["step"] = "not a tensor"
-    try:
-        save_checkpoint(runner, folder, optimizer)
-    finally:
-        runner.control.failure = None
-        load_checkpoint(runner, folder)
-        after = runner.full_state_dict()
-        assert all(torch.equal(before[n], after[n]) for n in before), "the old one is not whole"
-        if rank == 0:
-            shutil.rmtree(folder)
-            assert not list(folder.parent.glob(f"{folder.name}*")), "something was left"
 
 
 def other_batch(rank: int) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.distributed import scripts
+from tests.distributed import checkpoint_scripts, scripts, tied_scripts
 from tests.distributed.processes import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_an_exception_in_backward() -> None:
-    for outcome in run_ranks(scripts.fail_backward, 2):
+@pytest.mark.parametrize("schedule", ["simple", "interleaved"])
+@pytest.mark.parametrize("first", [0, 3])
+def test_an_exception_in_backward(schedule: str, first: int) -> None:
+    """Also in the last one, when the last stage has done its share: no optimizer is to step."""
+    for outcome in run_ranks(scripts.fail_backward, 2, first, schedule):
         assert outcome.kind == "PipelineError"
         assert "stage 0 on rank 0 failed in backward of micro-batch" in (outcome.error or "")
         assert "RuntimeError: no gradient today" in (outcome.error or "")
@@ -41,6 +46,14 @@ def test_a_rank_that_stands_still() -> None:
     assert "stage 1 on rank 1" in (first.error or "")
     assert 4 < seconds(first.error) < 12
     assert second.kind == "PipelineError"
+
+
+def test_a_rank_between_others_is_killed() -> None:
+    first, second, third = run_ranks(scripts.fail, 3, "killed", 1, 20.0)
+    assert second.ended
+    for outcome in (first, third):
+        assert outcome.kind == "PipelineError"
+        assert "stage 1 on rank 1" in (outcome.error or "")
 
 
 def test_of_three_ranks_all_end() -> None:
@@ -87,9 +100,26 @@ def test_another_module_on_one_rank() -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one() -> None:
-    for outcome in run_ranks(scripts.broken_checkpoint, 2):
+    for outcome in run_ranks(checkpoint_scripts.broken_checkpoint, 2):
         assert outcome.kind == "PipelineError"
         assert "the checkpoint cannot be saved: rank 1 (stage 1)" in (outcome.error or "")
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    first, second = run_ranks(checkpoint_scripts.killed_while_saving, 2, str(tmp_path / "saved"))
+    assert second.ended
+    assert first.kind == "PipelineError"
+    assert "rank 0 (stage 0) waited for rank 1 (stage 1)" in (first.error or "")
+    assert (tmp_path / "saved").is_dir()
+
+
+def test_a_shared_parameter_that_begins_with_different_values() -> None:
+    for outcome in run_ranks(tied_scripts.other_weights, 2):
+        assert outcome.kind == "PipelineError"
+        assert (
+            "rank 1 (stage 1) and rank 0 (stage 0) share embedding.weight, and begin with different"
+            in (outcome.error or "")
+        )
 
 
 def seconds(error: str | None) -> float:

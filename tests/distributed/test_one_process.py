@@ -56,6 +56,11 @@ def test_gradients_add_up_over_steps_and_are_clipped_as_one(schedule: str) -> No
     for name, parameter in runner.named_parameters():
         wanted = reference.get_parameter(name).grad
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        next(runner.parameters()).grad.fill_(torch.nan)
+    runner.clip_grad_norm_(0.1)
+    # As torch.nn.utils.clip_grad_norm_ does: none of them can be trained on.
+    assert all(p.grad.isnan().all() for p in runner.parameters())
     runner.zero_grad()
     assert all(p.grad is None for p in runner.parameters())
 

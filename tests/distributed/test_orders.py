@@ -9,6 +9,7 @@ from tvmbridge.distributed.orders import (
     Durations,
     Orders,
     Work,
+    engine_class,
     most_in_flight,
     orders,
     predict,
@@ -64,6 +65,12 @@ def test_two_stages_a_device_have_a_smaller_bubble(ranks: int, microbatches: int
         orders("zero_bubble", 2 * ranks, ranks, microbatches), [Durations(1, 2)] * 2 * ranks
     )
     assert zero.idle < two.idle
+
+
+def test_fewer_microbatches_than_stages_run_all_forwards_first() -> None:
+    assert orders("interleaved", 4, 4, 3) == orders("simple", 4, 4, 3)
+    kinds = [engine_class("interleaved", 4, 4, count).__name__ for count in (3, 4)]
+    assert kinds == ["ScheduleGPipe", "Schedule1F1B"]
 
 
 def test_a_transfer_delays_what_waits_for_it() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed import scripts
-from tests.distributed.models import Images, cross_entropy, reference_steps
+from tests.distributed import scripts, tied_scripts
+from tests.distributed.models import Images, Language, cross_entropy, reference_steps
 from tests.distributed.processes import run_ranks, values
 from tests.distributed.test_two_processes import assert_equal, expected
 
@@ -31,6 +31,13 @@ def test_tied_parameters_and_clipping(schedule: str, stages: int) -> None:
     first, second = (set(found["own"]) for found in outcomes)
     assert first | second == set(expected(steps=0)[1])
     assert first & second == {"embedding.weight", "head.weight"}
+
+
+def test_a_shared_parameter_that_is_frozen_has_no_gradient() -> None:
+    """Not even zeros: the optimizer would let it decay."""
+    found = values(run_ranks(tied_scripts.frozen, 2))
+    names = [name for name, _ in Language(tied=True).named_parameters()]
+    assert sorted(found[0] + found[1]) == sorted(set(names) - {"embedding.weight"})
 
 
 @pytest.mark.parametrize("schedule", ["simple", "interleaved"])

@@ -13,8 +13,9 @@ from torch import nn
 
 from tvmbridge.core.errors import BridgeError, PipelineError
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.control import Control
-from tvmbridge.distributed.graph import PipelineGraph, capture_graph
+from tvmbridge.distributed.graph import PipelineGraph, capture_graph, value_of
 from tvmbridge.distributed.plan import Plan, Sample, Stages, count_stages, make_plan
 from tvmbridge.distributed.runner import PipelineRunner
 
@@ -71,6 +72,9 @@ def pipeline(
     _join(timeout)
     control = Control(timeout)
     device = _device(devices, control)
+    if device.type == "cuda":
+        # NCCL takes the current one, which would be the first GPU on every rank.
+        torch.cuda.set_device(device)
     error: BridgeError | None = None
     graph, chosen = None, None
     try:
@@ -146,13 +150,21 @@ def _memory_of(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
+def _told(value: Any) -> str:
+    """What a node makes; not on which device, where each rank has its own."""
+    leaves = pytree.tree_leaves(value)
+    return ", ".join(
+        f"{v.dtype} {list(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in leaves
+    )
+
+
 def _compare_graphs(graph: PipelineGraph, control: Control) -> None:
     """All ranks must have captured the same graph with the same shapes.
 
     Raises:
         PipelineError: a rank has another module or sample.
     """
-    text = [f"{n.name} {n.target} {n.meta.get('val')}" for n in graph.nodes]
+    text = [f"{n.name} {n.target} {_told(value_of(n))}" for n in graph.nodes]
     found = control.gather(text, "to compare their modules")
     for rank, other in enumerate(found):
         if other != found[0]:

@@ -103,6 +103,17 @@ def digest(tree: Any) -> tuple[int, tuple[Any, ...]]:
     return int(total.item()), tuple(shapes)
 
 
+def difference(expected: Any, found: Any) -> str:
+    """How two digests differ, in words."""
+    if expected[1] != found[1]:
+        return f"its tensors are {_shapes(found[1])}, not {_shapes(expected[1])}"
+    return "its values differ"
+
+
+def _shapes(shapes: Any) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in shapes)
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -26,6 +27,8 @@ _FAILED = "failed"
 # A failed rank may end, and the store with it: the others are given the time to read its reason.
 _WATCH_SECONDS = 0.2
 _LINGER_SECONDS = 0.6
+# PyTorch ends a process whose GPU waits longer than the group's timeout. This rank gives up before.
+_WATCHDOG_TIMEOUTS = 3
 
 
 class Control:
@@ -47,18 +50,50 @@ class Control:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.describe: Callable[[int], str] = lambda rank: f"rank {rank}"
         self.failure: str | None = None
-        #: Called once, in another thread, where another rank has noted a failure.
-        self.on_reason: Callable[[], None] | None = None
         self._store = PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
         self._calls = itertools.count()
         self._noted: str | None = None
+        # What waits on a GPU for a rank that has failed ends where its group is aborted.
+        self._abortable: list[Any] = []
         self._watch()
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
         #: For objects of Python, on the CPU whatever the devices are.
         self.group: Any = dist.new_group(backend="gloo", timeout=delta)
         #: For what crosses the cuts.
-        self.data_group: Any = dist.new_group(timeout=delta)
+        self.data_group: Any = self.new_group(list(range(self.size)))
+
+    def new_group(self, ranks: list[int]) -> Any:
+        """A group for tensors of the devices; all ranks call it together."""
+        on_gpus = dist.get_backend() == "nccl"
+        seconds = self.timeout * (_WATCHDOG_TIMEOUTS if on_gpus else 1)
+        group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+        if on_gpus and self.rank in ranks:
+            self._abortable.append(group)
+        return group
+
+    def connect(self, device: torch.device) -> None:
+        """Connect the GPUs of all ranks, which NCCL does at the first use of a group.
+
+        In a step that would be one after the other, while some already wait for others.
+        """
+        with self.guarded(lambda: f"waited for the GPUs of {self._others()}"):
+            for group in self._abortable:
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def abort(self) -> None:
+        """End what waits on this rank's GPU for another; its results are of no use."""
+        for group in self._abortable:
+            group.abort()
+
+    def check(self) -> None:
+        """Raise where another rank has failed: what has come from it may be anything.
+
+        Raises:
+            PipelineError: with the reason that the other rank has noted.
+        """
+        if self._noted is not None:
+            raise PipelineError(f"{self.describe(self.rank)} stopped, because {self._noted}")
 
     def call_roll(self, purpose: str) -> None:
         """Wait until every rank is here.
@@ -87,10 +122,13 @@ class Control:
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
         """The values of all ranks, in their order."""
-        with self.guarded(lambda: f"waited for the other ranks {purpose}"):
+        with self.guarded(lambda: f"waited for {self._others()} {purpose}"):
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def _others(self) -> str:
+        return " and ".join(self.describe(r) for r in range(self.size) if r != self.rank)
 
     def share(self, value: Any, source: int = 0) -> Any:
         """The value of rank ``source``, on every rank."""
@@ -106,9 +144,8 @@ class Control:
             PipelineError: of the first rank that has an error.
         """
         told = None if error is None else f"{self.describe(self.rank)}: {first_line(error)}"
-        for text in self.gather(told, purpose):
+        for text in self.gather(told, "to hear how they fared"):
             if text is not None:
-                self.failure = text
                 raise PipelineError(f"{purpose}: {text}") from error
 
     @contextmanager
@@ -167,8 +204,7 @@ class Control:
             self._noted = bytes(self._store.get(_FAILED)).decode()
         except RuntimeError:
             return True
-        if self.on_reason is not None:
-            self.on_reason()
+        self.abort()
         return True
 
     def failed(self, text: str) -> PipelineError:

@@ -32,14 +32,23 @@ class Work(NamedTuple):
 Orders = tuple[tuple[Work, ...], ...]
 
 
-def engine_class(schedule: str, stages: int, ranks: int) -> Any:
+def engine_class(schedule: str, stages: int, ranks: int, microbatches: int) -> Any:
     """The engine's class for a schedule of ``stages`` on ``ranks`` devices."""
     several = stages > ranks
-    if schedule == "simple":
+    if schedule == "simple" or _is_short(schedule, stages, ranks, microbatches):
         return pipelining.ScheduleLoopedBFS if several else pipelining.ScheduleGPipe
     if schedule == "interleaved":
         return pipelining.ScheduleInterleaved1F1B if several else pipelining.Schedule1F1B
     return pipelining.ScheduleInterleavedZeroBubble
+
+
+def _is_short(schedule: str, stages: int, ranks: int, microbatches: int) -> bool:
+    """Has the first stage all forwards before its first backward, whatever the schedule?
+
+    The engine's 1F1B is of no use then, and hangs with NCCL: one rank sends in a batch with what it
+    receives, the other receives alone, and these are different connections.
+    """
+    return schedule == "interleaved" and stages == ranks and microbatches < stages
 
 
 def problem(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
@@ -67,7 +76,8 @@ def _words(numbers: Sequence[int]) -> str:
 
 def orders(schedule: str, stages: int, ranks: int, microbatches: int) -> Orders:
     """What each rank does, in order."""
-    if schedule == "simple" and stages == ranks:
+    alone = schedule == "simple" and stages == ranks
+    if alone or _is_short(schedule, stages, ranks, microbatches):
         return tuple(tuple(_all_forwards_first(r, microbatches)) for r in range(ranks))
     if schedule == "interleaved" and stages == ranks:
         return tuple(tuple(_one_by_one(r, stages, microbatches)) for r in range(ranks))
@@ -85,7 +95,8 @@ def orders(schedule: str, stages: int, ranks: int, microbatches: int) -> Orders:
             )
             for index in range(rank, stages, ranks)
         ]
-        made = engine_class(schedule, stages, ranks)(local, microbatches, loss_fn=torch.sum)
+        kind = engine_class(schedule, stages, ranks, microbatches)
+        made = kind(local, microbatches, loss_fn=torch.sum)
         found.append(tuple(_parsed(made.pipeline_order[rank])))
     return tuple(found)
 

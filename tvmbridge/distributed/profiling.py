@@ -1,4 +1,4 @@
-"""When each piece of work ran in a real step, by torch.profiler."""
+"""When each piece of work ran in a step: by torch.profiler, on a GPU by events of its stream."""
 
 from __future__ import annotations
 
@@ -18,40 +18,64 @@ _MARK = "tvmbridge.pipeline.mark"
 
 
 def measured_step(
-    run: Callable[[], Any], stages: Sequence[EngineStage], device: torch.device
-) -> tuple[list[Span], Any]:
-    """Run a step; when this rank did what, in seconds of the host's clock, and its result.
-
-    On a GPU the times are those of the kernels that a piece of work has launched.
-    """
-    on_gpu = device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    run: Callable[[], None], stages: Sequence[EngineStage], device: torch.device
+) -> list[Span]:
+    """Run a step, which waits for the device; when this rank did what, in the host's seconds."""
     for stage in stages:
         stage.marks = True
+        stage.events.clear()
     try:
-        with profile(activities=activities) as profiler:
-            with record_function(_MARK):
-                began = time.time_ns() / 1e9
-            result = run()
-            if on_gpu:
-                torch.cuda.synchronize(device)
+        timed = _by_events if device.type == "cuda" else _by_profiler
+        spans = timed(run, stages, device)
     finally:
         for stage in stages:
             stage.marks = False
-    return _spans(profiler.events(), began, on_gpu), result
+            stage.events.clear()
+    return sorted(spans, key=lambda span: span.start)
 
 
-def _spans(events: Any, began: float, on_gpu: bool) -> list[Span]:
+def _by_profiler(
+    run: Callable[[], None], stages: Sequence[EngineStage], device: torch.device
+) -> list[Span]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with record_function(_MARK):
+            began = time.time_ns() / 1e9
+        run()
+    return _spans(profiler.events(), began)
+
+
+def _spans(events: Any, began: float) -> list[Span]:
     """The marked ranges; the mark tells the profiler's clock from the host's."""
-    kind = "CUDA" if on_gpu else "CPU"
-    mark = min(
-        e.time_range.start for e in events if e.name == _MARK and e.device_type.name == "CPU"
-    )
+    mark = min(e.time_range.start for e in events if e.name == _MARK)
     found = []
     for event in events:
-        match = _NAME.fullmatch(event.name)
-        if match is not None and event.device_type.name == kind:
+        work = _work(event.name)
+        if work is not None:
             start = began + (event.time_range.start - mark) / 1e6
             end = began + (event.time_range.end - mark) / 1e6
-            found.append(Span(Work(match[1], int(match[2]), int(match[3])), start, end))
-    return sorted(found, key=lambda span: span.start)
+            found.append(Span(work, start, end))
+    return found
+
+
+def _by_events(
+    run: Callable[[], None], stages: Sequence[EngineStage], device: torch.device
+) -> list[Span]:
+    """The profiler has no ranges of backward on a GPU: another thread launches its kernels."""
+    torch.cuda.synchronize(device)
+    began = time.time_ns() / 1e9
+    first = torch.cuda.Event(enable_timing=True)
+    first.record(torch.cuda.current_stream(device))
+    run()
+    found = []
+    for stage in stages:
+        for name, start, end in stage.events:
+            work = _work(name)
+            assert work is not None
+            times = (began + first.elapsed_time(event) / 1e3 for event in (start, end))
+            found.append(Span(work, *times))
+    return found
+
+
+def _work(name: str) -> Work | None:
+    match = _NAME.fullmatch(name)
+    return None if match is None else Work(match[1], int(match[2]), int(match[3]))

@@ -11,7 +11,13 @@ from torch import nn
 
 from tvmbridge.core.errors import PipelineError
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.distributed.batches import as_arguments, check_sizes, digest, split
+from tvmbridge.distributed.batches import (
+    as_arguments,
+    check_sizes,
+    difference,
+    digest,
+    split,
+)
 from tvmbridge.distributed.compiling import compile_stages
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.graph import PipelineGraph
@@ -64,9 +70,6 @@ class PipelineRunner:
         self._targets: Sequence[Any] = ()
         self._losses: dict[int, torch.Tensor] = {}
         control.describe = self._described
-        if device.type == "cuda":
-            # What waits on the GPU for a rank that has failed would not end otherwise.
-            control.on_reason = control.data_group.abort
         ends = [*plan.positions[1:], len(graph.nodes)]
         own = [i for i, s in enumerate(plan.stages) if s.rank == control.rank]
         self._tensors = StageTensors(module, graph)
@@ -84,6 +87,7 @@ class PipelineRunner:
         else:
             self.eager = dict.fromkeys(range(len(plan.stages)), "tvm=False")
         self._tied = TiedGradients(self._tensors, control)
+        control.connect(device)
         self._engine_stages = [self._engine_stage(s) for s in self.stages]
         self._schedule = self._made_schedule()
 
@@ -97,7 +101,7 @@ class PipelineRunner:
 
     def _made_schedule(self) -> Any:
         plan = self.plan
-        kind = engine_class(plan.schedule, len(plan.stages), plan.ranks)
+        kind = engine_class(plan.schedule, len(plan.stages), plan.ranks, plan.microbatches)
         several = len(plan.stages) > plan.ranks or plan.schedule == "zero_bubble"
         stages: Any = self._engine_stages if several else self._engine_stages[0]
         # Scaled here and not by the engine, which divides what earlier steps have added up, too.
@@ -142,7 +146,7 @@ class PipelineRunner:
         self._set_batch(inputs, targets)
         with self.control.guarded(self._waiting):
             if profile:
-                spans, _ = measured_step(self._run, self._engine_stages, self.device)
+                spans = measured_step(self._run, self._engine_stages, self.device)
             else:
                 self._run()
             losses = self._shared_losses()
@@ -172,7 +176,7 @@ class PipelineRunner:
             if bits != found[0][1]:
                 raise PipelineError(
                     f"{self._described(rank)} was given another batch than {self._described(0)}: "
-                    f"{_difference(found[0][1], bits)}"
+                    f"{difference(found[0][1], bits)}"
                 )
 
     def _cut_batch(self, inputs: Any, targets: Any) -> None:
@@ -200,7 +204,8 @@ class PipelineRunner:
         with self._tied.added_up():
             numbers = torch.arange(self.plan.microbatches)
             self._schedule.step(target=numbers, return_outputs=False)
-            self._wait_for_device()
+        self._wait_for_device()
+        self.control.check()
 
     def _wait_for_device(self) -> None:
         """Wait for the GPU as long as the timeout, and not for ever where a rank is gone."""
@@ -211,14 +216,15 @@ class PipelineRunner:
         end = time.monotonic() + self.control.timeout
         while not event.query():
             if time.monotonic() > end:
-                self.control.data_group.abort()
+                self.control.abort()
                 raise TimeoutError("the GPU has not finished the step")
             time.sleep(0)
 
     def _shared_losses(self) -> torch.Tensor:
-        order = [self._losses[m].cpu() for m in sorted(self._losses)]
-        mine = torch.stack([loss.reshape(()) for loss in order]) if order else None
-        return self.control.share(mine, self.plan.stages[-1].rank)
+        """The losses; no rank has them before all ranks have done their share of the step."""
+        order = [self._losses[m].reshape(()) for m in sorted(self._losses)]
+        mine = torch.stack(order).cpu() if order else None
+        return self.control.gather(mine, "to end the step")[self.plan.stages[-1].rank]
 
     def _waiting(self) -> str:
         waited = [s.waits_for for s in self._engine_stages if s.waits_for]
@@ -258,10 +264,12 @@ class PipelineRunner:
         ]
         parts = self.control.gather(sum(squares), "for the norm of the gradients")
         norm = float(sum(parts) ** 0.5)
-        if norm > max_norm:
+        factor = max_norm / (norm + 1e-6)
+        # Not `factor < 1`: gradients whose norm is NaN are not to be trained on.
+        if not factor >= 1:
             for parameter in self.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(max_norm / (norm + 1e-6))
+                    parameter.grad.mul_(factor)
         return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -287,13 +295,3 @@ class PipelineRunner:
     def report(self) -> PipelineReport:
         """What runs where: each stage with TVM or in eager PyTorch, and why; on every rank."""
         return report_of(self.stages, self.eager, self.equal_to, self.device, self.control)
-
-
-def _difference(expected: Any, found: Any) -> str:
-    if expected[1] != found[1]:
-        return f"its tensors are {_shapes(found[1])}, not {_shapes(expected[1])}"
-    return "its values differ"
-
-
-def _shapes(shapes: Any) -> str:
-    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in shapes)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tvmbridge.core.errors import PipelineError
+from tvmbridge.distributed.batches import digest
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.tensors import StageTensors
 
@@ -25,11 +26,28 @@ class TiedGradients:
             for name in names:
                 owners.setdefault(name, []).append(rank)
         self._owners = {name: ranks for name, ranks in sorted(owners.items()) if len(ranks) > 1}
+        self._compare()
         self._groups: dict[tuple[int, ...], Any] = {}
         for ranks in self._owners.values():
             if tuple(ranks) not in self._groups:
-                timeout = timedelta(seconds=control.timeout)
-                self._groups[tuple(ranks)] = dist.new_group(ranks, timeout=timeout)
+                self._groups[tuple(ranks)] = control.new_group(ranks)
+
+    def _compare(self) -> None:
+        """Parameters that are to be one must begin as one.
+
+        Raises:
+            PipelineError: a rank has other values.
+        """
+        shared = {n: p for n, p in self._parameters.items() if n in self._owners}
+        mine = {name: digest(parameter)[0] for name, parameter in shared.items()}
+        found = self._control.gather(mine, "to compare shared parameters")
+        for name, (first, *others) in self._owners.items():
+            for rank in others:
+                if found[rank][name] != found[first][name]:
+                    raise PipelineError(
+                        f"{self._control.describe(rank)} and {self._control.describe(first)} share "
+                        f"{name}, and begin with different values; seed all ranks alike"
+                    )
 
     def counts_here(self, name: str) -> bool:
         """Is this rank the one that a shared parameter is counted on?"""
@@ -38,7 +56,8 @@ class TiedGradients:
     @contextmanager
     def added_up(self) -> Iterator[None]:
         """Around the backwards of a step: their gradients are added up, not those from before."""
-        own = [name for name in self._owners if name in self._parameters]
+        own = [n for n in self._owners if n in self._parameters]
+        own = [n for n in own if self._parameters[n].requires_grad]
         before = {name: self._parameters[name].grad for name in own}
         for name in own:
             self._parameters[name].grad = None
