@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.common import Row, parser, report
 from benchmarks.pipeline_common import in_turns, made, spread, step_seconds
-from benchmarks.pipeline_equal import equal
+from benchmarks.pipeline_equal import BOUNDS, equal
 from benchmarks.pipeline_memory import peak_activations
 from benchmarks.pipeline_models import MODELS, blocks_model, cross_entropy, model_of
 from benchmarks.pipeline_start import join, measured, start_rows
@@ -237,6 +237,7 @@ def _parsed() -> argparse.Namespace:
     made.add_argument("--model", choices=MODELS, help="of `throughput` and `bare`")
     made.add_argument("--microbatches", nargs="*", type=int, default=[8, 16])
     made.add_argument("--stages", nargs="*", type=int, help="of `equal`; else 1 and 2 a device")
+    made.add_argument("--dtypes", nargs="*", choices=BOUNDS, default=list(BOUNDS))
     made.add_argument("--schedule", default="interleaved")
     made.add_argument("--cuts", nargs="*", choices=CUTS, default=CUTS, help="models of `cut`")
     made.add_argument("--size", type=int, default=8, help="rows of a micro-batch")

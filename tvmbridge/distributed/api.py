@@ -14,7 +14,7 @@ from torch import nn
 from tvmbridge.core.errors import BridgeError, PipelineError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.distributed.control import Control
+from tvmbridge.distributed.control import Control, has_nccl
 from tvmbridge.distributed.graph import PipelineGraph, capture_graph, value_of
 from tvmbridge.distributed.plan import Plan, Sample, Stages, count_stages, make_plan
 from tvmbridge.distributed.runner import PipelineRunner
@@ -139,7 +139,7 @@ def _device(devices: Sequence[torch.device | str] | None, control: Control) -> t
                 f"many processes as devices, with torchrun --nproc-per-node {len(devices)}"
             )
         return torch.device(devices[control.rank])
-    if torch.cuda.is_available() and dist.get_backend() == "nccl":
+    if torch.cuda.is_available() and has_nccl():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", control.rank)))
     return torch.device("cpu")
 

@@ -31,6 +31,11 @@ _LINGER_SECONDS = 0.6
 _WATCHDOG_TIMEOUTS = 3
 
 
+def has_nccl() -> bool:
+    """Are tensors on GPUs sent by NCCL? A group may have a backend for each type of device."""
+    return "nccl" in str(dist.get_backend_config())
+
+
 class Control:
     """The ranks of one pipeline; collectives on small objects, with errors that name ranks.
 
@@ -65,7 +70,7 @@ class Control:
 
     def new_group(self, ranks: list[int]) -> Any:
         """A group for tensors of the devices; all ranks call it together."""
-        on_gpus = dist.get_backend() == "nccl"
+        on_gpus = has_nccl()
         seconds = self.timeout * (_WATCHDOG_TIMEOUTS if on_gpus else 1)
         group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
         if on_gpus and self.rank in ranks:
