@@ -53,7 +53,7 @@ class Step:
 
     def __init__(self, model: DLRM, place: Place, rate: float = 0.02) -> None:
         self.model, self.place = model, place
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         self.loss_of = nn.BCEWithLogitsLoss()
 
     def __call__(self, batch: Batch) -> torch.Tensor:
