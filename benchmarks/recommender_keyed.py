@@ -18,6 +18,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.streamable import Pipelineable
 
+from benchmarks.recommender_rows import by_rank
 from examples.dlrm.clicks import Batch
 from examples.dlrm.model import DLRM, Sizes
 from examples.dlrm.train import Place, make
@@ -89,11 +90,6 @@ class Keyed(nn.Module):
         embedded = self.tables(batch.features).values()
         loss = self.loss_of(self.rest(batch.dense, embedded), batch.labels)
         return loss, loss.detach()
-
-
-def by_rank(sizes: Sizes, world: int) -> list[str]:
-    """The features in the order of the ranks that have their tables."""
-    return [name for rank in range(world) for name in sizes.of_rank(rank, world)]
 
 
 class Pipelined:

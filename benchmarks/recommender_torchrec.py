@@ -1,7 +1,7 @@
 """A training step of the DLRM with the fx passes, over that of torchrec's pipeline, on two ranks.
 
 Run by ``torchrun --nproc-per-node 2 -m benchmarks.recommender_torchrec`` where torchrec and fbgemm
-are installed: on GPUs by NCCL where there are any, otherwise on CPUs by gloo. Both train the model
+are installed (1.8 for PyTorch 2.13): on GPUs by NCCL where there are any, otherwise on CPUs by gloo. Both train the model
 of ``examples/dlrm`` from the same weights on the same rows; before anything is timed, a step of
 each is held against the undivided model in float64, and steps with Adagrad against each other.
 
@@ -13,19 +13,21 @@ Either side does what it does by itself:
   rows that were looked up alone. ``DistributedDataParallel`` adds up the other gradients.
 - tvmbridge: the example's step with all passes. Tables have gradients of their whole size, and one
   optimizer updates all parameters. A rank reads the features of its tables for the rows of all
-  ranks, as the example does ("as fed"), or all features of its rows, as torchrec does, and sends
-  them to the others within the step, without any overlap ("with the input's distribution").
+  ranks, as the example does ("as fed"), or all features of its rows, as torchrec does, and they
+  are sent to the ranks of the tables while the batches before are computed ("distributed").
 
 The optimizer is Adagrad for all parameters of both: a row that was not looked up stays as it is
 whether it has a gradient of zeros or none, which is not so with Adam, and fbgemm has no Adam for
-CPUs. What is in the batches is drawn and joined beforehand for both.
+CPUs. What is in the batches is drawn and joined beforehand for both. Gradients of whole tables
+cost what the tables have rows: ``--table`` shows it.
 """
 
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,32 +35,17 @@ import torch.distributed as dist
 from torch import nn
 
 import tvmbridge
-from benchmarks.common import Row, alternate, parser, report
-from benchmarks.recommender_keyed import Pipelined, Rule, by_rank
+from benchmarks.common import Row, in_turns, parser, report
+from benchmarks.recommender_keyed import Pipelined, Rule
+from benchmarks.recommender_rows import Distribution, by_rank, of_rows
 from benchmarks.recommender_step import synchronized
 from examples.dlrm.clicks import Batch, Clicks
 from examples.dlrm.model import Sizes
 from examples.dlrm.train import Place, Step, join, make
-from tvmbridge.fx.sparse_features import CombinedFeatures
 
 BATCHES = 8
 # Steps of each turn: what one side leaves to be sent meanwhile is a small part of the other's time.
 STEPS = 5
-
-
-def of_rows(whole: Batch, sizes: Sizes, place: Place) -> Batch:
-    """A rank's rows of a batch of all ranks, with all their features, in the order of the ranks."""
-    rows = len(whole.labels) // place.world
-    own = slice(place.rank * rows, (place.rank + 1) * rows)
-    features, indices, lengths = whole.features.separate(), [], []
-    names = by_rank(sizes, place.world)
-    for name in names:
-        per_row = features[name].indices.split(features[name].lengths.tolist())
-        indices.append(torch.cat(per_row[own]))
-        lengths.append(features[name].lengths[own])
-    splits = torch.tensor([len(part) for part in indices])
-    joined = CombinedFeatures(names, torch.cat(indices), torch.stack(lengths), splits)
-    return Batch(whole.dense[own], whole.labels[own], joined)
 
 
 def pinned(batch: Batch, place: Place) -> Batch:
@@ -68,52 +55,39 @@ def pinned(batch: Batch, place: Place) -> Batch:
     return Batch(*(p.pin_memory() for p in (batch.dense, batch.labels, batch.features)))
 
 
-def distributed(batch: Batch, sizes: Sizes, place: Place) -> Batch:
-    """The features of this rank's tables for all rows, from all features of this rank's rows."""
-    given, world = batch.features, place.world
-    rows, counts = given.lengths.shape[1], [len(sizes.of_rank(r, world)) for r in range(world)]
-    own = counts[place.rank]
-    lengths = given.lengths.new_empty(world, own, rows)
-    sent = [count * rows for count in counts]
-    dist.all_to_all_single(lengths.view(-1), given.lengths.view(-1), [own * rows] * world, sent)
-    pieces = lengths.sum(2).cpu()
-    received = pieces.sum(1).tolist()
-    indices = given.indices.new_empty(sum(received))
-    sent = [int(part.sum()) for part in given.splits.split(counts)]
-    dist.all_to_all_single(indices, given.indices, received, sent)
-    parts = indices.split(pieces.flatten().tolist())
-    ordered = torch.cat([parts[r * own + table] for table in range(own) for r in range(world)])
-    joined = lengths.transpose(0, 1).reshape(own, world * rows)
-    names = sizes.of_rank(place.rank, world)
-    features = CombinedFeatures(names, ordered, joined, pieces.sum(0))
-    return Batch(batch.dense, batch.labels, features)
-
-
 class Ours:
-    """The example's step with all passes, at each call: from batches as fed, or distributed."""
+    """The example's step with all passes, at each call."""
 
     def __init__(self, sizes: Sizes, place: Place, rule: Rule, sample: Batch) -> None:
-        self.sizes, self.place = sizes, place
+        self.place = place
+        self.batches: Iterator[Batch] = iter(())
         self.model = make(sizes, place)
         given = sample.to(place.device)
         tvmbridge.optimize_fx(self.model, (given.dense, given.features), measure=False)
         self.step = Step(self.model, place)
         self.step.optimizer = rule.dense(self.model.parameters())
 
-    def as_fed(self, batches: Sequence[Batch]) -> Callable[[], torch.Tensor]:
-        """Steps on batches that have the features of this rank's tables."""
-        given = itertools.cycle(batches)
-        return lambda: self.step(next(given).to(self.place.device))
+    def __call__(self) -> torch.Tensor:
+        """The loss of this rank's rows."""
+        return self.step(next(self.batches).to(self.place.device))
 
-    def with_distribution(self, batches: Sequence[Batch]) -> Callable[[], torch.Tensor]:
-        """Steps on batches that have all features of this rank's rows."""
-        given = itertools.cycle(batches)
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's, by name."""
+        return dict(self.model.named_parameters())
 
-        def run() -> torch.Tensor:
-            own = next(given).to(self.place.device)
-            return self.step(distributed(own, self.sizes, self.place))
 
-        return run
+def sides(
+    sizes: Sizes, place: Place, rule: Rule, by_rows: Sequence[Batch], by_tables: Sequence[Batch]
+) -> dict[str, Pipelined | Ours]:
+    """What is compared, on the same rows in the same order."""
+    fed, distributed = (Ours(sizes, place, rule, by_tables[0]) for _ in range(2))
+    fed.batches = itertools.cycle(by_tables)
+    distributed.batches = Distribution(sizes, place).ahead(itertools.cycle(by_rows))
+    return {
+        "torchrec": Pipelined(sizes, place, rule, by_rows),
+        "tvmbridge, as fed": fed,
+        "tvmbridge, distributed": distributed,
+    }
 
 
 def mean(loss: torch.Tensor) -> float:
@@ -123,10 +97,10 @@ def mean(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def largest(error: float) -> float:
-    """Of the ranks; NaN if one has NaN."""
-    every = [0.0] * dist.get_world_size()
-    dist.all_gather_object(every, error)
+def largest(errors: Sequence[float]) -> float:
+    """Of all ranks; NaN if one has NaN."""
+    every: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(every, float(torch.tensor(errors).max()))
     return float(torch.tensor(every).max())
 
 
@@ -138,6 +112,12 @@ def turn(call: Callable[[], Any], place: Place) -> Callable[[], None]:
             call()
 
     return synchronized(run, place)
+
+
+def spread(name: str, values: Sequence[float], unit: str, bound: float | None = None) -> Row:
+    """The median of what the rounds gave, with the quartiles beside its name."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return Row(f"{name} (quartiles {low:.3g}, {high:.3g})", median, unit, bound)
 
 
 def undivided(
@@ -163,19 +143,12 @@ def proven(sizes: Sizes, rows: int, place: Place) -> list[Row]:
     rule = Rule("SGD", 1e3)
     whole = Clicks(sizes, rows * place.world)[0]
     loss, before, gradients = undivided(sizes, whole, place)
-    own = of_rows(whole, sizes, place)
     fed = Clicks(sizes, rows, place.rank, place.world)[0]
-    theirs = Pipelined(sizes, place, rule, [own])
-    ours, sent = Ours(sizes, place, rule, fed), Ours(sizes, place, rule, fed)
-    sides: dict[str, tuple[Callable[[], torch.Tensor], Callable[[], Any]]] = {
-        "torchrec": (theirs, theirs.parameters),
-        "tvmbridge": (ours.as_fed([fed]), lambda: dict(ours.model.named_parameters())),
-        "distributed": (sent.with_distribution([own]), lambda: dict(sent.model.named_parameters())),
-    }
+    compared = sides(sizes, place, rule, [of_rows(whole, sizes, place)], [fed])
     found = []
-    for name, (step, parameters) in sides.items():
-        error = abs(mean(step()) - loss) / abs(loss)
-        after = {n: p.detach().cpu().double() for n, p in parameters().items()}
+    for name, side in compared.items():
+        error = abs(mean(side()) - loss) / abs(loss)
+        after = {n: p.detach().cpu().double() for n, p in side.parameters().items()}
         tables = {n for n in after if n.startswith("tables.")}
         assert tables == {f"tables.{n}.weight" for n in sizes.of_rank(place.rank, place.world)}
         assert set(after) - tables == {n for n in before if not n.startswith("tables.")}
@@ -183,8 +156,8 @@ def proven(sizes: Sizes, rows: int, place: Place) -> list[Row]:
             float(((before[n] - p) / rule.rate - gradients[n]).norm() / gradients[n].norm())
             for n, p in after.items()
         ]
-        found.append(Row(f"loss of a step, {name}", error, "of float64", 1e-6))
-        found.append(Row(f"gradients, {name}", largest(max(errors)), "of float64", 1e-5))
+        found.append(Row(f"{name}: loss of a step", error, "of float64", 1e-6))
+        found.append(Row(f"{name}: gradients", largest(errors), "of float64", 1e-5))
     return found
 
 
@@ -193,24 +166,21 @@ def measure(sizes: Sizes, rows: int, rounds: int, place: Place) -> list[Row]:
     whole, own = Clicks(sizes, rows * place.world), Clicks(sizes, rows, place.rank, place.world)
     by_rows = [pinned(of_rows(whole[i], sizes, place), place) for i in range(BATCHES)]
     by_tables = [pinned(own[i], place) for i in range(BATCHES)]
-    rule = Rule("Adagrad", 0.02)
-    fed, sent = (Ours(sizes, place, rule, by_tables[0]) for _ in range(2))
-    calls = {
-        "torchrec": Pipelined(sizes, place, rule, by_rows),
-        "tvmbridge, as fed": fed.as_fed(by_tables),
-        "tvmbridge, with the input's distribution": sent.with_distribution(by_rows),
-    }
-    losses = [[mean(call()) for _ in range(BATCHES)] for call in calls.values()]
-    apart = max(abs(ours - losses[0][i]) for side in losses[1:] for i, ours in enumerate(side))
-    turns = alternate([turn(call, place) for call in calls.values()], rounds=rounds)
-    times = [seconds / STEPS for seconds in turns]
-    for side in (fed, sent):
-        report_ = tvmbridge.fx_report(side.model)
-        assert not report_.fallbacks, report_
-    found = [Row(f"losses of {BATCHES} steps with Adagrad, apart", apart, "", 1e-4)]
-    found += [Row(name, t * 1e3, "ms") for name, t in zip(calls, times, strict=True)]
-    pairs = list(zip(calls, times, strict=True))[1:]
-    return found + [Row(name, t / times[0], "of torchrec", 1.0) for name, t in pairs]
+    compared = sides(sizes, place, Rule("Adagrad", 0.02), by_rows, by_tables)
+    losses = [[mean(side()) for _ in range(BATCHES)] for side in compared.values()]
+    apart = [abs(a - b) for other in losses[1:] for a, b in zip(other, losses[0], strict=True)]
+    times = in_turns([turn(side, place) for side in compared.values()], rounds=rounds)
+    for side in compared.values():
+        if isinstance(side, Ours) and (fallbacks := tvmbridge.fx_report(side.model).fallbacks):
+            raise RuntimeError(f"calls were left to the module's own forward: {fallbacks}")
+    found = [Row(f"losses of {BATCHES} steps with Adagrad, apart", largest(apart), "", 1e-6)]
+    found += [
+        spread(n, [s / STEPS * 1e3 for s in t], "ms") for n, t in zip(compared, times, strict=True)
+    ]
+    for name, taken in list(zip(compared, times, strict=True))[1:]:
+        ratios = [ours / theirs for ours, theirs in zip(taken, times[0], strict=True)]
+        found.append(spread(name, ratios, "of torchrec", 1.0))
+    return found
 
 
 def main(argv: Sequence[str] = ()) -> int:
@@ -218,12 +188,13 @@ def main(argv: Sequence[str] = ()) -> int:
     options = parser(__doc__)
     options.add_argument("--features", type=int, nargs="+", default=[26, 100])
     options.add_argument("--rows", type=int, default=512, help="of a batch, on each rank")
+    options.add_argument("--table", type=int, default=2000, help="rows of each table")
     options.add_argument("--rounds", type=int, default=40)
     chosen = options.parse_args(argv)
     place = join()
     status = 0
     for features in chosen.features:
-        sizes = Sizes(features=features)
+        sizes = Sizes(features=features, rows=chosen.table)
         found = proven(sizes, chosen.rows, place)
         found += measure(sizes, chosen.rows, chosen.rounds, place)
         if not place.rank:
