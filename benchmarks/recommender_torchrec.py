@@ -1,9 +1,10 @@
 """A training step of the DLRM with the fx passes, over that of torchrec's pipeline, on two ranks.
 
 Run by ``torchrun --nproc-per-node 2 -m benchmarks.recommender_torchrec`` where torchrec and fbgemm
-are installed (1.8 for PyTorch 2.13): on GPUs by NCCL where there are any, otherwise on CPUs by gloo. Both train the model
-of ``examples/dlrm`` from the same weights on the same rows; before anything is timed, a step of
-each is held against the undivided model in float64, and steps with Adagrad against each other.
+are installed (1.8 with PyTorch 2.13): on GPUs by NCCL where there are any, otherwise on CPUs by
+gloo. Both train the model of ``examples/dlrm`` from the same weights on the same rows; before
+anything is timed, a step of each is held against the undivided model in float64, and steps with
+Adagrad against each other.
 
 Either side does what it does by itself:
 
