@@ -53,7 +53,8 @@ def pinned(batch: Batch, place: Place) -> Batch:
     """In pinned memory, where it is to be copied to a GPU."""
     if place.device.type == "cpu":
         return batch
-    return Batch(*(p.pin_memory() for p in (batch.dense, batch.labels, batch.features)))
+    features = batch.features.pin_memory()
+    return Batch(batch.dense.pin_memory(), batch.labels.pin_memory(), features)
 
 
 class Ours:
