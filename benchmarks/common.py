@@ -50,10 +50,10 @@ def report(title: str, rows: Sequence[Row], *, check: bool) -> int:
     return int(check and not all(row.holds for row in rows))
 
 
-def alternate(
+def in_turns(
     functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
-) -> list[float]:
-    """The median seconds of each function, called in turns."""
+) -> list[list[float]]:
+    """The seconds of each function's calls; the functions are called in turns."""
     seconds: list[list[float]] = [[] for _ in functions]
     for number in range(warmup + rounds):
         for function, record in zip(functions, seconds, strict=True):
@@ -62,4 +62,11 @@ def alternate(
             elapsed = time.perf_counter() - start
             if number >= warmup:
                 record.append(elapsed)
-    return [statistics.median(record) for record in seconds]
+    return seconds
+
+
+def alternate(
+    functions: Sequence[Callable[[], object]], *, rounds: int, warmup: int = 3
+) -> list[float]:
+    """The median seconds of each function, called in turns."""
+    return [statistics.median(r) for r in in_turns(functions, rounds=rounds, warmup=warmup)]

@@ -141,9 +141,10 @@ def forward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
 
 def backward(module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
     """A call, and its backward."""
+    parameters = list(module.parameters())
 
     def run() -> None:
-        for parameter in module.parameters():
+        for parameter in parameters:
             parameter.grad = None
         module(x).sum().backward()
 

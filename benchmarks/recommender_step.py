@@ -7,7 +7,7 @@ are any, otherwise on CPUs by gloo.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import fx
 
 import tvmbridge
 from benchmarks.common import Row, alternate, parser, report
-from examples.dlrm.clicks import Clicks
+from examples.dlrm.clicks import Batch, Clicks
 from examples.dlrm.model import DLRM, Sizes
 from examples.dlrm.train import Place, Step, join, make
 from tvmbridge.passes.fx.base import copied
@@ -74,52 +74,68 @@ def exchange(model: DLRM, rows: int) -> Callable[[], None]:
     return run
 
 
-def measure(features: int, rows: int, rounds: int, place: Place) -> list[Row]:
-    """Medians of steps in turns, on this rank."""
-    sizes = Sizes(features=features)
-    batch = Clicks(sizes, rows, place.rank, place.world)[0].to(place.device)
-    sample = (batch.dense, batch.features)
-    passes = (CombineSparseInputs(), FeatureFusion(), HorizontalFusion())
-    eager, model = make(sizes, place), make(sizes, place)
-    tvmbridge.optimize_fx(model, sample, passes, measure=False)
-    # One trace serves all: only the graph that its entry runs is exchanged.
-    ((entry,),) = model.forward.entries.values()  # type: ignore[union-attr,operator]
-    graph = entry.graph_module
-    graphs = {"overlap off": graph, "overlap on": OverlapCommunication()(graph).graph_module}
-    graphs["computation"] = without_communication(graph)
-    step = Step(model, place)
-    steps = dict.fromkeys(graphs, step) | {"computation": Step(model, Place(0, 1, place.device))}
+class Variants:
+    """Steps of one model, by the graph that it runs; one trace serves all of them."""
 
-    def run(name: str) -> None:
-        entry.graph_module = graphs[name]
-        steps[name](batch)
+    def __init__(self, sizes: Sizes, batch: Batch, place: Place) -> None:
+        model, passes = make(sizes, place), (CombineSparseInputs(), FeatureFusion())
+        sample = (batch.dense, batch.features)
+        tvmbridge.optimize_fx(model, sample, (*passes, HorizontalFusion()), measure=False)
+        ((self._entry,),) = model.forward.entries.values()  # type: ignore[union-attr,operator]
+        graph = self._entry.graph_module
+        self._graphs = {
+            "overlap off": graph,
+            "overlap on": OverlapCommunication()(graph).graph_module,
+            "computation": without_communication(graph),
+        }
+        together, alone = Step(model, place), Step(model, Place(0, 1, place.device))
+        self._steps = dict.fromkeys(self._graphs, together) | {"computation": alone}
 
-    eager_step = Step(eager, place)
-    calls: dict[str, Callable[[], Any]] = {"eager": lambda: eager_step(batch)}
-    calls |= {name: partial(run, name) for name in graphs}
-    calls["communication"] = exchange(eager, rows)
-    times = alternate([synchronized(c, place) for c in calls.values()], rounds=rounds)
-    found = dict(zip(calls, times, strict=True))
+    def calls(self, batch: Batch) -> dict[str, Callable[[], Any]]:
+        """A step by each graph."""
+        return {name: partial(self._run, name, batch) for name in self._graphs}
+
+    def _run(self, name: str, batch: Batch) -> None:
+        self._entry.graph_module = self._graphs[name]
+        self._steps[name](batch)
+
+
+def measure(sizes: Sizes, counts: Sequence[int], rounds: int, place: Place) -> Iterator[Row]:
+    """Medians of steps in turns, on this rank, with batches of so many rows each."""
+    batches = [Clicks(sizes, n, place.rank, place.world)[0].to(place.device) for n in counts]
+    eager, variants = make(sizes, place), Variants(sizes, batches[0], place)
+    step = Step(eager, place)
+    for rows, batch in zip(counts, batches, strict=True):
+        calls = {"eager": partial(step, batch), **variants.calls(batch)}
+        calls["communication"] = exchange(eager, rows)
+        times = alternate([synchronized(c, place) for c in calls.values()], rounds=rounds)
+        title = f"{sizes.features} features of {sizes.width}, {rows} rows"
+        yield from rows_of(title, dict(zip(calls, times, strict=True)), place)
+
+
+def rows_of(title: str, found: Mapping[str, float], place: Place) -> Iterator[Row]:
+    """The rows of one size of batch, from seconds."""
     longer = max(found["computation"], found["communication"])
-    result = [Row(f"{name}, {features} features", t * 1e3, "ms") for name, t in found.items()]
-    bound = 1.1 if place.device.type == "cuda" else None
-    result.append(Row("overlap on", found["overlap on"] / longer, "of the longer part", bound))
-    result.append(Row("overlap on", found["overlap on"] / found["overlap off"], "of overlap off"))
-    result.append(
-        Row("whole step", found["overlap on"] / found["eager"], "of eager", bound and 0.4)
-    )
-    return result
+    on_gpu = place.device.type == "cuda"
+    for name, seconds in found.items():
+        yield Row(f"{title}: {name}", seconds * 1e3, "ms")
+    on, overlapped = found["overlap on"], f"{title}: overlap on"
+    yield Row(overlapped, on / longer, "of the longer part", 1.1 if on_gpu else None)
+    yield Row(overlapped, on / found["overlap off"], "of overlap off")
+    yield Row(f"{title}: whole step", on / found["eager"], "of eager", 0.4 if on_gpu else None)
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Rank 0 prints."""
     options = parser(__doc__)
     options.add_argument("--features", type=int, default=200)
-    options.add_argument("--rows", type=int, default=512)
+    options.add_argument("--width", type=int, default=Sizes.width, help="of an embedding")
+    options.add_argument("--rows", type=int, nargs="*", default=[512], help="of a rank's batch")
     options.add_argument("--rounds", type=int, default=20)
     chosen = options.parse_args(argv)
     place = join()
-    found = measure(chosen.features, chosen.rows, chosen.rounds, place)
+    sizes = Sizes(features=chosen.features, width=chosen.width)
+    found = list(measure(sizes, chosen.rows, chosen.rounds, place))
     status = 0
     if not place.rank:
         title = f"DLRM on {place.world} {place.device.type} ranks"

@@ -81,7 +81,15 @@ class DLRM(nn.Module):
         bags = [
             self.tables[name](features[name].indices, features[name].offsets) for name in self.names
         ]
-        embedded = self._exchanged(torch.cat(bags, 1), dense.shape[0])
+        return self.interacted(bottom, self._exchanged(torch.cat(bags, 1), dense.shape[0]))
+
+    def interacted(self, bottom: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The logits of rows, from what the bottom network and the tables say of them.
+
+        Args:
+            bottom: [rows, width].
+            embedded: [rows, features * width], the features in the order of the ranks.
+        """
         parts = embedded.split(self.sizes.width, 1)
         normed = [torch.tanh(norm(part)) for norm, part in zip(self.norms, parts, strict=True)]
         joined = torch.cat([bottom, *normed], 1)

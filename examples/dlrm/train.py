@@ -53,7 +53,13 @@ class Step:
 
     def __init__(self, model: DLRM, place: Place, rate: float = 0.02) -> None:
         self.model, self.place = model, place
-        self.optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(
+            model.parameters(), lr=rate, fused=True
+        )
+        self.shared = model.replicated()
+        self.flat = torch.zeros(sum(p.numel() for p in self.shared)).to(self.shared[0])
+        pieces = self.flat.split([p.numel() for p in self.shared])
+        self.pieces = [piece.view_as(p) for piece, p in zip(pieces, self.shared, strict=True)]
         self.loss_of = nn.BCEWithLogitsLoss()
 
     def __call__(self, batch: Batch) -> torch.Tensor:
@@ -67,16 +73,13 @@ class Step:
         return loss.detach()
 
     def add_up(self) -> None:
-        """Add up the gradients of what all ranks have alike, in one tensor that they become."""
+        """Add up the gradients of what all ranks have alike, as one tensor."""
         if self.place.world == 1:
             return
-        parameters = [p for p in self.model.replicated() if p.grad is not None]
-        flat = torch.cat([p.grad.reshape(-1) for p in parameters if p.grad is not None])
-        dist.all_reduce(flat)
-        for parameter, piece in zip(
-            parameters, flat.split([p.numel() for p in parameters]), strict=True
-        ):
-            parameter.grad = piece.view_as(parameter)
+        gradients = [p.grad for p in self.shared]
+        torch._foreach_copy_(self.pieces, gradients)
+        dist.all_reduce(self.flat)
+        torch._foreach_copy_(gradients, self.pieces)
 
 
 def train(

@@ -119,7 +119,7 @@ class CombinedFeatures(Mapping[str, Jagged]):
         return CombinedFeatures(self.names, indices, lengths, self.splits, weights)
 
     def to_keyed_jagged_tensor(self) -> Any:
-        """As torchrec's ``KeyedJaggedTensor``, which shares the tensors.
+        """As torchrec's ``KeyedJaggedTensor``, which shares the tensors, and knows the splits.
 
         Raises:
             ImportError: torchrec is not installed.
@@ -132,6 +132,7 @@ class CombinedFeatures(Mapping[str, Jagged]):
             lengths=self.lengths.reshape(-1),
             weights=self.weights,
             stride=self.lengths.shape[1],
+            length_per_key=self.splits.tolist(),
         )
 
     @classmethod
