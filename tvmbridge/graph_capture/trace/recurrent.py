@@ -103,8 +103,8 @@ def _stack(
         if by_layer:
             length = workspace_length(function, steps_first(x, swapped), own, autocast)
         if length:
-            flags = (has_biases, bidirectional, swapped, length)
-            x, *final, _ = LSTM_LAYER(x, list(own), weights, *flags)
+            kept = (has_biases, bidirectional, swapped, length)
+            x, *final, _ = LSTM_LAYER(x, list(own), weights, *kept)
         else:
             settings = (has_biases, num_layers // groups, bidirectional, swapped)
             flags = (*settings, learned, recorded, autocast)

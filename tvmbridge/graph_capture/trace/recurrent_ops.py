@@ -3,7 +3,8 @@
 The functions are composite: a trace would decompose them into their time steps. As operators they
 run at a call as in eager PyTorch, by the same kernels. Forward saves its inputs and its outputs
 alone; backward runs the function again under autograd, except for layers that
-``recurrent_backward.py`` differentiates from their outputs.
+``recurrent_backward.py`` differentiates from their outputs. LSTM layers that keep a workspace for
+backward have an operator of their own, in ``recurrent_workspace.py``.
 """
 
 from __future__ import annotations

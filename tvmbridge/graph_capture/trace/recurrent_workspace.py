@@ -160,7 +160,8 @@ def _gradients(
     directions = len(workspace)
     count = len(weights) // directions
     backward = torch.ops.aten.mkldnn_rnn_layer_backward.default
-    flags = (_LSTM, hidden.shape[-1], 1, has_biases, True, directions == 2, [], False)
+    sizes: list[int] = []  # No sequence is packed.
+    flags = (_LSTM, hidden.shape[-1], 1, has_biases, True, directions == 2, sizes, False)
     found = []
     for i in range(directions):
         own = weights[i * count : (i + 1) * count]
