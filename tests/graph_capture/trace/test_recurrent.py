@@ -69,7 +69,7 @@ def test_long_sequences_train_like_eager_without_a_kernel_a_step() -> None:
     names = {name for name in report.aten_calls if name.startswith("tvmbridge.")}
     assert names == {
         f"tvmbridge.{name}{backward}.default"
-        for name in ("lstm_stack", "gru_stack", "rnn_tanh_stack")
+        for name in ("lstm_layer", "gru_stack", "rnn_tanh_stack")
         for backward in ("", "_backward")
     }
     assert sum(report.specializations[0].native_operators.values()) < 200

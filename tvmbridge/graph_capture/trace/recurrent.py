@@ -1,7 +1,8 @@
 """Recurrent layers: calls of PyTorch's functions for them become opaque operators.
 
 A stack of layers is one operator. It is one a layer where dropout is drawn, for the masks are drawn
-outside of compiled code, and where gradients are computed from the outputs of each layer.
+outside of compiled code, and where gradients are computed from the outputs of each layer, or from
+the workspace that it leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ import torch
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import innermost_transform, pack_padded_sequence
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
-from tvmbridge.graph_capture.trace.recurrent_ops import STACKS, differentiated_from_outputs
+from tvmbridge.graph_capture.trace.recurrent_ops import (
+    STACKS,
+    differentiated_from_outputs,
+    steps_first,
+)
+from tvmbridge.graph_capture.trace.recurrent_workspace import LSTM_LAYER, workspace_length
 
 aten = torch.ops.aten
 
@@ -82,16 +88,27 @@ def _stack(
     drawn = dropout and train and num_layers > 1
     recorded = torch.is_grad_enabled()
     differentiated = recorded and any(t.requires_grad for t in tensors)
-    by_layer = differentiated and differentiated_from_outputs(function, input, autocast)
+    by_layer = differentiated and (
+        differentiated_from_outputs(function, input, autocast)
+        or workspace_length(function, steps_first(input, batch_first), states, autocast) > 0
+    )
     groups = num_layers if drawn or by_layer else 1
     x, count = input, len(params) // groups
     each: list[Sequence[torch.Tensor]] = []
     for i, own in enumerate(zip(*(s.chunk(groups) for s in states), strict=True)):
         weights = list(params[i * count : (i + 1) * count])
         learned = any(weight.requires_grad for weight in weights)
-        settings = (has_biases, num_layers // groups, bidirectional, batch_first and i == 0)
-        flags = (*settings, learned, recorded, autocast)
-        x, *final = STACKS[function](x, list(own), weights, *flags)
+        swapped = batch_first and i == 0
+        length = 0
+        if by_layer:
+            length = workspace_length(function, steps_first(x, swapped), own, autocast)
+        if length:
+            kept = (has_biases, bidirectional, swapped, length)
+            x, *final, _ = LSTM_LAYER(x, list(own), weights, *kept)
+        else:
+            settings = (has_biases, num_layers // groups, bidirectional, swapped)
+            flags = (*settings, learned, recorded, autocast)
+            x, *final = STACKS[function](x, list(own), weights, *flags)
         each.append(final)
         if function is torch.lstm and groups > 1 and x.dtype != input.dtype != torch.float32:
             raise UnsupportedOperatorError(

@@ -3,7 +3,8 @@
 The functions are composite: a trace would decompose them into their time steps. As operators they
 run at a call as in eager PyTorch, by the same kernels. Forward saves its inputs and its outputs
 alone; backward runs the function again under autograd, except for layers that
-``recurrent_backward.py`` differentiates from their outputs.
+``recurrent_backward.py`` differentiates from their outputs. LSTM layers that keep a workspace for
+backward have an operator of their own, in ``recurrent_workspace.py``.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _define(function: Callable[..., Any]) -> Any:
     def run(input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any) -> Any:
         *settings, batch_first, learned, recorded, autocast = flags
         weights = [weight.detach().requires_grad_(learned) for weight in weights]
-        steps = _steps_first(input, batch_first)
+        steps = steps_first(input, batch_first)
         # In float16 oneDNN's layer is chosen where autograd does not record, on some processors.
         by_mode = torch.float16 in (input.dtype, autocast)
         with torch.set_grad_enabled(by_mode and recorded):
@@ -70,9 +71,9 @@ def _define(function: Callable[..., Any]) -> Any:
         input: torch.Tensor, states: Tensors, weights: Tensors, *flags: Any
     ) -> tuple[torch.Tensor, ...]:
         _, _, bidirectional, batch_first, _, _, autocast = flags
-        steps = _steps_first(input, batch_first)
+        steps = steps_first(input, batch_first)
         size = states[0].shape[-1] * (2 if bidirectional else 1)
-        results = [steps.new_empty([*steps.shape[:2], size]), *map(_empty_like, states)]
+        results = [steps.new_empty([*steps.shape[:2], size]), *map(empty_like, states)]
         if autocast is not None:
             # Dtypes are asked of the function itself, for one step of one sequence.
             shapes = [[1, 1, input.shape[-1]], *([len(s), 1, s.shape[-1]] for s in states)]
@@ -102,25 +103,18 @@ def _define_backward(function: Callable[..., Any], name: str) -> Any:
         *args: Any,
     ) -> list[torch.Tensor]:
         input, states, weights, *settings, batch_first, _, _, autocast = args
-        steps = _steps_first(input, batch_first)
+        steps = steps_first(input, batch_first)
         if settings[1] == 1 and differentiated_from_outputs(function, steps, autocast):
             each = layer_gradients(gradients, output, steps, states[0], weights)
-            return _unaliased([each[place] for place in wanted], gradients)
-        leaves = [leaf.detach() for leaf in (steps, *states, *weights)]
-        operands = [leaves[place].requires_grad_() for place in wanted]
-        split = 1 + len(states)
-        given = leaves[0], leaves[1:split], leaves[split:]
-        with torch.enable_grad():
-            results = _call(function, *given, settings, autocast)
-        pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
-        outputs, arriving = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, operands, arriving, materialize_grads=True)
-        return _unaliased(found, gradients)
+            return unaliased([each[place] for place in wanted], gradients)
+        given = (steps, states, weights)
+        found = gradients_by_autograd(function, gradients, wanted, *given, settings, autocast)
+        return unaliased(found, gradients)
 
     def fake(gradients: Any, wanted: Sequence[int], output: Any, *args: Any) -> list[torch.Tensor]:
         input, states, weights, _, _, _, batch_first, *_ = args
-        steps = _steps_first(input, batch_first)
-        return [_empty_like([steps, *states, *weights][place]) for place in wanted]
+        steps = steps_first(input, batch_first)
+        return [empty_like([steps, *states, *weights][place]) for place in wanted]
 
     _LIBRARY.define(
         f"{name}(Tensor?[] gradients, int[] wanted, Tensor output, {_PARAMETERS}) -> Tensor[]"
@@ -128,6 +122,31 @@ def _define_backward(function: Callable[..., Any], name: str) -> Any:
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.tvmbridge, name).default
+
+
+def gradients_by_autograd(
+    function: Callable[..., Any],
+    gradients: Sequence[torch.Tensor | None],
+    wanted: Sequence[int],
+    input: torch.Tensor,
+    states: Tensors,
+    weights: Tensors,
+    settings: Sequence[Any],
+    autocast: torch.dtype | None,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of the tensors at the positions ``wanted``: the function runs again."""
+    leaves = [leaf.detach() for leaf in (input, *states, *weights)]
+    operands = [leaves[place].requires_grad_() for place in wanted]
+    split = 1 + len(states)
+    given = leaves[0], leaves[1:split], leaves[split:]
+    with torch.enable_grad():
+        results = _call(function, *given, settings, autocast)
+    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
+    outputs, arriving = zip(*pairs, strict=True)
+    found: tuple[torch.Tensor, ...] = torch.autograd.grad(
+        outputs, operands, arriving, materialize_grads=True
+    )
+    return found
 
 
 def differentiated_from_outputs(
@@ -138,7 +157,7 @@ def differentiated_from_outputs(
     return exact and function in (torch.gru, torch.rnn_tanh) and input.device.type == "cpu"
 
 
-def _unaliased(results: Tensors, others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def unaliased(results: Tensors, others: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """``results``, each one contiguous and in memory of its own: oneDNN returns one bias twice."""
     seen = {other.untyped_storage().data_ptr() for other in others if other is not None}
     own = []
@@ -175,7 +194,7 @@ def _register_autograd(name: str, differentiate: Callable[..., list[torch.Tensor
             args = (output, input, states, weights, *ctx.flags)
             found = dict(zip(wanted, differentiate(list(gradients), wanted, *args), strict=True))
         if 0 in found:
-            found[0] = _steps_first(found[0], ctx.flags[3])
+            found[0] = steps_first(found[0], ctx.flags[3])
         each = [found.get(place) for place in range(len(needed))]
         nothing = [None] * len(ctx.flags)
         return each[0], each[1 : 1 + ctx.states], each[1 + ctx.states :], *nothing
@@ -197,7 +216,7 @@ def _as_in_eager_pytorch() -> Iterator[None]:
         set_mkldnn_enabled(before)
 
 
-def _steps_first(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
+def steps_first(tensor: torch.Tensor, batch_first: bool) -> torch.Tensor:
     """``tensor`` with its first two dimensions exchanged if ``batch_first``."""
     return tensor.transpose(0, 1) if batch_first else tensor
 
@@ -206,7 +225,7 @@ def _zeros(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(tensor.shape)
 
 
