@@ -70,9 +70,10 @@ def product_spec(spec: str, shapes: Sequence[tuple[int, ...]]) -> str | None:
     in_order = operands == [{"tensor": i} for i in range(3)]
     if not in_order or mask != [True, False, False] or content["results"] != [0]:
         return None
-    if transposed or groups != 1 or dilation != [1, 1] or shapes[1][1] >= _ENOUGH_CHANNELS:
+    cotangent, data, weight = shapes
+    if transposed or groups != 1 or dilation != [1, 1] or data[1] >= _ENOUGH_CHANNELS:
         return None
-    gradient = DataGradient(*shapes, tuple(stride), tuple(padding))
+    gradient = DataGradient(cotangent, data, weight, tuple(stride), tuple(padding))
     if not decided(Rule.MIDDLE, lambda: _is_faster(gradient)):
         return None
     sizes = [list(gradient.weight[2:]), stride, padding]
