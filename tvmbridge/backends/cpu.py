@@ -9,6 +9,7 @@ from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
 from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
@@ -18,7 +19,8 @@ from tvmbridge.schedules.threads import share_torch_threads
 def _kernel_passes(measure: bool) -> list[AnyPass]:
     # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
     # result inside it.
-    return kernel_passes(DispatchKernels(measure=measure), CompileAtenCalls())
+    products = DispatchKernels(measure=measure)
+    return kernel_passes(products, FewChannelGradients(measure), CompileAtenCalls())
 
 
 def _prepare() -> None:

@@ -85,8 +85,10 @@ def _viewed(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return tensor if view is None else tensor.as_strided(*view)
 
 
-def as_precise(found: torch.Tensor, usual: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether ``found`` is about as near to ``exact`` as the ``usual`` result is.
+def as_precise(
+    found: torch.Tensor, usual: torch.Tensor, exact: torch.Tensor, times: float = 8
+) -> bool:
+    """Whether the error of ``found`` is at most ``times`` that of the ``usual`` result.
 
     Libraries add in different orders, and so differ by some roundings; a product whose operands
     are rounded to fewer digits is off by a thousand times as much.
@@ -94,7 +96,7 @@ def as_precise(found: torch.Tensor, usual: torch.Tensor, exact: torch.Tensor) ->
     rows = exact.shape[0]
     errors = [(r[:rows].double() - exact).abs().max() for r in (found, usual)]
     rounding = torch.finfo(usual.dtype).eps * exact.abs().max()
-    return bool(errors[0] <= 8 * torch.maximum(errors[1], rounding))
+    return bool(errors[0] <= times * torch.maximum(errors[1], rounding))
 
 
 def operands_to_measure(
