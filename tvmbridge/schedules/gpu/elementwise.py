@@ -33,7 +33,7 @@ def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[ti
         evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
         for member in nest.members:
             stage = member.stage
-            at = element_at(stage, nest.rows, row, column, indexer)
+            at = element_at(member, row, column, indexer)
             named = evaluator.name(evaluator.element(stage, at), stage.name)
             indices = [integer(0) if v is None else at[v] for v in stage.dims]
             evaluator.remember(stage.buffer, indexer.flat(stage.buffer, indices), named)
