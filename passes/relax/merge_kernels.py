@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax, tirx
@@ -80,7 +80,7 @@ class _Kernel:
         return Counter(arg for arg in self.args if isinstance(arg, relax.Var))
 
 
-_Node = _Kernel | relax.Binding
+_Node: TypeAlias = _Kernel | relax.Binding
 
 
 class _Merging:
@@ -102,7 +102,7 @@ class _Merging:
         ]
         if self.count == before:
             return function
-        body = relax.SeqExpr(blocks, function.body.body)
+        body = self.builder.normalize(relax.SeqExpr(blocks, function.body.body))
         return relax.Function(
             function.params, body, function.ret_ty, function.is_pure, function.attrs, function.span
         )
@@ -114,9 +114,7 @@ class _Merging:
             nodes += [binding] if kernel is None else self._grown(nodes, kernel, uses)
         return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
 
-    def _grown(
-        self, nodes: list[_Node], kernel: _Kernel, uses: Counter[relax.Var]
-    ) -> list[_Node]:
+    def _grown(self, nodes: list[_Node], kernel: _Kernel, uses: Counter[relax.Var]) -> list[_Node]:
         """``kernel`` with all of ``nodes`` that it is merged with, and what must stand behind it.
 
         They are taken out of ``nodes``.
@@ -250,7 +248,7 @@ def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:
         return [relax.VarBinding(node.results[0], call)]
     whole = relax.DataflowVar("merged", relax.TupleType(types))
     fields = [
-        relax.VarBinding(var, relax.TupleGetItem(whole, place))
+        relax.VarBinding(var, builder.normalize(relax.TupleGetItem(whole, place)))
         for place, var in enumerate(node.results)
     ]
     return [relax.VarBinding(whole, call), *fields]

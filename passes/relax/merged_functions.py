@@ -1,4 +1,4 @@
-"""Two functions of loops as one, which does first what the one does and then what the other does."""
+"""Two functions of loops as one, which does what the one does and then what the other does."""
 
 from __future__ import annotations
 

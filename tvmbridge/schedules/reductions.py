@@ -15,11 +15,11 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import Indexer, index_var, unravel
-from tvmbridge.schedules.kernel import Kernel, Reduction, Stage
+from tvmbridge.schedules.kernel import Kernel, Reduction, Stage, virtual_stages
 from tvmbridge.schedules.loops import loop
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import mentions
-from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
+from tvmbridge.schedules.rows import Member, extent_of
 from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
 # Elements added to one accumulator before it is combined with others.

@@ -296,19 +296,3 @@ def run_of(nest: RowNest, members: Sequence[Member]) -> int:
             for divisor in divisors_of(indexer.flat(buffer, indices), nest.column):
                 run = math.gcd(run, divisor)
     return run if run >= _LEAST_RUN and columns % run == 0 else columns
-
-
-def virtual_stages(kernel: Kernel, stored: set[Any], stage: Stage) -> list[Stage]:
-    """Return a stage and the ones that are computed within it, each once."""
-    found: list[Stage] = []
-    pending = [stage]
-    while pending:
-        current = pending.pop()
-        if any(current is seen for seen in found):
-            continue
-        found.append(current)
-        for load in current.loads:
-            producer = kernel.producer(load.buffer)
-            if producer is not None and load.buffer not in stored:
-                pending.append(producer)
-    return found

@@ -12,6 +12,7 @@ from tvmbridge.core.decisions import Rule, decided, divides
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
 from tvmbridge.schedules.down_sums import DownSum, parts_of
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
+from tvmbridge.schedules.kernel import virtual_stages
 from tvmbridge.schedules.loops import (
     Body,
     allocate,
@@ -26,14 +27,7 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.rows import (
-    Member,
-    RowNest,
-    are_uniform,
-    element_at,
-    run_of,
-    virtual_stages,
-)
+from tvmbridge.schedules.rows import Member, RowNest, are_uniform, element_at, run_of
 from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
@@ -53,15 +47,12 @@ class RowEmitter:
 
     def emit(self) -> list[tirx.Stmt]:
         """Return the statements of the nest."""
-        rows, machine = self.nest.rows, self.machine
+        rows, machine, members = self.nest.rows, self.machine, self.nest.members
         if rows == 1 and self._is_flat():
             return self._flat()
-        members = self.nest.members
         chunks = parts_of(members, machine, machine.chunks(self.work(), rows))
-        self.sums = {
-            m.stage.buffer: DownSum.of(m.stage, chunks, machine) for m in members if m.down
-        }
-        rooms = [each.room for each in self.sums.values()]
+        downs = [m.stage for m in members if m.down]
+        self.sums = {stage.buffer: DownSum.of(stage, chunks, machine) for stage in downs}
 
         def chunk(p: Expr) -> list[tirx.Stmt]:
             if isinstance(p, tirx.Var):
@@ -76,7 +67,7 @@ class RowEmitter:
         bound = loop(chunks, chunk, tirx.ForKind.PARALLEL)
         fork = self.evaluator.fork
         ended = [s for each in self.sums.values() for s in each.end(self.memory, fork)]
-        return [*rooms, bound, *ended]
+        return [*(each.room for each in self.sums.values()), bound, *ended]
 
     def work(self) -> int:
         """Return the number of expression nodes that the nest evaluates, about."""
@@ -196,9 +187,7 @@ class RowEmitter:
             lambda: lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns)),
         )
         accumulators = [
-            Accumulator.of(m.stage, places, -(-columns // lanes))
-            for m in members
-            if m.along
+            Accumulator.of(m.stage, places, -(-columns // lanes)) for m in members if m.along
         ]
         statements = [s for a in accumulators for s in a.begin()]
 
@@ -263,24 +252,24 @@ class RowEmitter:
             for member in members:
                 at = element_at(member, row, position, self.indexer)
                 value = evaluator.element(member.stage, at)
+                stage = member.stage
                 if not member.along:
-                    indices = [integer(0) if v is None else at[v] for v in member.stage.dims]
-                    buffer = member.stage.buffer
-                    offset = self.indexer.flat(buffer, indices)
+                    indices = [integer(0) if v is None else at[v] for v in stage.dims]
+                    offset = self.indexer.flat(stage.buffer, indices)
                     if member.down:
                         new = None if fresh is None else column >= fresh
-                        self.sums[buffer].add(evaluator, self.part, offset, value, new)
+                        self.sums[stage.buffer].add(evaluator, self.part, offset, value, new)
                         continue
                     value = self._keep(member, evaluator, row, column, value)
                     # As readers of the same axes ask for it, which need not simplify to the same.
-                    evaluator.remember(buffer, offset, value)
+                    evaluator.remember(stage.buffer, offset, value)
                     continue
-                assert member.stage.reduction is not None
-                target = next(a for a in accumulators if a.stage is member.stage)
+                assert stage.reduction is not None
+                target = next(a for a in accumulators if a.stage is stage)
                 place = lane if lanes > 1 else column % integer(target.lanes)
                 old = evaluator.name(load(target.buffer, place), "old")
                 value = evaluator.name(value, "element")
-                new = member.stage.reduction.combine(old, value)
+                new = stage.reduction.combine(old, value)
                 if fresh is not None:
                     new = tirx.Select(column >= fresh, new, old)
                 evaluator.statements.append(store(target.buffer, new, place))

@@ -11,8 +11,9 @@ from tvm.ir import Expr
 from tvmbridge.schedules.gpu.threads import launch, when
 from tvmbridge.schedules.gpu.vectors import lanes_for, side_by_side
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
+from tvmbridge.schedules.kernel import virtual_stages
 from tvmbridge.schedules.loops import loop
-from tvmbridge.schedules.rows import RowNest, element_at, virtual_stages
+from tvmbridge.schedules.rows import RowNest, element_at
 from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Evaluator, Memory
 
