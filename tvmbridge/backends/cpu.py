@@ -6,10 +6,12 @@ import tvm
 from tvm import relax
 
 from tvmbridge.backends.base import Backend, kernel_passes
+from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
+from tvmbridge.passes.relax.merge_kernels import MergeKernels
 from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules import schedule_for_cpu
 from tvmbridge.schedules.target import host_target
@@ -20,7 +22,10 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
     # result inside it.
     products = DispatchKernels(measure=measure)
-    return kernel_passes(products, FewChannelGradients(measure), CompileAtenCalls())
+    passes = kernel_passes(products, FewChannelGradients(measure), CompileAtenCalls())
+    # Which kernels are one depends on sizes.
+    merging = [] if sizes_vary() else [MergeKernels(), relax.transform.DeadCodeElimination()]
+    return [*passes, *merging]
 
 
 def _prepare() -> None:

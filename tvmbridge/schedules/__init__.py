@@ -58,6 +58,18 @@ def _is_reshape(kernel: Kernel) -> bool:
     return tvm_ffi.structural_equal(read, indexer.flat(stage.buffer, here))
 
 
+def is_one_nest(func: tirx.PrimFunc, target: Target, most: int) -> bool:
+    """Whether a function that is not scheduled yet would be one nest, which reads its rows once.
+
+    One of more than ``most`` stages is said not to be.
+    """
+    kernel = None if is_scheduled(func) else parse(func)
+    if kernel is None or len(kernel.stages) > most or _is_reshape(kernel):
+        return False
+    nests = plan(kernel, Machine.of(target))
+    return len(nests) == 1 and not isinstance(nests[0], TileNest)
+
+
 def _loops(kernel: Kernel, machine: Machine) -> list[tirx.Stmt]:
     nests = plan(kernel, machine)
     shared = shared_buffers(kernel, nests)
@@ -115,6 +127,7 @@ def cpu_schedule_pass(target: Target) -> tvm.ir.transform.Pass:
 
 __all__ = [
     "cpu_schedule_pass",
+    "is_one_nest",
     "is_scheduled",
     "marked_scheduled",
     "schedule_for_cpu",

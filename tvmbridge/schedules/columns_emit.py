@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -9,6 +10,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
+from tvmbridge.schedules.kernel import Stage
 from tvmbridge.schedules.loops import (
     allocate,
     element_loop,
@@ -23,7 +25,7 @@ from tvmbridge.schedules.loops import (
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 from tvmbridge.schedules.reductions import ReductionEmitter, ReductionNest, loop_of_tasks
-from tvmbridge.schedules.values import Evaluator, Memory
+from tvmbridge.schedules.values import Evaluator, Lane, Memory
 
 # Columns that one task sums at a time: its accumulators stay in the first-level cache.
 _BLOCK = 2048
@@ -80,7 +82,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     bound = loop_of_tasks(e, tasks, task)
     if parts == 1:
         return [bound]
-    return [room, bound, *_combine_parts(e, partial, parts, across)]
+    return [room, bound, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
 
 
 @dataclass(frozen=True)
@@ -146,13 +148,20 @@ class _Block:
         return [loop(whole, several), loop(end - rest, step, start=rest)]
 
 
-def _combine_parts(e: ReductionEmitter, partial: Buffer, parts: int, lanes: int) -> list[tirx.Stmt]:
+def combine_parts(
+    stage: Stage,
+    partial: Buffer,
+    parts: int,
+    lanes: int,
+    memory: Memory,
+    fork: Callable[[Lane], Evaluator],
+) -> list[tirx.Stmt]:
     """Return the loop that combines the parts of every element of the result, by halves.
 
     So no part is rounded as often as there are parts.
     """
-    size = e.stage.size
-    out = e.stage.buffer
+    assert stage.reduction is not None
+    size, combine = stage.size, stage.reduction.combine
 
     def vectors(base: Expr, _: Expr | None) -> list[tirx.Stmt]:
         def body(evaluator: Evaluator, lane: Expr) -> None:
@@ -161,10 +170,11 @@ def _combine_parts(e: ReductionEmitter, partial: Buffer, parts: int, lanes: int)
                     return load(partial, integer(first * size) + base + lane)
                 middle = (first + last) // 2
                 halves = combined(first, middle), combined(middle, last)
-                return evaluator.name(e.reduction.combine(*halves), "total")
+                return evaluator.name(combine(*halves), "total")
 
-            evaluator.statements.append(e.memory.store(out, base + lane, combined(0, parts)))
+            total = combined(0, parts)
+            evaluator.statements.append(memory.store(stage.buffer, base + lane, total))
 
-        return element_loop(lanes, e.evaluator, body)
+        return element_loop(lanes, fork, body)
 
     return [over_vectors(size, lanes, vectors)]

@@ -126,3 +126,21 @@ def split_axes(axes: Sequence[Axis], rows: int) -> tuple[Sequence[Axis], Sequenc
         if prod(axis.extent for axis in axes[:cut]) == rows:
             return axes[:cut], axes[cut:]
     return None
+
+
+def cut_axes(
+    axes: Sequence[Axis], rows: int
+) -> tuple[Sequence[Axis], Sequence[Axis], Mapping[Any, Expr]] | None:
+    """:func:`split_axes` within an axis, and the value of that axis by those of its two parts."""
+    before = 1
+    for place, axis in enumerate(axes):
+        if rows % before == 0 and before < rows < before * axis.extent:
+            count = rows // before
+            if axis.extent % count:
+                return None
+            outer = Axis(index_var("outer"), count, axis.reduce)
+            inner = Axis(index_var("inner"), axis.extent // count, axis.reduce)
+            value = outer.var * integer(inner.extent) + inner.var
+            return (*axes[:place], outer), (inner, *axes[place + 1 :]), {axis.var: value}
+        before *= axis.extent
+    return None

@@ -234,3 +234,19 @@ def _split_reduction(
         return fresh_lets(substitute(body, {slot: a, element: b}))
 
     return element, Reduction(init, combine_by_substitution)
+
+
+def virtual_stages(kernel: Kernel, stored: set[Any], stage: Stage) -> list[Stage]:
+    """Return a stage and the ones that are computed within it, each once."""
+    found: list[Stage] = []
+    pending = [stage]
+    while pending:
+        current = pending.pop()
+        if any(current is seen for seen in found):
+            continue
+        found.append(current)
+        for load in current.loads:
+            producer = kernel.producer(load.buffer)
+            if producer is not None and load.buffer not in stored:
+                pending.append(producer)
+    return found

@@ -20,7 +20,8 @@ class Machine:
 
     A map of at most ``cheap`` nodes is computed wherever it is read; where nothing is reduced,
     one of ``cheap_without_reductions``. A row longer than ``longest_row`` is not left to one core
-    while others have none.
+    while others have none. ``merges``: several kernels may become one nest. Then reductions over
+    rows are made beside what else is done with each row, and rows may end within an axis.
     """
 
     lanes: int
@@ -28,11 +29,13 @@ class Machine:
     cheap: int = 5
     cheap_without_reductions: int = 5
     longest_row: int | None = None
+    merges: bool = False
 
     @staticmethod
     def of(target: Target) -> Machine:
         """Return what ``target`` says of itself."""
-        return Machine(vector_bits(target) // 32, core_count(target), longest_row=_LONGEST_ROW)
+        lanes, cores = vector_bits(target) // 32, core_count(target)
+        return Machine(lanes, cores, longest_row=_LONGEST_ROW, merges=True)
 
     def chunks(self, work: int, steps: int) -> int:
         """Return into how many parallel parts to cut ``steps`` steps of ``work`` nodes in all."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.schedules.down_sums import down_buffers
+from tvmbridge.schedules.indexing import split_axes
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reductions import ReductionNest, columns_of
@@ -48,8 +50,14 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
     """Group the stored stages into nests, each as large as its rows allow."""
     stages = stored_stages(kernel, machine)
     stored = {stage.buffer for stage in stages}
+    downs = down_buffers(kernel, stored, stages, machine)
+    # What reads the rows first says how they are cut.
+    stages.sort(key=lambda stage: stage.buffer in downs)
     nests: list[Nest] = []
     for position, stage in enumerate(stages):
+        last = nests[-1] if nests else None
+        if stage.buffer in downs and isinstance(last, RowNest) and last.add_down(stage):
+            continue
         special = _reduction_nest(kernel, stored, stage, machine)
         if special is not None:
             nests.append(special)
@@ -60,7 +68,8 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
         if across is not None:
             nests.append(TileNest(kernel, stored, stage, across))
             continue
-        nest = RowNest(kernel, _rows_for(kernel, stored, stages[position:]), stored)
+        rows = _rows_for(kernel, stored, stages[position:], downs)
+        nest = RowNest(kernel, rows, stored, cuts=machine.merges and not sizes_vary())
         if not nest.add(stage):
             raise ValueError(f"stage {stage.name} does not fit its own rows")
         nests.append(nest)
@@ -97,7 +106,7 @@ def _reduction_nest(
     return None
 
 
-def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage]) -> int:
+def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage], downs: set[Any]) -> int:
     """Return the rows of the nest that begins with the first of ``stages``."""
     first = stages[0]
     if first.reduction is not None:
@@ -114,6 +123,10 @@ def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage]) -> int:
     if rows is None:
         extents = [axis.extent for axis in first.spatial]
         rows = first.size // extents[-1]
+    # What is reduced over the rows needs as many of them.
+    depths = [stage.depth for stage in stages if stage.buffer in downs]
+    if depths and rows < depths[0] and split_axes(first.spatial, depths[0]):
+        return depths[0]
     return rows
 
 

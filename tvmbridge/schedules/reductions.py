@@ -15,15 +15,15 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import Indexer, index_var, unravel
-from tvmbridge.schedules.kernel import Kernel, Reduction, Stage
+from tvmbridge.schedules.kernel import Kernel, Reduction, Stage, virtual_stages
 from tvmbridge.schedules.loops import loop
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import mentions
-from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
+from tvmbridge.schedules.rows import Member, extent_of
 from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
 # Elements added to one accumulator before it is combined with others.
-_LONGEST = 1024
+LONGEST = 1024
 
 
 @dataclass
@@ -41,7 +41,8 @@ class ReductionNest:
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.members = [Member(self.stage, self.stage.depth, 0)]
+        axes = self.stage.spatial, self.stage.reduced
+        self.members = [Member(self.stage, self.stage.depth, 0, axes)]
 
     def add(self, stage: Stage) -> bool:
         """No other stage joins."""
@@ -120,7 +121,7 @@ class ReductionEmitter:
         nest = self.nest
         work = nest.rows * nest.columns * self.stage.depth * (self.cost + 8)
         wanted = -(-self.machine.chunks(work, 1 << 30) // tasks)
-        parts = max(1, min(wanted, steps // 16), -(-steps // _LONGEST))
+        parts = max(1, min(wanted, steps // 16), -(-steps // LONGEST))
         return decided(Rule.MIDDLE, lambda: parts)
 
     def index(self, limit: int, name: str) -> tirx.Var:

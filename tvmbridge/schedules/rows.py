@@ -20,6 +20,7 @@ from tvm.ir import Expr
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.schedules.indexing import (
     Indexer,
+    cut_axes,
     divisors_of,
     index_var,
     integer,
@@ -30,6 +31,8 @@ from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.reader import Axis, Buffer, substitute, variables
 from tvmbridge.schedules.values import reads
 
+SplitAxes = tuple[Sequence[Axis], Sequence[Axis]]
+
 _LEAST_RUN = 8
 
 
@@ -37,21 +40,31 @@ _LEAST_RUN = 8
 class Member:
     """A stage of a nest, over ``columns`` positions of a row, in pass ``time``.
 
-    Even times are passes over columns, odd ones the scalars between. ``kept`` says that its value
-    is read after its pass, or from another column, so that it needs a place in memory; ``crossed``
-    that it is read from another column.
+    Even times are passes over columns, odd ones the scalars between. ``axes`` are those of rows and
+    of columns. ``kept`` says that its value is read after its pass, or from another column, so that
+    it needs a place in memory; ``crossed`` that it is read from another column. ``down``: it is a
+    reduction over the rows, which has its results when all rows are done. ``cut``: the value of an
+    axis that rows end within, by those of its parts.
     """
 
     stage: Stage
     columns: int
     time: int
+    axes: SplitAxes
     kept: bool = False
     crossed: bool = False
+    down: bool = False
+    cut: Mapping[Any, Expr] = field(default_factory=dict)
+
+    @property
+    def along(self) -> bool:
+        """Whether it is a reduction of each row."""
+        return self.stage.reduction is not None and not self.down
 
     @property
     def scalar(self) -> bool:
         """Whether the result is one value a row."""
-        return self.columns == 1 or self.stage.reduction is not None
+        return self.columns == 1 or self.along
 
     @property
     def looped(self) -> bool:
@@ -61,7 +74,7 @@ class Member:
     @property
     def ready(self) -> int:
         """The first time at which the result can be read."""
-        return self.time + 1 if self.stage.reduction is not None else self.time
+        return self.time + 1 if self.along else self.time
 
 
 @dataclass
@@ -72,6 +85,7 @@ class RowNest:
     rows: int
     stored: set[Any]
     members: list[Member] = field(default_factory=list)
+    cuts: bool = False
 
     def __post_init__(self) -> None:
         self.row, self.column = index_var("row"), index_var("column")
@@ -90,7 +104,8 @@ class RowNest:
 
     def copy(self) -> RowNest:
         """The same nest, to which stages can be added apart from this one."""
-        return RowNest(self.kernel, self.rows, self.stored, [replace(m) for m in self.members])
+        members = [replace(m) for m in self.members]
+        return RowNest(self.kernel, self.rows, self.stored, members, self.cuts)
 
     def member(self, buffer: Buffer) -> Member | None:
         """Return the member that computes ``buffer``."""
@@ -99,18 +114,40 @@ class RowNest:
     def add(self, stage: Stage) -> bool:
         """Let ``stage`` join if every row of it needs only the same row of the stages before it."""
         axes = row_axes(stage, self.rows)
+        if axes is None and self.cuts and stage.reduction is None:
+            parts = cut_axes(stage.spatial, self.rows)
+            return parts is not None and self._add(stage, parts[:2], down=False, cut=parts[2])
+        return self._add(stage, axes, down=False)
+
+    def add_down(self, stage: Stage) -> bool:
+        """Let a reduction over the rows join, under the same condition."""
+        axes = split_axes((*stage.reduced, *stage.spatial), self.rows)
+        if axes is None or any(axis.reduce for axis in axes[1]):
+            return False
+        return self._add(stage, axes, down=True)
+
+    def _add(
+        self,
+        stage: Stage,
+        axes: SplitAxes | None,
+        *,
+        down: bool,
+        cut: Mapping[Any, Expr] | None = None,
+    ) -> bool:
         if axes is None:
             return False
         columns = extent_of(axes[1])
-        indexer = Indexer({self.row: self.rows, self.column: columns})
-        at = unravel(self.row, axes[0], indexer) | unravel(self.column, axes[1], indexer)
-        joined = Member(stage, columns, -1)
+        joined = Member(stage, columns, -1, axes, down=down, cut=cut or {})
         joined.time = 0 if joined.looped else -1
+        indexer = Indexer({self.row: self.rows, self.column: columns})
+        at = element_at(joined, self.row, self.column, indexer)
         sources = []
         for _, buffer, indices in reads(self.kernel, self.stored, indexer, stage, at):
             source = self.member(buffer)
             if source is None:
                 continue
+            if source.down:
+                return False
             width = 1 if source.scalar else source.columns
             flat = indexer.flat(buffer, indices) - self.row * integer(width)
             within = indexer.simplify(flat)
@@ -135,11 +172,10 @@ class RowNest:
         A position relative to the row says so only where it lies in the row: one before its begin
         is the end of the row above.
         """
-        axes = row_axes(source.stage, self.rows)
-        if axes is None:
+        if source.cut:
             return False
         row: Expr = integer(0)
-        for index, axis in zip(indices, axes[0], strict=False):
+        for index, axis in zip(indices, source.axes[0], strict=False):
             row = row * integer(axis.extent) + index
         return tvm_ffi.structural_equal(indexer.simplify(row), indexer.simplify(self.row))
 
@@ -166,20 +202,18 @@ def extent_of(axes: Sequence[Axis]) -> int:
     return count
 
 
-def row_axes(stage: Stage, rows: int) -> tuple[Sequence[Axis], Sequence[Axis]] | None:
+def row_axes(stage: Stage, rows: int) -> SplitAxes | None:
     """Split a stage's axes into those of rows and of columns (what is reduced)."""
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None
     return split_axes(stage.spatial, rows)
 
 
-def element_at(
-    stage: Stage, rows: int, row: Expr, column: Expr, indexer: Indexer
-) -> dict[Any, Expr]:
-    """The values of a stage's axes at a column of a row; it must be of a nest of ``rows`` rows."""
-    axes = row_axes(stage, rows)
-    assert axes is not None
-    return unravel(row, axes[0], indexer) | unravel(column, axes[1], indexer)
+def element_at(member: Member, row: Expr, column: Expr, indexer: Indexer) -> dict[Any, Expr]:
+    """The values of the axes of a member's stage at a column of a row."""
+    rows, columns = member.axes
+    at = unravel(row, rows, indexer) | unravel(column, columns, indexer)
+    return at | {v: indexer.simplify(substitute(e, at)) for v, e in member.cut.items()}
 
 
 def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
@@ -238,9 +272,9 @@ def are_uniform(nest: RowNest, members: Sequence[Member]) -> bool:
     """Whether all columns of a row choose the same in each of ``members``."""
     kernel, row = nest.kernel, nest.row
     indexer = Indexer({row: nest.rows, nest.column: members[0].columns})
-    for stage in (m.stage for m in members):
-        at = element_at(stage, nest.rows, row, nest.column, indexer)
-        if not _is_uniform(kernel, nest.stored, indexer, stage, at, row):
+    for member in members:
+        at = element_at(member, row, nest.column, indexer)
+        if not _is_uniform(kernel, nest.stored, indexer, member.stage, at, row):
             return False
     return True
 
@@ -255,26 +289,10 @@ def run_of(nest: RowNest, members: Sequence[Member]) -> int:
     if sizes_vary():
         return columns
     run = 0
-    for stage in (m.stage for m in members):
+    for member in members:
         indexer = Indexer({nest.row: nest.rows, nest.column: columns})
-        at = element_at(stage, nest.rows, nest.row, nest.column, indexer)
-        for _, buffer, indices in reads(nest.kernel, nest.stored, indexer, stage, at):
+        at = element_at(member, nest.row, nest.column, indexer)
+        for _, buffer, indices in reads(nest.kernel, nest.stored, indexer, member.stage, at):
             for divisor in divisors_of(indexer.flat(buffer, indices), nest.column):
                 run = math.gcd(run, divisor)
     return run if run >= _LEAST_RUN and columns % run == 0 else columns
-
-
-def virtual_stages(kernel: Kernel, stored: set[Any], stage: Stage) -> list[Stage]:
-    """Return a stage and the ones that are computed within it, each once."""
-    found: list[Stage] = []
-    pending = [stage]
-    while pending:
-        current = pending.pop()
-        if any(current is seen for seen in found):
-            continue
-        found.append(current)
-        for load in current.loads:
-            producer = kernel.producer(load.buffer)
-            if producer is not None and load.buffer not in stored:
-                pending.append(producer)
-    return found

@@ -10,7 +10,9 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided, divides
 from tvmbridge.schedules.accumulators import Accumulator, in_stretches
+from tvmbridge.schedules.down_sums import DownSum, parts_of
 from tvmbridge.schedules.indexing import Indexer, index_var, integer
+from tvmbridge.schedules.kernel import virtual_stages
 from tvmbridge.schedules.loops import (
     Body,
     allocate,
@@ -25,14 +27,7 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.rows import (
-    Member,
-    RowNest,
-    are_uniform,
-    element_at,
-    run_of,
-    virtual_stages,
-)
+from tvmbridge.schedules.rows import Member, RowNest, are_uniform, element_at, run_of
 from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.
@@ -45,24 +40,34 @@ class RowEmitter:
     def __init__(self, nest: RowNest, machine: Machine, shared: set[Any], memory: Memory) -> None:
         self.nest, self.machine, self.shared, self.memory = nest, machine, shared, memory
         self.local: dict[Any, Buffer] = {}
+        self.sums: dict[Any, DownSum] = {}
+        self.part: Expr = integer(0)
         self.indexer = Indexer()
         self.evaluator = Evaluator(nest.kernel, nest.stored, self.indexer, memory)
 
     def emit(self) -> list[tirx.Stmt]:
         """Return the statements of the nest."""
-        rows, machine = self.nest.rows, self.machine
+        rows, machine, members = self.nest.rows, self.machine, self.nest.members
         if rows == 1 and self._is_flat():
             return self._flat()
-        chunks = machine.chunks(self.work(), rows)
-        if chunks == 1:
-            return [*self._allocations(), loop(rows, lambda row: self._row(row))]
+        chunks = parts_of(members, machine, machine.chunks(self.work(), rows))
+        downs = [m.stage for m in members if m.down]
+        self.sums = {stage.buffer: DownSum.of(stage, chunks, machine) for stage in downs}
 
         def chunk(p: Expr) -> list[tirx.Stmt]:
-            allocations = self._allocations()
+            if isinstance(p, tirx.Var):
+                self.indexer.bind(p, chunks)
+            self.part = p
+            begun = [*self._allocations(), *(each.begin(p) for each in self.sums.values())]
+            if chunks == 1:
+                return [*begun, loop(rows, lambda row: self._row(row))]
             first, last = (integer(rows) * q // integer(chunks) for q in (p, p + integer(1)))
-            return [*allocations, loop(last - first, lambda row: self._row(row), start=first)]
+            return [*begun, loop(last - first, lambda row: self._row(row), start=first)]
 
-        return [loop(chunks, chunk, tirx.ForKind.PARALLEL)]
+        bound = loop(chunks, chunk, tirx.ForKind.PARALLEL)
+        fork = self.evaluator.fork
+        ended = [s for each in self.sums.values() for s in each.end(self.memory, fork)]
+        return [*(each.room for each in self.sums.values()), bound, *ended]
 
     def work(self) -> int:
         """Return the number of expression nodes that the nest evaluates, about."""
@@ -153,7 +158,7 @@ class RowEmitter:
         return self.evaluator.take()
 
     def _scalar(self, member: Member, row: Expr) -> list[tirx.Stmt]:
-        at = element_at(member.stage, self.nest.rows, row, integer(0), self.indexer)
+        at = element_at(member, row, integer(0), self.indexer)
         return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
 
     def _lanes(self, members: Sequence[Member], columns: int, run: int) -> int:
@@ -163,7 +168,7 @@ class RowEmitter:
             return 1
         lanes = power_of_two_below(min(self.machine.lanes, run))
         cheap = sum(stage.cost for stage in stages) < _CHEAP_PASS
-        if cheap and any(m.stage.reduction for m in members):
+        if cheap and any(m.along for m in members):
             whole = run < columns
             while lanes < 4 * self.machine.lanes and 4 * lanes <= columns:
                 if whole and run % (2 * lanes):
@@ -182,9 +187,7 @@ class RowEmitter:
             lambda: lanes if lanes > 1 else power_of_two_below(min(self.machine.lanes, columns)),
         )
         accumulators = [
-            Accumulator.of(m.stage, places, -(-columns // lanes))
-            for m in members
-            if m.stage.reduction is not None
+            Accumulator.of(m.stage, places, -(-columns // lanes)) for m in members if m.along
         ]
         statements = [s for a in accumulators for s in a.begin()]
 
@@ -247,20 +250,26 @@ class RowEmitter:
             position = self.indexer.position(column, members[0].columns)
             evaluator.statements.append(tirx.Bind(position, column))
             for member in members:
-                at = element_at(member.stage, self.nest.rows, row, position, self.indexer)
+                at = element_at(member, row, position, self.indexer)
                 value = evaluator.element(member.stage, at)
-                if member.stage.reduction is None:
+                stage = member.stage
+                if not member.along:
+                    indices = [integer(0) if v is None else at[v] for v in stage.dims]
+                    offset = self.indexer.flat(stage.buffer, indices)
+                    if member.down:
+                        new = None if fresh is None else column >= fresh
+                        self.sums[stage.buffer].add(evaluator, self.part, offset, value, new)
+                        continue
                     value = self._keep(member, evaluator, row, column, value)
                     # As readers of the same axes ask for it, which need not simplify to the same.
-                    indices = [integer(0) if v is None else at[v] for v in member.stage.dims]
-                    buffer = member.stage.buffer
-                    evaluator.remember(buffer, self.indexer.flat(buffer, indices), value)
+                    evaluator.remember(stage.buffer, offset, value)
                     continue
-                target = next(a for a in accumulators if a.stage is member.stage)
+                assert stage.reduction is not None
+                target = next(a for a in accumulators if a.stage is stage)
                 place = lane if lanes > 1 else column % integer(target.lanes)
                 old = evaluator.name(load(target.buffer, place), "old")
                 value = evaluator.name(value, "element")
-                new = member.stage.reduction.combine(old, value)
+                new = stage.reduction.combine(old, value)
                 if fresh is not None:
                     new = tirx.Select(column >= fresh, new, old)
                 evaluator.statements.append(store(target.buffer, new, place))

@@ -15,7 +15,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
-from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.kernel import Kernel, Stage, virtual_stages
 from tvmbridge.schedules.loops import (
     element_loop,
     less,
@@ -26,7 +26,7 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Axis
-from tvmbridge.schedules.rows import Member, extent_of, virtual_stages
+from tvmbridge.schedules.rows import Member, extent_of
 from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
 _TILE_ROWS = 16
@@ -44,7 +44,7 @@ class TileNest:
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.members = [Member(self.stage, self.stage.size, 0)]
+        self.members = [Member(self.stage, self.stage.size, 0, (self.stage.spatial, ()))]
 
     def add(self, stage: Stage) -> bool:
         """No other stage joins."""

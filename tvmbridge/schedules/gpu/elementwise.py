@@ -11,8 +11,9 @@ from tvm.ir import Expr
 from tvmbridge.schedules.gpu.threads import launch, when
 from tvmbridge.schedules.gpu.vectors import lanes_for, side_by_side
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
+from tvmbridge.schedules.kernel import virtual_stages
 from tvmbridge.schedules.loops import loop
-from tvmbridge.schedules.rows import RowNest, element_at, virtual_stages
+from tvmbridge.schedules.rows import RowNest, element_at
 from tvmbridge.schedules.tiles import TileNest
 from tvmbridge.schedules.values import Evaluator, Memory
 
@@ -33,7 +34,7 @@ def emit_elementwise(nest: RowNest, shared: set[Any], memory: Memory) -> list[ti
         evaluator = Evaluator(nest.kernel, nest.stored, indexer, memory)
         for member in nest.members:
             stage = member.stage
-            at = element_at(stage, nest.rows, row, column, indexer)
+            at = element_at(member, row, column, indexer)
             named = evaluator.name(evaluator.element(stage, at), stage.name)
             indices = [integer(0) if v is None else at[v] for v in stage.dims]
             evaluator.remember(stage.buffer, indexer.flat(stage.buffer, indices), named)

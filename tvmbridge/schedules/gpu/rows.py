@@ -141,7 +141,7 @@ class GpuRowEmitter:
         return place
 
     def _scalar(self, member: Member, row: Expr) -> list[tirx.Stmt]:
-        at = element_at(member.stage, self.nest.rows, row, integer(0), self.indexer)
+        at = element_at(member, row, integer(0), self.indexer)
         return self._set_scalar(member, self.evaluator.element(member.stage, at), row)
 
     def _set_scalar(self, member: Member, value: Expr, row: Expr) -> list[tirx.Stmt]:
@@ -194,7 +194,7 @@ class GpuRowEmitter:
         evaluator, indexer = self.evaluator.fork(), self.indexer
         for member in members:
             stage = member.stage
-            at = element_at(stage, self.nest.rows, row, column, indexer)
+            at = element_at(member, row, column, indexer)
             value = evaluator.name(evaluator.element(stage, at), stage.name)
             if stage.reduction is not None:
                 total = sums[stage.buffer]

@@ -1,0 +1,254 @@
+"""Kernels whose loops run over the same rows become one kernel of several results.
+
+TVM's FuseOps makes a group of what has one result. What forward keeps for backward, and what
+several gradients are made of, are results in the middle of a chain, and end a group each.
+
+Before::
+
+    with R.dataflow():
+        mean = R.call_tir(fused_mean, (x,), out_ty=R.Tensor((8, 1)))
+        centered = R.call_tir(fused_subtract, (x, mean), out_ty=R.Tensor((8, 16)))
+        R.output(mean, centered)
+
+After::
+
+    with R.dataflow():
+        both = R.call_tir(fused_mean_subtract, (x,), out_ty=[R.Tensor((8, 1)), R.Tensor((8, 16))])
+        mean = both[0]
+        centered = both[1]
+        R.output(mean, centered)
+
+Requires: kernels are functions of loops which are not scheduled; a target is set.
+Guarantees: a kernel and one that reads its result are one where the rule for loops computes both in
+one nest, row by row; what only they read of each other is no longer a result. Kernels of ours and
+PyTorch's are left alone.
+Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import tvm
+from tvm import relax, tirx
+
+from tvmbridge.passes.base import PassReport, RelaxPass, with_span
+from tvmbridge.passes.relax.merged_functions import merged
+from tvmbridge.schedules import is_one_nest
+
+# Longer bodies of loops take long to compile, and need more registers than there are.
+_MOST_STAGES = 48
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class MergeKernels(RelaxPass):
+    """Merge kernels with those that read their results, where one nest computes both."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        merging = _Merging(mod, tvm.target.Target.current())
+        functions = dict(mod.functions_items())
+        for name, function in functions.items():
+            if isinstance(function, relax.Function):
+                functions[name] = merging.rewrite(function)
+        report.rewrote(merging.count)
+        if not merging.count:
+            return mod
+        return tvm.IRModule(
+            {**functions, **merging.made}, attrs=mod.attrs, global_infos=mod.global_infos
+        )
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A call of a function of loops; ``results`` are the variables of its results, in order.
+
+    ``binding`` is that of a kernel that is as it was.
+    """
+
+    callee: tvm.ir.GlobalVar
+    args: tuple[relax.Expr, ...]
+    results: tuple[relax.Var, ...]
+    span: Any
+    binding: relax.Binding | None = None
+
+    @property
+    def reads(self) -> Counter[relax.Var]:
+        """How often it reads each variable."""
+        return Counter(arg for arg in self.args if isinstance(arg, relax.Var))
+
+
+_Node: TypeAlias = _Kernel | relax.Binding
+
+
+class _Merging:
+    """Merges the kernels of a module; ``made`` are the functions of merged ones."""
+
+    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target) -> None:
+        self.mod, self.target, self.count = mod, target, 0
+        self.builder = relax.BlockBuilder(mod)
+        self.made: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+        self._known: dict[Any, tvm.ir.GlobalVar | None] = {}
+        self._simple: dict[tvm.ir.GlobalVar, bool] = {}
+
+    def rewrite(self, function: relax.Function) -> relax.Function:
+        """``function`` with merged kernels in its dataflow blocks."""
+        before, uses = self.count, _uses(function)
+        blocks = [
+            self._block(block, uses) if isinstance(block, relax.DataflowBlock) else block
+            for block in function.body.blocks
+        ]
+        if self.count == before:
+            return function
+        body = self.builder.normalize(relax.SeqExpr(blocks, function.body.body))
+        return relax.Function(
+            function.params, body, function.ret_ty, function.is_pure, function.attrs, function.span
+        )
+
+    def _block(self, block: relax.DataflowBlock, uses: Counter[relax.Var]) -> relax.DataflowBlock:
+        nodes: list[_Node] = []
+        for binding in block.bindings:
+            kernel = _kernel(binding)
+            nodes += [binding] if kernel is None else self._grown(nodes, kernel, uses)
+        return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
+
+    def _grown(self, nodes: list[_Node], kernel: _Kernel, uses: Counter[relax.Var]) -> list[_Node]:
+        """``kernel`` with all of ``nodes`` that it is merged with, and what must stand behind it.
+
+        They are taken out of ``nodes``.
+        """
+        behind: list[_Node] = []
+        place = len(nodes) - 1
+        while place >= 0:
+            source, after = nodes[place], list[_Node]()
+            both = None
+            if isinstance(source, _Kernel) and set(source.results) & set(kernel.reads):
+                after = _readers(nodes[place + 1 :], source.results)
+                if not {var for node in after for var in _defined(node)} & set(kernel.reads):
+                    both = self._both(source, kernel, uses)
+            if both is None:
+                place -= 1
+                continue
+            kernel, behind = both, after + behind
+            moved = {id(node) for node in after}
+            nodes[place:] = [node for node in nodes[place + 1 :] if id(node) not in moved]
+            place = len(nodes) - 1
+        return [kernel, *behind]
+
+    def _both(self, first: _Kernel, second: _Kernel, uses: Counter[relax.Var]) -> _Kernel | None:
+        """One kernel for two, or None where they would not be one nest."""
+        reads = second.reads
+        kept = [place for place, var in enumerate(first.results) if uses[var] > reads[var]]
+        known = [*first.args, *first.results]
+        given = []
+        for arg in second.args:
+            place = next((i for i, old in enumerate(known) if old.same_as(arg)), len(known))
+            known += [arg] if place == len(known) else []
+            given.append(place)
+        callee = self._callee(first.callee, second.callee, tuple(given), tuple(kept))
+        if callee is None:
+            return None
+        self.count += 1
+        args = (*first.args, *known[len(first.args) + len(first.results) :])
+        results = (*(first.results[place] for place in kept), *second.results)
+        both = _Kernel(callee, args, results, second.span)
+        uses.subtract(first.reads + reads)
+        uses.update(both.reads)
+        return both
+
+    def _callee(
+        self,
+        first: tvm.ir.GlobalVar,
+        second: tvm.ir.GlobalVar,
+        given: tuple[int, ...],
+        kept: tuple[int, ...],
+    ) -> tvm.ir.GlobalVar | None:
+        """The function of both, made once for all calls of the two with like arguments."""
+        if not (self._is_simple(first) and self._is_simple(second)):
+            return None
+        key = first, second, given, kept
+        if key not in self._known:
+            function = merged(self._function(first), self._function(second), given, kept)
+            fits = is_one_nest(function, self.target, most=_MOST_STAGES)
+            self._known[key] = self._added((first, second), function) if fits else None
+        return self._known[key]
+
+    def _added(
+        self, parts: tuple[tvm.ir.GlobalVar, ...], function: tirx.PrimFunc
+    ) -> tvm.ir.GlobalVar:
+        names = [part.name_hint.removeprefix("fused_") for part in parts]
+        var = self.builder.add_func(function, "_".join(["fused", *names])[:_LONGEST_NAME])
+        self.made[var], self._simple[var] = function, True
+        return var
+
+    def _function(self, callee: tvm.ir.GlobalVar) -> tirx.PrimFunc:
+        return self.made[callee] if callee in self.made else self.mod[callee]
+
+    def _is_simple(self, callee: tvm.ir.GlobalVar) -> bool:
+        if callee not in self._simple:
+            function = self._function(callee)
+            self._simple[callee] = is_one_nest(function, self.target, most=_MOST_STAGES)
+        return self._simple[callee]
+
+
+def _kernel(binding: relax.Binding) -> _Kernel | None:
+    """The call of a function of loops with one result that ``binding`` binds, if it does."""
+    call = binding.value
+    if not isinstance(call, relax.Call) or getattr(call.op, "name", "") != "relax.call_tir":
+        return None
+    if len(call.args) != 2 or not isinstance(call.args[1], relax.Tuple):
+        return None
+    if not isinstance(binding.var.ty, relax.TensorType):
+        return None
+    return _Kernel(call.args[0], tuple(call.args[1].fields), (binding.var,), call.span, binding)
+
+
+def _reads(node: _Node) -> Counter[relax.Var]:
+    if isinstance(node, _Kernel):
+        return node.reads
+    return Counter(relax.analysis.free_vars(node.value))
+
+
+def _defined(node: _Node) -> tuple[relax.Var, ...]:
+    return node.results if isinstance(node, _Kernel) else (node.var,)
+
+
+def _uses(function: relax.Function) -> Counter[relax.Var]:
+    """How often each variable is read; what leaves its block is read once more."""
+    uses: Counter[relax.Var] = Counter(relax.analysis.free_vars(function.body.body))
+    for block in function.body.blocks:
+        for binding in block.bindings:
+            uses.update(_reads(_kernel(binding) or binding))
+            if not isinstance(binding.var, relax.DataflowVar):
+                uses[binding.var] += 1
+    return uses
+
+
+def _readers(nodes: list[_Node], results: tuple[relax.Var, ...]) -> list[_Node]:
+    """Those of ``nodes`` that depend on ``results``."""
+    reached, found = set(results), []
+    for node in nodes:
+        if reached & set(_reads(node)):
+            found.append(node)
+            reached.update(_defined(node))
+    return found
+
+
+def _bindings(node: _Node, builder: relax.BlockBuilder) -> list[relax.Binding]:
+    if not isinstance(node, _Kernel):
+        return [node]
+    if node.binding is not None:
+        return [node.binding]
+    types = [var.ty for var in node.results]
+    call = with_span(relax.call_tir(node.callee, list(node.args), types), node.span)
+    call = builder.normalize(call)  # infers its type
+    if len(types) == 1:
+        return [relax.VarBinding(node.results[0], call)]
+    whole = relax.DataflowVar("merged", relax.TupleType(types))
+    fields = [
+        relax.VarBinding(var, builder.normalize(relax.TupleGetItem(whole, place)))
+        for place, var in enumerate(node.results)
+    ]
+    return [relax.VarBinding(whole, call), *fields]

@@ -1,0 +1,152 @@
+"""MergeKernels: kernels that share their rows become one, with the numbers of float64 PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import tvm
+import tvm_ffi
+from torch import nn
+from torch.nn import functional
+from tvm import relax
+from tvm.relax import op
+
+from tests.legalize.compiled import fuse, target
+from tests.schedules.graphs import random_graph
+from tvmbridge import add_tvm_dispatch
+from tvmbridge.passes.base import PassReport
+from tvmbridge.passes.relax.merge_kernels import MergeKernels
+from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.target import core_count
+
+Results = tuple[relax.Expr, ...]
+
+
+def _fused(graph: Callable[..., Results], *inputs: torch.Tensor) -> tvm.IRModule:
+    builder = relax.BlockBuilder()
+    params = [
+        relax.Var(f"x{i}", relax.TensorType(t.shape, "float32")) for i, t in enumerate(inputs)
+    ]
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = builder.emit_output(builder.normalize(relax.Tuple(graph(builder, *params))))
+        builder.emit_func_output(out)
+    return fuse(builder.get())
+
+
+def _merged(mod: tvm.IRModule) -> tuple[tvm.IRModule, PassReport]:
+    report = PassReport()
+    with target():
+        after = MergeKernels().apply(mod, report)
+    after = relax.transform.DeadCodeElimination()(after)
+    relax.analysis.well_formed(after)
+    return after, report
+
+
+def _run(mod: tvm.IRModule, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    code = tvm.compile(schedule_for_cpu(mod, target()), target())
+    return list(relax.VirtualMachine(code, tvm.cpu())["main"](*inputs))
+
+
+def _kernels(mod: tvm.IRModule) -> int:
+    return sum(isinstance(f, tvm.tirx.PrimFunc) for _, f in mod.functions_items())
+
+
+def _norm(b: relax.BlockBuilder, x: relax.Expr) -> Results:
+    mean = b.emit(op.mean(x, -1, keepdims=True))
+    centered = b.emit(op.subtract(x, mean))
+    variance = b.emit(op.mean(op.square(centered), -1, keepdims=True))
+    inverse = b.emit(op.rsqrt(op.add(variance, relax.const(1e-5))))
+    return mean, inverse, b.emit(op.tanh(op.multiply(centered, inverse)))
+
+
+def _gradient(b: relax.BlockBuilder, x: relax.Expr, dy: relax.Expr) -> Results:
+    product = b.emit(op.multiply(x, dy))
+    total = b.emit(op.sum(product, -1, keepdims=True))
+    return (
+        b.emit(op.sum(product, 0)),
+        b.emit(op.subtract(product, op.multiply(x, total))),
+        b.emit(op.sum(op.tanh(product), 0)),
+    )
+
+
+def test_the_statistics_of_a_norm_are_results_of_its_kernel() -> None:
+    x = torch.randn(50, 40) + 3
+    mod = _fused(_norm, x)
+    before = mod.script()
+    after, report = _merged(mod)
+    assert mod.script() == before
+    assert report.rewrites
+    assert _kernels(after) == 1
+    again, none = _merged(after)
+    assert not none.rewrites
+    assert tvm_ffi.structural_equal(again, after)
+    mean, inverse, y = _run(after, x)
+    exact = x.double()
+    variance = exact.var(-1, correction=0, keepdim=True)
+    torch.testing.assert_close(mean.double(), exact.mean(-1, True), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(inverse.double(), (variance + 1e-5).rsqrt(), rtol=1e-6, atol=1e-6)
+    expected = functional.layer_norm(exact, (40,)).tanh()
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+# Whole vectors and not, one and several parts of the rows.
+@pytest.mark.parametrize("shape", [(20, 64), (300, 77), (2048, 96), (1000, 130), (4, 64, 72)])
+def test_sums_over_rows_are_made_beside_the_rows(shape: tuple[int, ...]) -> None:
+    x, dy = torch.randn(shape), torch.randn(shape)
+    after, _ = _merged(_fused(_gradient, x, dy))
+    assert (_kernels(after) == 1) == (shape[0] >= 16 * core_count(target()))
+    product = x.double() * dy.double()
+    total = product.sum(-1, keepdim=True)
+    expected = product.sum(0), product - x.double() * total, product.tanh().sum(0)
+    for found, exact in zip(_run(after, x, dy), expected, strict=True):
+        scale = exact.abs().max().item()
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6 * scale)
+
+
+def test_what_is_read_on_the_way_stays_apart() -> None:
+    def through(b: relax.BlockBuilder, x: relax.Expr) -> Results:
+        first = b.emit(op.exp(x))
+        product = b.emit(op.call_pure_packed("other", first, ty_args=[first.ty]))
+        return first, b.emit(op.add(op.negative(product), first))
+
+    _, report = _merged(_fused(through, torch.randn(30, 30)))
+    assert not report.rewrites
+
+
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_random_graph(seed: int) -> None:
+    graph = random_graph(seed)
+    after, _ = _merged(fuse(graph.mod))
+    for result, exact in zip(_run(after, *graph.inputs), graph.outputs, strict=True):
+        scale = max(1.0, exact.abs().max().item())
+        torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5 * scale)
+
+
+class _Slices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(24) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pieces = x.split(24, 1)
+        return torch.cat([norm(p).tanh() for norm, p in zip(self.norms, pieces, strict=True)], 1)
+
+
+@pytest.mark.parametrize("rows", [5, 100])
+def test_gradients_equal_eager(rows: int) -> None:
+    module, ours = _Slices().double(), _Slices().double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    ours.load_state_dict(module.state_dict())
+    x, dy = torch.randn(rows, 216, dtype=torch.float64), torch.randn(rows, 216, dtype=torch.float64)
+    given = x.clone().requires_grad_()
+    add_tvm_dispatch(ours, given, on_fallback="raise")
+    ours(given).backward(dy)
+    x.requires_grad_()
+    module(x).backward(dy)
+    torch.testing.assert_close(given.grad, x.grad, rtol=1e-10, atol=1e-12)
+    for found, expected in zip(ours.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
