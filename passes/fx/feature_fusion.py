@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,14 +34,12 @@ from tvmbridge.passes.fx.base import (
     erase_items,
     evaluated,
     nbytes,
-    positions,
     shape_of,
     value_of,
 )
 from tvmbridge.passes.fx.combine_sparse_inputs import combined_of
 from tvmbridge.passes.fx.costs import Costs
-from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
-from tvmbridge.passes.fx.fused_chains import Chains
+from tvmbridge.passes.fx.fused_chains import fuse_all
 from tvmbridge.passes.fx.stacking import Declined, size_key
 
 aten = torch.ops.aten
@@ -105,27 +104,15 @@ class FeatureFusion(FxPass):
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
         """Fuse every group of equal lookups, and what is computed of them."""
         graph = graph_module.graph
-        places = {node: float(place) for node, place in positions(graph).items()}
-        order, touched = ordered(graph), written(graph)
         groups = [group for group in _groups(graph) if len(group) >= self.least]
         read = [each.given["indices"] for group in groups for each in group]
-        for group in groups:
-            name = f"{len(group)} lookups by {group[0].call.name}"
-            try:
-                lookups = Lookups(group)
-                if any(n in touched for each in group for n in (each.node, *each.tensors)):
-                    raise Declined("they are, or read, what is written in place")
-                report.rewrote(Chains(graph, lookups, self.costs, touched, places).fuse())
-            except Declined as reason:
-                report.decline(name, str(reason))
-        if not report.rewrites:
-            return
-        erase_items([node for node in read if node.op == "call_function"])
-        try:
-            sort(graph, places, [order])
-        except CircularError as error:
-            report.rewrites = 0
-            report.decline("all lookups", str(error))
+        candidates = [
+            (f"{len(group)} lookups by {group[0].call.name}", partial(_start, group))
+            for group in groups
+        ]
+        fuse_all(graph, candidates, self.costs, report, "all lookups")
+        if report.rewrites:
+            erase_items([node for node in read if node.op == "call_function"])
 
 
 @dataclass(frozen=True)
@@ -207,6 +194,13 @@ class Lookups:
     def _sizes(self, joined: fx.Node) -> Any:
         value = value_of(joined)
         return value.new_empty((len(self.nodes),), dtype=torch.int64)
+
+
+def _start(group: Sequence[Lookup], touched: frozenset[fx.Node]) -> Lookups:
+    lookups = Lookups(group)
+    if any(n in touched for each in group for n in (each.node, *each.tensors)):
+        raise Declined("they are, or read, what is written in place")
+    return lookups
 
 
 def _groups(graph: fx.Graph) -> list[list[Lookup]]:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
+from tvmbridge.core.pass_report import PassReport
 from tvmbridge.passes.fx.base import (
     LEAVES,
     Emitter,
     bound_arguments,
     erase_items,
     is_operator,
-    nbytes,
+    positions,
     shape_of,
     value_of,
 )
 from tvmbridge.passes.fx.costs import Costs
+from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
 from tvmbridge.passes.fx.hand_back import HandBack
-from tvmbridge.passes.fx.slices import Slice, side_by_side, stacked
 from tvmbridge.passes.fx.stacking import (
     Declined,
     Each,
@@ -30,46 +31,41 @@ from tvmbridge.passes.fx.stacking import (
     equal_shapes,
     rule_for,
 )
+from tvmbridge.passes.fx.starts import Start
 
 aten = torch.ops.aten
 
 
-class Start(Protocol):
-    """What chains begin at: equal tensors, and how all of them are one.
+def fuse_all(
+    graph: fx.Graph,
+    candidates: Sequence[tuple[str, Callable[[frozenset[fx.Node]], Start]]],
+    costs: Costs | None,
+    report: PassReport,
+    what: str,
+) -> None:
+    """Fuse the chains of every candidate that is not declined, and sort the graph.
 
-    ``replaces``: its value takes the place of the nodes, which are erased where nothing reads them;
-    otherwise they stay, as views. ``copied``: the bytes that are copied for it.
+    Args:
+        graph: is rewritten.
+        candidates: a name, and what makes a start, told which nodes are written, or is Declined.
+        costs: by which it is decided; None: by the device.
+        report: says that nothing was done where no order of the nodes is left.
+        what: all of it, in words.
     """
-
-    nodes: tuple[fx.Node, ...]
-    replaces: bool
-    copied: int
-
-    def value(self, emit: Emitter) -> tuple[fx.Node, int]:
-        """One tensor of all, and its dimension that counts them.
-
-        Raises:
-            Declined: there is none.
-        """
-
-
-class Slices:
-    """Chains that begin at equal slices of one tensor, in the order of their places."""
-
-    replaces = False
-
-    def __init__(self, slices: Sequence[Slice]) -> None:
-        self.nodes = tuple(s.node for s in slices)
-        self._slices = slices
-        self._is_view = side_by_side(slices)
-        self.copied = 0 if self._is_view else 2 * len(slices) * nbytes(slices[0].node)
-
-    def value(self, emit: Emitter) -> tuple[fx.Node, int]:
-        """A view of the tensor, or the slices stacked."""
-        if self._is_view:
-            return stacked(self._slices, emit)
-        dim = self._slices[0].dim
-        return emit(aten.stack.default, list(self.nodes), dim), dim
+    places = {node: float(place) for node, place in positions(graph).items()}
+    order, touched = ordered(graph), written(graph)
+    for name, start in candidates:
+        try:
+            report.rewrote(Chains(graph, start(touched), costs, touched, places).fuse())
+        except Declined as reason:
+            report.decline(name, str(reason))
+    if not report.rewrites:
+        return
+    try:
+        sort(graph, places, [order])
+    except CircularError as error:
+        report.rewrites = 0
+        report.decline(what, str(error))
 
 
 class Chains:

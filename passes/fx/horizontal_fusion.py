@@ -13,19 +13,21 @@ place. Runs after CombineSparseInputs, before OverlapCommunication.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from tvmbridge.core.pass_report import PassReport
-from tvmbridge.passes.fx.base import FxPass, known, positions, value_of
+from tvmbridge.passes.fx.base import FxPass, known, value_of
 from tvmbridge.passes.fx.costs import Costs
-from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
-from tvmbridge.passes.fx.fused_chains import Chains, Slices
+from tvmbridge.passes.fx.fused_chains import fuse_all
 from tvmbridge.passes.fx.slices import Slice, groups, slices_of
 from tvmbridge.passes.fx.stacking import Declined
+from tvmbridge.passes.fx.starts import Slices
 
 
 @dataclass(frozen=True)
@@ -48,25 +50,11 @@ class HorizontalFusion(FxPass):
     def rewrite(self, graph_module: fx.GraphModule, report: PassReport) -> None:
         """Fuse every group of slices of which more is computed than a concatenation."""
         graph = graph_module.graph
-        places = {node: float(place) for node, place in positions(graph).items()}
-        order, touched = ordered(graph), written(graph)
-        for candidate in self._candidates(graph):
-            name = f"{len(candidate)} slices of {candidate[0].source.name}"
-            try:
-                if any(each.node in touched for each in candidate):
-                    raise Declined("they are written in place")
-                saved = Chains(graph, Slices(candidate), self.costs, touched, places).fuse()
-            except Declined as reason:
-                report.decline(name, str(reason))
-            else:
-                report.rewrote(saved)
-        if not report.rewrites:
-            return
-        try:
-            sort(graph, places, [order])
-        except CircularError as error:
-            report.rewrites = 0
-            report.decline("all chains", str(error))
+        candidates = [
+            (f"{len(each)} slices of {each[0].source.name}", partial(_start, each))
+            for each in self._candidates(graph)
+        ]
+        fuse_all(graph, candidates, self.costs, report, "all chains")
 
     def _candidates(self, graph: fx.Graph) -> list[list[Slice]]:
         """Groups of equal slices that are used alike."""
@@ -79,6 +67,12 @@ class HorizontalFusion(FxPass):
                     alike.setdefault(uses, []).append(each)
             found += [each for each in alike.values() if len(each) >= self.least]
         return found
+
+
+def _start(slices: Sequence[Slice], touched: frozenset[fx.Node]) -> Slices:
+    if any(each.node in touched for each in slices):
+        raise Declined("they are written in place")
+    return Slices(slices)
 
 
 def _uses(node: fx.Node, depth: int) -> tuple[Any, ...]:
