@@ -81,29 +81,32 @@ def long_description() -> str:
 
 
 def extensions() -> list[Extension]:
-    """The compiled half of the guards of calls, for the PyTorch that is installed.
+    """The compiled halves of guards and of dropout's draws, for the PyTorch that is installed.
 
-    It is left out where PyTorch cannot be seen (pip builds in an environment of its own, unless it
-    is told ``--no-build-isolation``), where Python has no versions of dictionaries, and where
-    compiling fails: tvmbridge then compares in Python, and a call costs more.
+    They are left out where PyTorch cannot be seen (pip builds in an environment of its own, unless
+    it is told ``--no-build-isolation``) and where compiling fails, that of the guards also where
+    Python has no versions of dictionaries: tvmbridge then compares in Python, and a call costs
+    more; PyTorch draws.
     """
     try:
         from torch.utils.cpp_extension import include_paths, library_paths
     except ImportError:
         return []
-    if sys.version_info >= (3, 13):
-        return []
+    sources = {"tvmbridge.core._bernoulli": "tvmbridge/core/_bernoulli.cpp"}
+    if sys.version_info < (3, 13):
+        sources["tvmbridge.runtime._native"] = "tvmbridge/runtime/_native.cpp"
     return [
         Extension(
-            "tvmbridge.runtime._native",
-            ["tvmbridge/runtime/_native.cpp"],
+            name,
+            [source],
             include_dirs=include_paths(),
             library_dirs=library_paths(),
             libraries=["c10", "torch_cpu", "torch_python"],
-            extra_compile_args=["-std=c++20", "-O2"],
+            extra_compile_args=["-std=c++20", "-O3"],
             language="c++",
             optional=True,
         )
+        for name, source in sources.items()
     ]
 
 

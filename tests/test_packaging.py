@@ -90,12 +90,13 @@ def test_a_wheel_holds_all_modules_and_nothing_else(sources: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_wheel_that_is_built_beside_pytorch_has_the_native_half(sources: Path) -> None:
+def test_a_wheel_that_is_built_beside_pytorch_has_the_native_halves(sources: Path) -> None:
     wheel = build(sources, "wheel", seen=True)
     assert modules(wheel) == expected_modules(sources)
     with zipfile.ZipFile(wheel) as archive:
-        found = [n for n in archive.namelist() if n.startswith("tvmbridge/runtime/_native")]
-    assert any(name.endswith(".so") for name in found), found
+        found = [n for n in archive.namelist() if n.endswith(".so")]
+    for start in ("tvmbridge/runtime/_native", "tvmbridge/core/_bernoulli"):
+        assert any(name.startswith(start) for name in found), found
 
 
 def test_a_wheel_without_the_link_is_the_same(sources: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.bernoulli import draw_mask
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.types import EagerPrologue, NoiseDescriptor, TensorSpec
 
@@ -41,6 +42,8 @@ def draw_noise(
 
 def _draw(descriptor: NoiseDescriptor) -> torch.Tensor:
     args = [_materialize(a) for a in descriptor.args]
+    if descriptor.op is torch.ops.aten.bernoulli_.float and not descriptor.kwargs:
+        return draw_mask(*args)
     kwargs = {k: _materialize(v) for k, v in descriptor.kwargs.items()}
     result: Any = descriptor.op(*args, **kwargs)
     drawn: torch.Tensor = result if descriptor.result is None else result[descriptor.result]
