@@ -81,28 +81,41 @@ def long_description() -> str:
 
 
 def extensions() -> list[Extension]:
-    """The compiled halves of guards and of dropout's draws, for the PyTorch that is installed.
+    """The compiled halves of guards, products and dropout's draws, for the PyTorch installed.
 
     They are left out where PyTorch cannot be seen (pip builds in an environment of its own, unless
     it is told ``--no-build-isolation``) and where compiling fails, that of the guards also where
-    Python has no versions of dictionaries: tvmbridge then compares in Python, and a call costs
-    more; PyTorch draws.
+    Python has no versions of dictionaries: tvmbridge then compares and calls in Python, and
+    PyTorch draws.
     """
     try:
         from torch.utils.cpp_extension import include_paths, library_paths
     except ImportError:
         return []
+    folders, libraries = include_paths(), ["c10", "torch_cpu", "torch_python"]
+    where = library_paths()
     sources = {"tvmbridge.core._bernoulli": "tvmbridge/core/_bernoulli.cpp"}
     if sys.version_info < (3, 13):
         sources["tvmbridge.runtime._native"] = "tvmbridge/runtime/_native.cpp"
+    try:
+        from tvm_ffi import libinfo
+    except ImportError:
+        pass
+    else:
+        sources["tvmbridge.kernels._products"] = "tvmbridge/kernels/_products.cpp"
+        folders = [*folders, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+        libraries = [*libraries, "tvm_ffi"]
+        where = [*where, str(Path(libinfo.find_libtvm_ffi()).parent)]
     return [
         Extension(
             name,
             [source],
-            include_dirs=include_paths(),
-            library_dirs=library_paths(),
-            libraries=["c10", "torch_cpu", "torch_python"],
+            include_dirs=folders,
+            library_dirs=where,
+            libraries=libraries,
             extra_compile_args=["-std=c++20", "-O3"],
+            # Each is linked with what it calls.
+            extra_link_args=["-Wl,--as-needed"] * (sys.platform == "linux"),
             language="c++",
             optional=True,
         )

@@ -37,7 +37,7 @@ def draw_mask(mask: torch.Tensor, probability: float) -> torch.Tensor:
 def _compiled() -> Any:
     """The compiled function; None where it was not built, or PyTorch draws other numbers."""
     try:
-        from tvmbridge.core import _bernoulli
+        import tvmbridge.core._bernoulli as _bernoulli
     except ImportError:
         return None
     same = torch.__version__.split("+")[0] == _bernoulli.TORCH_VERSION

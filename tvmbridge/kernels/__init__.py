@@ -12,7 +12,13 @@ import tvm_ffi
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.allocation import EMPTY, run_empty
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
-from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, run_matmul, run_onednn_matmul
+from tvmbridge.kernels.matmul import (
+    MATMUL,
+    ONEDNN_MATMUL,
+    register_compiled,
+    run_matmul,
+    run_onednn_matmul,
+)
 from tvmbridge.kernels.packed import PACKED_MATMUL, run_packed_matmul
 from tvmbridge.kernels.packed_convolution import PACKED_CONVOLUTION, run_packed_convolution
 from tvmbridge.kernels.sized import SIZED, with_sizes
@@ -38,3 +44,4 @@ def register_kernels() -> None:
     for name, kernel in KERNELS.items():
         tvm_ffi.register_global_func(name, kernel)
         tvm_ffi.register_global_func(name + SIZED, with_sizes(kernel))
+    register_compiled()

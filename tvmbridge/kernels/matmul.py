@@ -85,3 +85,24 @@ def run_matmul(key: str, *tensors: Any) -> None:
 def run_onednn_matmul(key: str, *tensors: Any) -> torch.Tensor:
     """Run one product by oneDNN; registered with TVM under :data:`ONEDNN_MATMUL`."""
     return run_on(onednn_program(key), tensors)
+
+
+def register_compiled() -> bool:
+    """Have TVM call the compiled half in place of the functions above; False: there is none.
+
+    Its kernels read specs by :func:`_described`, each once.
+    """
+    try:
+        import tvmbridge.kernels._products as products
+    except ImportError:
+        return False
+    if torch.__version__.split("+")[0] != products.TORCH_VERSION:
+        return False
+    return products.register_products(MATMUL, ONEDNN_MATMUL, _described)
+
+
+def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:
+    """The views of both operands and the shape of the result, in tuples."""
+    content = json.loads(spec_named(key))
+    left, right = (None if v is None else (tuple(v[0]), tuple(v[1])) for v in content["views"])
+    return left, right, tuple(content["result"])

@@ -1,0 +1,243 @@
+// Matrix products called by compiled code without Python between: kernels/matmul.py has the same in Python,
+// for where this could not be built, and says what a spec means. After a product of milliseconds the
+// interpreter has to be read from memory again, which takes a tenth of one.
+
+#define PY_SSIZE_T_CLEAN
+#include <torch/csrc/python_headers.h>
+
+#include <ATen/ATen.h>
+#include <ATen/DLConvertor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/version.h>
+#include <tvm/ffi/c_api.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+struct View {
+    std::vector<int64_t> sizes;
+    std::vector<int64_t> strides;
+};
+
+struct Product {
+    std::optional<View> left;
+    std::optional<View> right;
+    std::vector<int64_t> shape; // of the result: two dimensions or three
+};
+
+// Specs ------------------------------------------------------------------------------------------
+
+// Tells a spec's views and shape; held for as long as the process lives.
+PyObject *describe = nullptr;
+std::mutex products_mutex;
+std::unordered_map<std::string, std::unique_ptr<Product>> products;
+
+std::vector<int64_t> integers(PyObject *tuple) {
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tuple); ++i)
+        found.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i)));
+    return found;
+}
+
+std::optional<View> view_of(PyObject *object) {
+    if (object == Py_None)
+        return std::nullopt;
+    return View{integers(PyTuple_GET_ITEM(object, 0)), integers(PyTuple_GET_ITEM(object, 1))};
+}
+
+std::string python_error() {
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    PyObject *words = value == nullptr ? nullptr : PyObject_Str(value);
+    const char *text = words == nullptr ? nullptr : PyUnicode_AsUTF8(words);
+    std::string found = text == nullptr ? "the spec of a product cannot be read" : text;
+    PyErr_Clear();
+    Py_XDECREF(words);
+    Py_XDECREF(kind);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return found;
+}
+
+std::unique_ptr<Product> described(const std::string &key) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    auto product = std::make_unique<Product>();
+    std::string error;
+    PyObject *found = PyObject_CallFunction(describe, "s#", key.data(), (Py_ssize_t)key.size());
+    if (found != nullptr && PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 3) {
+        product->left = view_of(PyTuple_GET_ITEM(found, 0));
+        product->right = view_of(PyTuple_GET_ITEM(found, 1));
+        product->shape = integers(PyTuple_GET_ITEM(found, 2));
+    }
+    if (PyErr_Occurred())
+        error = python_error();
+    Py_XDECREF(found);
+    PyGILState_Release(state);
+    TORCH_CHECK(error.empty(), error);
+    return product;
+}
+
+const Product &product_of(const std::string &key) {
+    {
+        std::lock_guard<std::mutex> lock(products_mutex);
+        auto place = products.find(key);
+        if (place != products.end())
+            return *place->second;
+    }
+    // Asked without the lock: another thread may have the interpreter and wait for this one.
+    std::unique_ptr<Product> product = described(key);
+    std::lock_guard<std::mutex> lock(products_mutex);
+    return *products.try_emplace(key, std::move(product)).first->second;
+}
+
+// Tensors ----------------------------------------------------------------------------------------
+
+std::string string_of(const TVMFFIAny &any) {
+    TVMFFIByteArray bytes;
+    if (any.type_index == kTVMFFISmallStr) {
+        bytes = TVMFFISmallBytesGetContentByteArray(&any);
+    } else {
+        TORCH_CHECK(any.type_index == kTVMFFIStr, "expected the spec of a product");
+        bytes = *TVMFFIBytesGetByteArrayPtr(any.v_obj);
+    }
+    return std::string(bytes.data, bytes.size);
+}
+
+// A tensor of compiled code as PyTorch has it, by a view or as it lies.
+at::Tensor tensor_of(const TVMFFIAny &any, const std::optional<View> &view) {
+    TORCH_CHECK(any.type_index == kTVMFFITensor, "expected the tensors of a product");
+    TVMFFIObjectHandle object = any.v_obj;
+    const DLTensor *tensor = TVMFFITensorGetDLTensorPtr(object);
+    bool cuda = tensor->device.device_type == kDLCUDA || tensor->device.device_type == kDLROCM;
+    at::Device device = cuda ? at::Device(at::kCUDA, tensor->device.device_id) : at::Device(at::kCPU);
+    auto options = at::TensorOptions().dtype(at::toScalarType(tensor->dtype)).device(device);
+    void *data = static_cast<char *>(tensor->data) + tensor->byte_offset;
+    TVMFFIObjectIncRef(object);
+    auto release = [object](void *) { TVMFFIObjectDecRef(object); };
+    if (view)
+        return at::from_blob(data, view->sizes, view->strides, release, options, device);
+    at::IntArrayRef shape(tensor->shape, tensor->ndim);
+    if (tensor->strides == nullptr)
+        return at::from_blob(data, shape, release, options, device);
+    at::IntArrayRef strides(tensor->strides, tensor->ndim);
+    return at::from_blob(data, shape, strides, release, options, device);
+}
+
+// Kernels ----------------------------------------------------------------------------------------
+
+void multiply(const TVMFFIAny *args, int32_t count, TVMFFIAny *) {
+    const Product &product = product_of(string_of(args[0]));
+    at::Tensor left = tensor_of(args[1], product.left), right = tensor_of(args[2], product.right);
+    at::Tensor out = tensor_of(args[count - 1], std::nullopt).view(product.shape);
+    if (product.shape.size() == 3)
+        at::bmm_out(out, left, right);
+    else if (count == 4)
+        at::mm_out(out, left, right);
+    else
+        at::addmm_out(out, tensor_of(args[3], std::nullopt), left, right);
+}
+
+using Linear = at::Tensor(const at::Tensor &, const at::Tensor &, const std::optional<at::Tensor> &,
+                          std::string_view, c10::List<std::optional<at::Scalar>>,
+                          std::optional<std::string_view>);
+
+const c10::TypedOperatorHandle<Linear> &linear() {
+    static auto handle = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                             .typed<Linear>();
+    return handle;
+}
+
+void multiply_by_onednn(const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    const Product &product = product_of(string_of(args[0]));
+    at::Tensor left = tensor_of(args[1], product.left), right = tensor_of(args[2], product.right);
+    std::optional<at::Tensor> bias;
+    if (count > 3)
+        bias = tensor_of(args[3], std::nullopt);
+    c10::List<std::optional<at::Scalar>> none;
+    at::Tensor found = linear().call(left, right.t(), bias, "none", none, "");
+    TVMFFIObjectHandle handle = nullptr;
+    DLManagedTensor *managed = at::toDLPack(found);
+    if (TVMFFITensorFromDLPack(managed, 0, 0, &handle) != 0) {
+        managed->deleter(managed);
+        TORCH_CHECK(false, "the result of a product cannot be handed over");
+    }
+    result->type_index = kTVMFFITensor;
+    result->v_obj = static_cast<TVMFFIObject *>(handle);
+}
+
+template <void (*kernel)(const TVMFFIAny *, int32_t, TVMFFIAny *)>
+int called(void *, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    try {
+        // Nothing is to be recorded of what compiled code computes.
+        at::AutoDispatchBelowADInplaceOrView guard;
+        TORCH_CHECK(count >= 3, "a product of less than two tensors");
+        kernel(args, count, result);
+        return 0;
+    } catch (const c10::Error &error) {
+        TVMFFIErrorSetRaisedFromCStr("RuntimeError", error.what_without_backtrace());
+    } catch (const std::exception &error) {
+        TVMFFIErrorSetRaisedFromCStr("RuntimeError", error.what());
+    }
+    return -1;
+}
+
+bool set_global(const char *name, TVMFFISafeCallType function) {
+    TVMFFIObjectHandle handle = nullptr;
+    if (TVMFFIFunctionCreate(nullptr, function, nullptr, &handle) != 0)
+        return false;
+    TVMFFIByteArray words{name, std::char_traits<char>::length(name)};
+    int code = TVMFFIFunctionSetGlobal(&words, handle, 1);
+    TVMFFIObjectDecRef(handle);
+    return code == 0;
+}
+
+PyObject *register_products(PyObject *, PyObject *args) {
+    const char *usual, *onednn;
+    PyObject *function;
+    if (!PyArg_ParseTuple(args, "ssO", &usual, &onednn, &function))
+        return nullptr;
+    Py_INCREF(function);
+    Py_XSETREF(describe, function);
+    try {
+        linear();
+    } catch (const c10::Error &error) {
+        Py_RETURN_FALSE;
+    }
+    if (set_global(usual, called<multiply>) && set_global(onednn, called<multiply_by_onednn>))
+        Py_RETURN_TRUE;
+    PyErr_SetString(PyExc_RuntimeError, "TVM does not take the kernels of products");
+    return nullptr;
+}
+
+PyMethodDef functions[] = {
+    {"register_products", register_products, METH_VARARGS,
+     "register_products(usual, onednn, describe)\n--\n\n"
+     "Make both kernels known to TVM by these names; False: this PyTorch has another oneDNN."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "tvmbridge.kernels._products",
+    "The compiled half of tvmbridge.kernels.matmul.", -1, functions,
+};
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__products(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module == nullptr)
+        return nullptr;
+    if (PyModule_AddStringConstant(module, "TORCH_VERSION", TORCH_VERSION) < 0) {
+        Py_DECREF(module);
+        return nullptr;
+    }
+    return module;
+}
