@@ -1,0 +1,152 @@
+"""``python -m benchmarks.bandwidth``: how fast the loops of compiled code move their data.
+
+Each kernel that TVM made, as it runs within a call: the bytes of its arguments and results, each
+once, over its time, beside the fastest copy of this machine. PyTorch's kernels are left out. What
+is below 60% of a copy is marked, unless all it moves in a call fits into a core's own cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import parser
+from benchmarks.peers import step_of
+from benchmarks.suites import SUITES
+from tvmbridge import add_tvm_dispatch
+from tvmbridge.compiler import executable
+
+_LEAST = 0.6
+_WARM, _CALLS = 5, 15
+# What a core has for itself: smaller than that, a kernel waits for its start and not for memory.
+_OWN_CACHE = 2**20
+
+
+@dataclass
+class Kernel:
+    """The calls of one kernel: seconds of each, and the bytes of one."""
+
+    bytes: int
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    def share(self, copied: float) -> float:
+        """Of the speed of a copy, in bytes a second."""
+        return self.bytes / self.median / copied
+
+
+def _bytes(arguments: tuple[Any, ...]) -> int:
+    tensors = [a for a in arguments if hasattr(a, "shape") and hasattr(a, "dtype")]
+    return sum(prod(t.shape) * t.dtype.itemsize for t in tensors)
+
+
+@contextmanager
+def _timed(kernels: dict[tuple[str, int], Kernel]) -> Iterator[None]:
+    """Within it, what compiled code calls is timed."""
+
+    @contextmanager
+    def told(machine: Any, title: Callable[[str, Any], str | None]) -> Iterator[None]:
+        begun = 0.0
+
+        def tell(_: Any, symbol: str, before: bool, result: Any, *arguments: Any) -> int:
+            nonlocal begun
+            ended = time.perf_counter()
+            if not before and not symbol.startswith(("vm.", "tvmbridge.")):
+                size = _bytes(arguments)
+                name = title(symbol, arguments) or symbol
+                kernels.setdefault((name, size), Kernel(size)).seconds.append(ended - begun)
+            begun = time.perf_counter()
+            return 0  # go on
+
+        machine.set_instrument(tell)
+        try:
+            yield
+        finally:
+            machine.set_instrument(None)
+
+    usual = executable.profiling, executable.kernels_told
+    executable.profiling, executable.kernels_told = (lambda: True), told
+    try:
+        yield
+    finally:
+        executable.profiling, executable.kernels_told = usual
+
+
+def measure(name: str) -> Mapping[tuple[str, int], Kernel]:
+    """The kernels of one row of ``python -m benchmarks``, by name and bytes."""
+    suite = SUITES[name]
+    module, x = suite.module(), suite.sample()
+    add_tvm_dispatch(module, x)
+    step = step_of(module, x)
+    for _ in range(_WARM):
+        step()
+    kernels: dict[tuple[str, int], Kernel] = {}
+    with _timed(kernels):
+        for _ in range(_CALLS):
+            step()
+    return kernels
+
+
+def _copy_speed() -> float:
+    """Bytes read and written a second, by the fastest copy of more than the caches hold."""
+    source, target = torch.rand(2**25), torch.rand(2**25)
+    best = min(_seconds(lambda: target.copy_(source)) for _ in range(10))
+    return 2 * source.nbytes / best
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rows", nargs="+", default=[""], help="rows whose names contain it")
+    arguments.add_argument("--all", action="store_true", help="print fast kernels as well")
+    options = arguments.parse_args()
+    names = [n for n in SUITES if any(r in n for r in options.rows)]
+    copied = _copy_speed()
+    table = Table(title=f"kernels beside a copy of {copied / 1e9:.1f} GB/s")
+    for column in ("row", "kernel", "calls", "KiB", "µs", "of a copy"):
+        table.add_column(column, overflow="fold")
+    slow = 0
+    for name in names:
+        torch._dynamo.reset()
+        totals: dict[str, float] = defaultdict(float)
+        found = sorted(measure(name).items(), key=lambda i: -sum(i[1].seconds))
+        for (kernel, size), times in found:
+            share = times.share(copied)
+            bad = share < _LEAST and size > _OWN_CACHE
+            slow += bad
+            totals["slow" if bad else "rest"] += sum(times.seconds) / _CALLS
+            if bad or options.all:
+                table.add_row(
+                    name,
+                    kernel,
+                    f"{len(times.seconds) / _CALLS:g}",
+                    f"{size / 1024:.0f}",
+                    f"{times.median * 1e6:.0f}",
+                    f"[{'red' if bad else 'green'}]{share:.0%}[/]",
+                )
+        print(name, {k: f"{v * 1e3:.2f} ms" for k, v in totals.items()}, flush=True)
+    Console().print(table)
+    return int(bool(slow) and not options.no_check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
