@@ -10,7 +10,8 @@ from tvmbridge.schedules.indexing import split_axes
 from tvmbridge.schedules.kernel import Kernel, Stage
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reductions import ReductionNest, columns_of
-from tvmbridge.schedules.rows import RowNest, row_axes, smooth_rows
+from tvmbridge.schedules.row_choices import smooth_rows
+from tvmbridge.schedules.rows import RowNest, row_axes
 from tvmbridge.schedules.tiles import TileNest, transposed_axis
 
 Nest = RowNest | ReductionNest | TileNest
@@ -37,13 +38,24 @@ def stored_stages(kernel: Kernel, machine: Machine) -> list[Stage]:
         inner = sum(costs.get(load.buffer, 0) for load in stage.loads)
         cost = stage.cost + inner
         uses = readers.get(stage.buffer, [])
-        repeated = len(uses) > 1 or any(use.size * use.depth > stage.size for use in uses)
+        repeated = len(uses) > 1 or any(_reads_again(use, stage) for use in uses)
         dear = cost > cheap and repeated
         if stage.reduction is not None or stage.buffer in kernel.outputs or dear:
             stored.append(stage)
         else:
             costs[stage.buffer] = cost
     return stored
+
+
+def _reads_again(reader: Stage, stage: Stage) -> bool:
+    """Whether ``reader`` needs elements of ``stage`` more than once.
+
+    It does not where it chooses, by the position, between this piece and others.
+    """
+    loads = [load for load in reader.loads if load.buffer.same_as(stage.buffer)]
+    if reader.reduction is None and all(load.guarded for load in loads):
+        return len(loads) > 1
+    return reader.size * reader.depth > stage.size
 
 
 def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
@@ -68,8 +80,9 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
         if across is not None:
             nests.append(TileNest(kernel, stored, stage, across))
             continue
-        rows = _rows_for(kernel, stored, stages[position:], downs)
-        nest = RowNest(kernel, rows, stored, cuts=machine.merges and not sizes_vary())
+        cuts = machine.merges and not sizes_vary()
+        rows = _rows_for(kernel, stored, stages[position:], downs, cuts)
+        nest = RowNest(kernel, rows, stored, cuts=cuts)
         if not nest.add(stage):
             raise ValueError(f"stage {stage.name} does not fit its own rows")
         nests.append(nest)
@@ -106,7 +119,9 @@ def _reduction_nest(
     return None
 
 
-def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage], downs: set[Any]) -> int:
+def _rows_for(
+    kernel: Kernel, stored: set[Any], stages: list[Stage], downs: set[Any], cuts: bool
+) -> int:
     """Return the rows of the nest that begins with the first of ``stages``."""
     first = stages[0]
     if first.reduction is not None:
@@ -119,7 +134,7 @@ def _rows_for(kernel: Kernel, stored: set[Any], stages: list[Stage], downs: set[
         and row_axes(first, following.size)
     ):
         return following.size
-    rows = smooth_rows(kernel, stored, first)
+    rows = smooth_rows(kernel, stored, first, within=cuts)
     if rows is None:
         extents = [axis.extent for axis in first.spatial]
         rows = first.size // extents[-1]

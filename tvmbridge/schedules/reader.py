@@ -129,6 +129,7 @@ class Reader:
             expr = tvm_ffi.structural_map(expr, (Call, _select))
         else:
             self.vectorizable = False
+            expr = tvm_ffi.structural_map(expr, (Call, _below))
             self.guards = _conditions(expr)
 
         def count(node: Expr) -> None:
@@ -194,6 +195,16 @@ def variables(expr: Expr) -> set[Any]:
 
 def _select(call: Call) -> Expr:
     return tirx.Select(*call.args) if is_if(call) else call
+
+
+def _below(call: Call) -> Expr:
+    """Ask ``index < constant`` for ``constant <= index``: the simplifier decides only that one."""
+    if not is_if(call) or not isinstance(call.args[0], tirx.LE):
+        return call
+    condition, chosen, other = call.args
+    if not isinstance(condition.a, tirx.IntImm):
+        return call
+    return tirx.if_then_else(tirx.LT(condition.b, condition.a), other, chosen)
 
 
 def _select_number(cast: tirx.Cast) -> Expr:

@@ -8,20 +8,16 @@ element-wise stages is one with one pass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tvm_ffi
-from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.schedules.indexing import (
     Indexer,
     cut_axes,
-    divisors_of,
     index_var,
     integer,
     split_axes,
@@ -32,8 +28,6 @@ from tvmbridge.schedules.reader import Axis, Buffer, substitute, variables
 from tvmbridge.schedules.values import reads
 
 SplitAxes = tuple[Sequence[Axis], Sequence[Axis]]
-
-_LEAST_RUN = 8
 
 
 @dataclass
@@ -214,85 +208,3 @@ def element_at(member: Member, row: Expr, column: Expr, indexer: Indexer) -> dic
     rows, columns = member.axes
     at = unravel(row, rows, indexer) | unravel(column, columns, indexer)
     return at | {v: indexer.simplify(substitute(e, at)) for v, e in member.cut.items()}
-
-
-def smooth_rows(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
-    """Return the fewest rows for which reads move by 0 or 1 from column to column, if any.
-
-    Those where choices are the same in all columns, if there are.
-    """
-    row, column = index_var("row"), index_var("column")
-    rows, first = 1, None
-    for cut in range(len(stage.spatial)):
-        rows = extent_of(stage.spatial[:cut])
-        if cut and stage.spatial[cut - 1].extent == 1:
-            continue
-        axes = stage.spatial[:cut], stage.spatial[cut:]
-        indexer = Indexer({row: rows, column: extent_of(axes[1])})
-        at: dict[Any, Expr] = unravel(row, axes[0], indexer) | unravel(column, axes[1], indexer)
-        moves = (
-            indexer.coefficient(indexer.flat(buffer, indices), column)
-            for _, buffer, indices in reads(kernel, stored, indexer, stage, at)
-        )
-        if not all(move in (0, 1) for move in moves):
-            continue
-        wide = first is None or extent_of(axes[1]) >= _LEAST_RUN
-        if wide and _is_uniform(kernel, stored, indexer, stage, at, row):
-            return rows
-        first = first or rows
-    return 1 if not stage.spatial else first
-
-
-def _is_uniform(
-    kernel: Kernel,
-    stored: set[Any],
-    indexer: Indexer,
-    stage: Stage,
-    at: Mapping[Any, Expr],
-    row: tirx.Var,
-) -> bool:
-    """Whether all columns of a row choose the same, so that they can be vectorized."""
-    if not stage.vectorizable:
-        if stage.guards is None:
-            return False
-        conditions = (indexer.simplify(substitute(guard, dict(at))) for guard in stage.guards)
-        if not all(variables(condition) <= {row} for condition in conditions):
-            return False
-    for load in stage.loads:
-        producer = None if load.buffer in stored else kernel.producer(load.buffer)
-        if producer is not None:
-            indices = tuple(indexer.simplify(substitute(i, dict(at))) for i in load.indices)
-            inner = producer.at(indices)
-            if not _is_uniform(kernel, stored, indexer, producer, inner, row):
-                return False
-    return True
-
-
-def are_uniform(nest: RowNest, members: Sequence[Member]) -> bool:
-    """Whether all columns of a row choose the same in each of ``members``."""
-    kernel, row = nest.kernel, nest.row
-    indexer = Indexer({row: nest.rows, nest.column: members[0].columns})
-    for member in members:
-        at = element_at(member, row, nest.column, indexer)
-        if not _is_uniform(kernel, nest.stored, indexer, member.stage, at, row):
-            return False
-    return True
-
-
-def run_of(nest: RowNest, members: Sequence[Member]) -> int:
-    """Return the number of columns after which a read of ``members`` goes on at another place.
-
-    (A sum over the batch and the places of pictures reads those of one picture in a run.) All of
-    the columns where there is no such number, or runs are shorter than a vector.
-    """
-    columns = members[0].columns
-    if sizes_vary():
-        return columns
-    run = 0
-    for member in members:
-        indexer = Indexer({nest.row: nest.rows, nest.column: columns})
-        at = element_at(member, nest.row, nest.column, indexer)
-        for _, buffer, indices in reads(nest.kernel, nest.stored, indexer, member.stage, at):
-            for divisor in divisors_of(indexer.flat(buffer, indices), nest.column):
-                run = math.gcd(run, divisor)
-    return run if run >= _LEAST_RUN and columns % run == 0 else columns

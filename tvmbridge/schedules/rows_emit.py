@@ -27,7 +27,8 @@ from tvmbridge.schedules.loops import (
 )
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
-from tvmbridge.schedules.rows import Member, RowNest, are_uniform, element_at, run_of
+from tvmbridge.schedules.row_choices import are_uniform, run_of
+from tvmbridge.schedules.rows import Member, RowNest, element_at
 from tvmbridge.schedules.values import Evaluator, Memory
 
 # A pass with fewer expression nodes than this keeps several accumulators, to hide their latency.

@@ -13,12 +13,12 @@ from typing import Any
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Expr, TensorLoad
+from tvm.ir import Call, Expr, TensorLoad
 
 from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.indexing import Indexer, integer
 from tvmbridge.schedules.kernel import Kernel, Stage
-from tvmbridge.schedules.reader import Buffer, fresh_lets, substitute
+from tvmbridge.schedules.reader import Buffer, fresh_lets, is_if, substitute
 
 Indices = tuple[Expr, ...]
 
@@ -125,7 +125,19 @@ class Evaluator:
             values[load.slot] = read(load.buffer, self._indices(load.indices, values))
         for var, value in stage.binds:
             values[var] = self.name(substitute(value, values), var.name)
-        return substitute(stage.value, values)
+        value = substitute(stage.value, values)
+        return self._decided(value) if stage.guards else value
+
+    def _decided(self, value: Expr) -> Expr:
+        """``value`` with simpler conditions: what all columns of a row choose is no vector."""
+
+        def simpler(call: Call) -> Expr:
+            if not is_if(call):
+                return call
+            condition, *others = call.args
+            return tirx.if_then_else(self.indexer.simplify(condition), *others)
+
+        return tvm_ffi.structural_map(value, (Call, simpler))
 
     def name(self, value: Expr, hint: str) -> Expr:
         """Bind ``value`` to a fresh variable unless it is one already.
