@@ -8,7 +8,6 @@ rows run in the processes that there are. Rank 0 prints each figure as it comes,
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import gc
 import os
@@ -22,12 +21,13 @@ import torch.distributed as dist
 
 from benchmarks.common import Row, parser, report
 from benchmarks.pipeline_common import in_turns, made, spread, step_seconds
+from benchmarks.pipeline_cut import CUTS, cut
 from benchmarks.pipeline_equal import BOUNDS, equal
 from benchmarks.pipeline_memory import peak_activations
-from benchmarks.pipeline_models import MODELS, blocks_model, cross_entropy, model_of
+from benchmarks.pipeline_models import MODELS, cross_entropy, model_of
 from benchmarks.pipeline_start import join, measured, start_rows
 from tvmbridge import add_tvm_dispatch
-from tvmbridge.distributed import PipelineRunner, pipeline, plan_pipeline
+from tvmbridge.distributed import PipelineRunner, plan_pipeline
 
 
 def idle(options: argparse.Namespace) -> Iterator[Row]:
@@ -48,8 +48,13 @@ def idle(options: argparse.Namespace) -> Iterator[Row]:
             name = f"idle share, {schedule}, {stages} stages on {ranks}, {count} micro-batches"
             told = f"{name} (theory {theory:.3f}, spread {spread(shares):.3f})"
             yield Row(told, statistics.median(shares), "", bound)
-            del runner
-            gc.collect()
+            _end(runner)
+
+
+def _end(*runners: PipelineRunner) -> None:
+    for runner in runners:
+        runner.close()
+    gc.collect()
 
 
 def _idle_shares(runner: PipelineRunner, inputs: Any, targets: Any) -> list[float]:
@@ -82,6 +87,7 @@ def throughput(options: argparse.Namespace) -> Iterator[Row]:
         ]
     # On the CPU: a GPU would be kept busy by waiting.
     eager, tvm_time = runner.control.share(found)
+    _end(runner)
     yield Row(f"{name}: step of one device, eager PyTorch", 1e3 * eager, "ms")
     yield Row(f"{name}: step of one device, TVM", 1e3 * tvm_time, "ms")
     ranks, alone = dist.get_world_size(), min(eager, tvm_time)
@@ -120,14 +126,16 @@ def bare(options: argparse.Namespace) -> Iterator[Row]:
     name = options.model or ("bert-large" if torch.cuda.is_available() else "minilm")
     batch = options.size * count
     begins = _automatic_cut(name, batch, count, options.schedule)
-    runs = []
+    runners, runs = [], []
     for tvm in (False, True):
         runner, inputs, targets = made(
             options, name, torch.float32, batch, microbatches=count,
             schedule=options.schedule, stages=begins, tvm=tvm,
         )  # fmt: skip
+        runners.append(runner)
         runs.append(functools.partial(_train, runner, inputs, targets))
     eager, compiled = in_turns(runs, options.rounds)
+    _end(*runners)
     for what, times in (("bare engine", eager), ("TVM", compiled)):
         told = f"{name}: step, {what} (spread {1e3 * spread(times):.2g})"
         yield Row(told, 1e3 * statistics.median(times), "ms")
@@ -166,42 +174,10 @@ def memory(options: argparse.Namespace) -> Iterator[Row]:
                 schedule=schedule, tvm=tvm, check_batches=False,
             )  # fmt: skip
             peaks.append(peak_activations(runner, inputs, targets))
-            del runner
-            gc.collect()
+            _end(runner)
         name = f"activations of the first stage, {'TVM' if tvm else 'eager PyTorch'}"
         yield Row(f"{name}, simple", peaks[0] / 2**20, "MiB")
         yield Row(f"{name}, interleaved over simple", peaks[1] / peaks[0], "", bound)
-
-
-def cut(options: argparse.Namespace) -> Iterator[Row]:
-    """The automatic cut against all others, by real steps in eager PyTorch."""
-    if dist.get_world_size() != 2:
-        return
-    count = options.microbatches[0]
-    for name in options.cuts:
-        module, inputs, targets = blocks_model(name, options.size * count)
-        settings = {
-            "microbatches": count, "loss": cross_entropy, "tvm": False, "check_batches": False,
-            "timeout": options.timeout,
-        }  # fmt: skip
-        runners: dict[tuple[int, ...], PipelineRunner] = {}
-        # The first of two equal ones stays. Each has a module of its own, which it moves.
-        for stages in (None, *([f"blocks.{i}"] for i in range(1, len(module.blocks)))):
-            runner = pipeline(copy.deepcopy(module), inputs, stages=stages, **settings)
-            runners.setdefault(runner.plan.positions, runner)
-        automatic, *_ = runners.values()
-        x, y = inputs.to(automatic.device), targets.to(automatic.device)
-        runs = [functools.partial(_train, runner, x, y) for runner in runners.values()]
-        times = in_turns(runs, options.rounds)
-        medians = [statistics.median(found) for found in times]
-        best = list(runners.values())[medians.index(min(medians))]
-        told = (
-            f"cut of {name} at {automatic.plan.stages[1].begins}: over the best, at "
-            f"{best.plan.stages[1].begins} (spread {spread(times[0]) / medians[0]:.3f})"
-        )
-        yield Row(told, medians[0] / min(medians), "", 1.05)
-        del runners, runs, runner, automatic, best
-        gc.collect()
 
 
 ROWS = {
@@ -212,7 +188,6 @@ ROWS = {
     "memory": memory,
     "cut": cut,
 }
-CUTS = ("4 alike", "8 growing", "12 shrinking", "16 alike", "16 mixed")
 
 
 def main() -> int:

@@ -46,6 +46,7 @@ def _difference(
         optimizer.step()
         optimizer.zero_grad()
     state = runner.full_state_dict()
+    runner.close()
     expected, weights = _reference(name, dtype, count, runner.device)
     found = torch.cat(losses)
     errors = [((found - expected).abs() / expected.abs()).max()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,10 +36,11 @@ def train(rank: int, settings: dict[str, Any], steps: int = 3) -> dict[str, Any]
         norm = None if clip is None else runner.clip_grad_norm_(clip)
         optimizer.step()
         optimizer.zero_grad()
-    report = runner.report()
+    report, state = runner.report(), runner.full_state_dict()
+    runner.close()
     return {
         "losses": torch.cat(losses),
-        "state": runner.full_state_dict(),
+        "state": state,
         "norm": norm,
         "eager": {s.stage: s.eager for s in report.stages},
         "equal_to": {s.stage: s.equal_to for s in report.stages},
@@ -84,13 +86,21 @@ class Failing(nn.Module):
         time.sleep(14)
 
 
-def fail(rank: int, how: str, at_rank: int, timeout: float, schedule: str = "simple") -> float:
+def fail(
+    rank: int,
+    how: str,
+    at_rank: int,
+    timeout: float,
+    schedule: str = "simple",
+    blocks: int = 4,
+    stages: Sequence[str] | None = None,
+) -> float:
     """A step that works, and one in which a stage of one rank fails."""
     inputs, targets = tokens()
-    model = Language().train()
+    model = Language(blocks).train()
     runner = pipeline(
         model, inputs, microbatches=4, loss=cross_entropy, timeout=timeout, tvm=False,
-        schedule=schedule,
+        schedule=schedule, stages=stages,
     )  # fmt: skip
     runner.step(inputs, targets)
     if rank == at_rank:
@@ -240,3 +250,33 @@ def equal_stages(rank: int, folder: str) -> dict[str, Any]:
         "equal_to": {s.stage: s.equal_to for s in report.stages},
         "cache": {s.stage: s.cache for s in report.stages},
     }
+
+
+def group_count() -> int:
+    """The process groups that there are; PyTorch's own function has those of the past, too."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def closed(rank: int) -> list[int]:
+    """Several pipelines, one after the other; how many process groups there are after each."""
+    model, (inputs, targets) = Language().double().train(), tokens()
+    found = []
+    for _ in range(3):
+        runner = pipeline(
+            model, inputs, microbatches=4, loss=cross_entropy, timeout=30, tvm=False,
+            stages=["blocks.2"],
+        )  # fmt: skip
+        runner.step(inputs, targets)
+        runner.close()
+        runner.close()
+        found.append(group_count())
+    return found
+
+
+def closed_by_one(rank: int) -> None:
+    """The second rank makes a step where the first closes the pipeline."""
+    runner, inputs, targets = eager_runner()
+    if rank == 0:
+        runner.control.timeout = 3
+        runner.close()
+    runner.step(inputs, targets)

@@ -14,6 +14,7 @@ from tests.distributed.scripts import images
 from tvmbridge.core.errors import CaptureError, PipelineError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.boundaries import boundaries, cuts_by_hand, problem_at
+from tvmbridge.distributed.compiling import _turns
 from tvmbridge.distributed.graph import PipelineGraph, capture_graph, submodule_of
 from tvmbridge.distributed.plan import plan_pipeline
 from tvmbridge.distributed.splitting import StageModule, cut
@@ -147,6 +148,32 @@ def test_equal_stages_have_equal_keys() -> None:
     keys = [s.key for s in stages]
     assert keys[1] == keys[2] == keys[3]
     assert len(set(keys)) == 3
+
+
+class Positions(nn.Module):
+    """A layer that makes a tensor, on the device that its input is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + torch.arange(4, device=x.device)
+
+
+def test_equal_stages_on_different_gpus_have_equal_keys() -> None:
+    module = nn.Sequential(*(Positions() for _ in range(4)))
+    graph = capture_graph(module, (torch.randn(2, 4),), {})
+    positions = [0, *cuts_by_hand(graph, ["1", "2", "3"])]
+    devices = [torch.device("cuda", i) for i in range(4)]
+    stages = cut(graph, positions, devices)
+    assert "index=2" in stages[2].module.code
+    assert stages[1].key == stages[2].key
+    assert stages[1].key != cut(graph, positions, [torch.device("cpu")] * 4)[1].key
+    firsts = {0: 0, 1: 1, 2: 1, 3: 3}
+    for device, expected in (("cpu", ([0, 1, 3], [2])), ("cuda", ([0, 1, 2, 3], []))):
+        turns = _turns(stages, firsts, torch.device(device))
+        assert tuple([s.index for s in turn] for turn in turns) == expected
 
 
 def test_the_plan_is_told_before_anything_is_compiled() -> None:

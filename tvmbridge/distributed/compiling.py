@@ -24,8 +24,9 @@ def compile_stages(
 ) -> tuple[dict[int, str], dict[int, int]]:
     """Dispatch the stages of this rank; what was refused, and which stages are equal.
 
-    Of equal stages the first is compiled first: the others find its code in the cache, where that
-    is on. A stage that one rank refuses runs in eager PyTorch, and so do those equal to it.
+    On the CPU the first of equal stages is compiled first: the others find its code in the cache,
+    where that is on. A stage that one rank refuses runs in eager PyTorch, and so do those equal to
+    it.
 
     Returns:
         The reasons of all stages that run in eager PyTorch, and of each stage the first that is
@@ -35,11 +36,10 @@ def compile_stages(
     merged = {index: key for part in keys for index, key in part.items()}
     firsts = _firsts(merged)
     reasons: dict[int, str] = {}
-    for turn in ("first", "equal"):
+    for turn in _turns(own, firsts, device):
         refused = {}
-        for stage in own:
-            is_first = firsts[stage.index] == stage.index
-            if is_first == (turn == "first") and firsts[stage.index] not in reasons:
+        for stage in turn:
+            if firsts[stage.index] not in reasons:
                 refused.update(_refusal(stage, leaves, device, options, target))
         for part in control.gather(refused, "to compile the stages"):
             reasons.update(part)
@@ -56,6 +56,16 @@ def compile_stages(
 def _firsts(keys: Mapping[int, str]) -> dict[int, int]:
     first_of: dict[str, int] = {}
     return {index: first_of.setdefault(key, index) for index, key in sorted(keys.items())}
+
+
+def _turns(
+    own: Sequence[StageModule], firsts: Mapping[int, int], device: torch.device
+) -> tuple[list[StageModule], list[StageModule]]:
+    """The stages that are compiled at once, and those that wait until every rank is through."""
+    if device.type != "cpu":
+        return list(own), []  # Code for a GPU is not kept: there is nothing to wait for.
+    first = [s for s in own if firsts[s.index] == s.index]
+    return first, [s for s in own if firsts[s.index] != s.index]
 
 
 def _refusal(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tvmbridge.core.errors import BridgeError, PipelineError, first_line
+from tvmbridge.distributed.watch import Watch
 
 # One for each pipeline of a process: all ranks make theirs in the same order.
 _numbers = itertools.count()
@@ -25,7 +23,6 @@ _POLL_SECONDS = 0.05
 _REASON_SECONDS = 2.0
 _FAILED = "failed"
 # A failed rank may end, and the store with it: the others are given the time to read its reason.
-_WATCH_SECONDS = 0.2
 _LINGER_SECONDS = 0.6
 # PyTorch ends a process whose GPU waits longer than the group's timeout. This rank gives up before.
 _WATCHDOG_TIMEOUTS = 3
@@ -58,13 +55,19 @@ class Control:
         self._store = PrefixStore(f"tvmbridge-{next(_numbers)}", world.get_group_store())
         self._calls = itertools.count()
         self._noted: str | None = None
+        self._groups: list[Any] = []
         # What waits on a GPU for a rank that has failed ends where its group is aborted.
         self._abortable: list[Any] = []
-        self._watch()
+        self._closed = False
+        self._launched_at: float | None = None
+        self._is_stuck = False
+        # This thread may be waiting for a rank that has failed.
+        self._watch = Watch(self._watched) if self.size > 1 else None
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
         #: For objects of Python, on the CPU whatever the devices are.
         self.group: Any = dist.new_group(backend="gloo", timeout=delta)
+        self._groups.append(self.group)
         #: For what crosses the cuts.
         self.data_group: Any = self.new_group(list(range(self.size)))
 
@@ -73,9 +76,53 @@ class Control:
         on_gpus = has_nccl()
         seconds = self.timeout * (_WATCHDOG_TIMEOUTS if on_gpus else 1)
         group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
-        if on_gpus and self.rank in ranks:
-            self._abortable.append(group)
+        if self.rank in ranks:
+            self._groups.append(group)
+            if on_gpus:
+                self._abortable.append(group)
         return group
+
+    def close(self) -> None:
+        """Free the groups: their connections, threads, and memory on GPUs; all ranks call it.
+
+        Raises:
+            PipelineError: a rank did not come; the groups of this one are freed.
+        """
+        if self._closed:
+            return
+        try:
+            if self.failure is None:
+                self._leave()
+        finally:
+            self._closed = True
+            if self._watch is not None:
+                self._watch.end()
+            self._abortable.clear()
+            while self._groups:
+                group = self._groups.pop()
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
+
+    def _leave(self) -> None:
+        """No rank goes while another uses the connection to it, and who may keep the store last."""
+        self.call_roll("to close the pipeline")
+        keys = [f"left/{rank}" for rank in range(1, self.size)]
+        if self.rank:
+            self._store.set(keys[self.rank - 1], "left")
+        end = time.monotonic() + self.timeout
+        while not self.rank and not self._store.check(keys) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+
+    def require_open(self) -> None:
+        """Raise where there is nothing to be done any more.
+
+        Raises:
+            PipelineError: the pipeline has failed, or is closed.
+        """
+        if self.failure is not None:
+            raise PipelineError(f"the pipeline has failed before: {self.failure}")
+        if self._closed:
+            raise PipelineError("the pipeline is closed")
 
     def connect(self, device: torch.device) -> None:
         """Connect the GPUs of all ranks, which NCCL does at the first use of a group.
@@ -91,14 +138,43 @@ class Control:
         for group in self._abortable:
             group.abort()
 
-    def check(self) -> None:
-        """Raise where another rank has failed: what has come from it may be anything.
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Around what gives a GPU its work, where the thread that watches ends what is stuck.
+
+        A GPU that waits for a rank that is gone takes some more work, and then the launch waits,
+        too. It may take as long as the timeout between two calls of :meth:`launches`.
+        """
+        self.launches()
+        try:
+            yield
+        finally:
+            self._launched_at = None
+
+    def launches(self) -> None:
+        """Note that the GPU is given work."""
+        self._launched_at = time.monotonic()
+
+    def wait_for(self, device: torch.device) -> None:
+        """Wait for a GPU as long as the timeout, and not for ever where a rank is gone.
 
         Raises:
-            PipelineError: with the reason that the other rank has noted.
+            PipelineError: another rank has failed: what has come from it may be anything.
+            TimeoutError: the GPU has not finished.
         """
+        if device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            end = time.monotonic() + self.timeout
+            while not event.query():
+                if time.monotonic() > end:
+                    self.abort()
+                    raise TimeoutError("the GPU has not finished the step")
+                time.sleep(0)
         if self._noted is not None:
             raise PipelineError(f"{self.describe(self.rank)} stopped, because {self._noted}")
+        if self._is_stuck:
+            raise TimeoutError("the GPU took no more work")
 
     def call_roll(self, purpose: str) -> None:
         """Wait until every rank is here.
@@ -159,8 +235,7 @@ class Control:
 
         ``waiting`` says what this rank waited for, should another be at fault.
         """
-        if self.failure is not None:
-            raise PipelineError(f"the pipeline has failed before: {self.failure}")
+        self.require_open()
         try:
             yield
         except BridgeError as error:
@@ -178,28 +253,9 @@ class Control:
                 f"{self.timeout:g} s or has ended: {first_line(error)}"
             ) from error
 
-    def _watch(self) -> None:
-        """Look for reasons in a thread: this one may be waiting for a rank that has failed."""
-        if self.size == 1:
-            return
-        control, stop = weakref.ref(self), threading.Event()
-
-        def watch() -> None:
-            while not stop.wait(_WATCH_SECONDS):
-                watched = control()
-                if watched is None or watched._look():
-                    return
-                del watched
-
-        thread = threading.Thread(target=watch, name="tvmbridge-pipeline", daemon=True)
-        thread.start()
-
-        def end() -> None:
-            stop.set()
-            thread.join()
-
-        # A thread that is within PyTorch when the interpreter ends would abort the process.
-        atexit.register(end)
+    def _watched(self) -> bool:
+        self._end_stuck()
+        return self._look()
 
     def _look(self) -> bool:
         """Read the reason, if there is one; whether there is nothing more to look for."""
@@ -211,6 +267,12 @@ class Control:
             return True
         self.abort()
         return True
+
+    def _end_stuck(self) -> None:
+        begun = self._launched_at
+        if self._abortable and begun is not None and time.monotonic() - begun > self.timeout:
+            self._launched_at, self._is_stuck = None, True
+            self.abort()
 
     def failed(self, text: str) -> PipelineError:
         """Note a failure for the other ranks, and return the error to raise."""

@@ -211,6 +211,23 @@ def make_plan(
     return _described(graph, schedule, microbatches, positions, partition, search)
 
 
+def every_plan(
+    graph: PipelineGraph, sample: Sample, like: Plan, device: torch.device
+) -> list[Plan]:
+    """The plans of all cuts that an automatic one is chosen of, but for its limit of memory."""
+    count = len(like.stages)
+    positions = [0, *boundaries(graph, count - 1)]
+    costs = measure(graph, positions, sample.leaves, device)
+    machine = Machine(*_LINKS.get(device.type, _LINKS["cpu"]))
+    search = Search(costs, like.orders, count, machine)
+    partitions = [search.evaluate(starts, fitting=False) for starts in search.every()]
+    return [
+        _described(graph, like.schedule, like.microbatches, positions, p, search)
+        for p in partitions
+        if p is not None
+    ]
+
+
 def _pinned(
     graph: PipelineGraph, positions: Sequence[int], stages: Mapping[str, int]
 ) -> dict[int, int]:

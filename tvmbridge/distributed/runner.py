@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,9 +35,9 @@ Loss = Callable[..., torch.Tensor]
 class PipelineRunner:
     """Trains a module whose stages lie on several ranks; made by :func:`pipeline`.
 
-    ``plan`` is the cut and its prediction, ``measured`` the timeline of the last step that was
-    profiled. Parameters are those of the module that was given: ``parameters()`` has the ones of
-    this rank, for its optimizer.
+    ``plan`` is the cut of ``graph`` and its prediction, ``measured`` the timeline of the last step
+    that was profiled. Parameters are those of the module that was given: ``parameters()`` has the
+    ones of this rank, for its optimizer.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class PipelineRunner:
         self.device = device
         self.control = control
         self.measured: Timeline | None = None
-        self._graph = graph
-        self._sample = sample
+        self.graph = graph
+        self.sample = sample
         self._loss = loss
         self._check_batches = check_batches
         self._inputs = MicrobatchInputs()
@@ -97,7 +96,8 @@ class PipelineRunner:
 
     def _engine_stage(self, stage: StageModule) -> EngineStage:
         forward = StageForward(stage, self.device, self._inputs)
-        return EngineStage(forward, len(self.plan.stages), self.control.data_group)
+        stages, group = len(self.plan.stages), self.control.data_group
+        return EngineStage(forward, stages, group, begins=self.control.launches)
 
     def _made_schedule(self) -> Any:
         plan = self.plan
@@ -111,7 +111,7 @@ class PipelineRunner:
         """The engine's loss of one micro-batch, a mean over all of them."""
         microbatch = int(number.item())
         leaves = with_constants(self.stages[-1].outputs, output)
-        result = pytree.tree_unflatten(leaves, self._graph.output_spec)
+        result = pytree.tree_unflatten(leaves, self.graph.output_spec)
         if self._loss is None:
             loss = result
         else:
@@ -141,8 +141,7 @@ class PipelineRunner:
             PipelineError: the batch cannot be cut, differs between ranks or from the sample, or
                 a stage failed; on every rank, within the timeout.
         """
-        if self.control.failure is not None:
-            raise PipelineError(f"the pipeline has failed before: {self.control.failure}")
+        self.control.require_open()
         self._set_batch(inputs, targets)
         with self.control.guarded(self._waiting):
             if profile:
@@ -185,9 +184,9 @@ class PipelineRunner:
         for microbatch in split(inputs, count):
             args, kwargs = as_arguments(microbatch)
             leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-            if spec != self._sample.spec:
+            if spec != self.sample.spec:
                 raise PipelineError("a call passes its inputs in another structure than the sample")
-            check_sizes(leaves, self._sample.leaves)
+            check_sizes(leaves, self.sample.leaves)
             flattened.append(leaves)
         self._inputs.leaves = [self._moved(leaves) for leaves in flattened]
         last = any(s.index == len(self.plan.stages) - 1 for s in self.stages)
@@ -201,24 +200,10 @@ class PipelineRunner:
         self._losses.clear()
         for stage in self._engine_stages:
             stage.waits_for = ""
-        with self._tied.added_up():
+        with self.control.launching(), self._tied.added_up():
             numbers = torch.arange(self.plan.microbatches)
             self._schedule.step(target=numbers, return_outputs=False)
-        self._wait_for_device()
-        self.control.check()
-
-    def _wait_for_device(self) -> None:
-        """Wait for the GPU as long as the timeout, and not for ever where a rank is gone."""
-        if self.device.type != "cuda":
-            return
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
-        end = time.monotonic() + self.control.timeout
-        while not event.query():
-            if time.monotonic() > end:
-                self.control.abort()
-                raise TimeoutError("the GPU has not finished the step")
-            time.sleep(0)
+        self.control.wait_for(self.device)
 
     def _shared_losses(self) -> torch.Tensor:
         """The losses; no rank has them before all ranks have done their share of the step."""
@@ -291,6 +276,13 @@ class PipelineRunner:
             PipelineError: a name is missing, or a tensor has another shape; nothing is changed.
         """
         self._tensors.load(state, include_unused=self.control.rank == 0)
+
+    def close(self) -> None:
+        """Free the connections between the ranks, which all call it; parameters stay as they are.
+
+        A process that makes one pipeline need not: its end frees them as well.
+        """
+        self.control.close()
 
     def report(self) -> PipelineReport:
         """What runs where: each stage with TVM or in eager PyTorch, and why; on every rank."""

@@ -7,6 +7,7 @@ under names that count: equal stages are equal graphs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from torch import fx, nn
 
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.graph import PipelineGraph, is_random, value_of, written
+
+# Of a device that an operator is given: the rank's own, whichever that is.
+_INDEX = re.compile(r"(?<=device\(type='cuda'), index=\d+(?=\))")
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ class StageModule:
 
     @property
     def key(self) -> str:
-        """Equal for stages that do the same with tensors of the same shapes."""
+        """Equal for stages that do the same with tensors of the same shapes, on any rank."""
         tensors = [*self.module.state_dict().values(), *self.received]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
-        return f"{self.module.code}\n{shapes}\n{self.used_inputs}"
+        return f"{_INDEX.sub('', self.module.code)}\n{shapes}\n{self.used_inputs}"
 
 
 def cut(

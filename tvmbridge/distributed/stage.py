@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -88,11 +88,16 @@ class EngineStage(PipelineStage):
 
     ``waits_for`` says which value it asked for last, for an error; with ``marks`` each piece of
     work is a range of torch.profiler's, ``F0.3`` for the forward of micro-batch 3 in stage 0, and
-    on a GPU ``events`` has its name with events before and behind it.
+    on a GPU ``events`` has its name with events before and behind it. ``begins`` is called first.
     """
 
     def __init__(
-        self, forward: StageForward, stages: int, group: dist.ProcessGroup | None = None
+        self,
+        forward: StageForward,
+        stages: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        begins: Callable[[], None] = lambda: None,
     ) -> None:
         stage = forward.stage
         super().__init__(
@@ -105,6 +110,7 @@ class EngineStage(PipelineStage):
             group=group,
         )
         self.runs = forward
+        self._begins = begins
         self.marks = False
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self.waits_for = ""
@@ -128,7 +134,8 @@ class EngineStage(PipelineStage):
 
     @contextmanager
     def _named(self, what: str, microbatch: int) -> Iterator[None]:
-        """Say of an error where it came up."""
+        """Say that work begins, and of an error where it came up."""
+        self._begins()
         try:
             yield
         except Exception as error:
