@@ -44,7 +44,8 @@ class DispatchKernels(RelaxPass):
 
     Args:
         fuse_bias: dtypes of products that add a bias row themselves, where nothing else reads the
-            bare product. In half precision it saves a rounding.
+            bare product. In half precision it saves a rounding. Of any dtype those do whose sum is
+            a result of the function.
         measure: measure on this machine which library multiplies each shape faster; otherwise
             take the one behind ``torch.mm``.
         dtypes: those that products are dispatched of.
@@ -56,7 +57,7 @@ class DispatchKernels(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            biased = _biased_products(function, self.fuse_bias)
+            biased = _biased_products(function, self)
             return _KernelMutator(biased, self, report).visit_expr(function)
 
         return map_functions(mod, rewrite)
@@ -67,26 +68,37 @@ def _is_call(expr: relax.Expr | None, name: str) -> bool:
 
 
 def _biased_products(
-    function: relax.Function, allowed: Sequence[str]
+    function: relax.Function, options: DispatchKernels
 ) -> dict[relax.Var, relax.Call]:
-    """Products, by variable, that nothing reads but one addition of a row."""
+    """Products that nothing reads but one addition of a row, by their own variable and by what is
+    added to, which may be the product in another shape.
+    """
     bound = {b.var: b.value for block in function.body.blocks for b in block.bindings}
-    uses: dict[relax.Var, int] = {}
+    readers: dict[relax.Var, list[relax.Expr]] = {}
     for value in [*bound.values(), function.body.body]:
         for var in relax.analysis.free_vars(value):
-            uses[var] = uses.get(var, 0) + 1
+            readers.setdefault(var, []).append(value)
     found: dict[relax.Var, relax.Call] = {}
-    for value in bound.values():
+    for var, value in bound.items():
         if not _is_call(value, "relax.add"):
             continue
         product, bias = value.args
-        if not isinstance(product, relax.Var) or not _is_call(bound.get(product), "relax.matmul"):
+        path = [product]
+        if _is_call(bound.get(product), "relax.reshape"):
+            path.append(bound[product].args[0])
+        call = bound.get(path[-1])
+        if not _is_call(call, "relax.matmul") or any(len(readers[v]) != 1 for v in path):
             continue
-        shape, row = shape_of(product), shape_of(bias)
-        if shape is None or len(shape) != 2 or row != shape[1:] or uses[product] != 1:
+        shape, sum_shape = shape_of(call), shape_of(value)
+        if shape is None or len(shape) != 2 or shape_of(bias) != shape[1:]:
             continue
-        if _no_product_of_matrices(bound[product], allowed) is None:
-            found[product] = bound[product]
+        # Loops that go on with the sum add the row on their way.
+        is_last = all(isinstance(r, relax.Tuple | relax.Var) for r in readers.get(var, ()))
+        allowed = options.dtypes if is_last else options.fuse_bias
+        if sum_shape is None or sum_shape[-1:] != shape[1:]:
+            continue
+        if _no_product_of_matrices(call, allowed) is None:
+            found |= dict.fromkeys(path, call)
     return found
 
 
@@ -124,7 +136,11 @@ class _KernelMutator(PyExprMutator):
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         if _is_call(call, "relax.add") and call.args[0] in self.biased:
             product = self.biased[call.args[0]]
-            return self._product([self.visit_expr(a) for a in (*product.args, call.args[1])], call)
+            operands = [self.visit_expr(a) for a in (*product.args, call.args[1])]
+            result = self._product(operands, product)
+            if shape_of(call) == shape_of(product):
+                return result
+            return relax.op.reshape(self.builder_.emit(result), shape_of(call))
         call = self.builder_.normalize(super().visit_call_(call))
         if _is_call(call, "relax.matmul"):
             reason = _no_product_of_matrices(call, self.options.dtypes)

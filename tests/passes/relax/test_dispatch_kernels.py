@@ -204,3 +204,49 @@ def _biased_calls(mod: tvm.IRModule) -> int:
     kernel = tvm.ir.Op.get("relax.call_dps_packed")
     products = [c for c in calls if getattr(c, "op", None) == kernel]
     return sum(len(c.args[1].fields) == 4 for c in products)
+
+
+@I.ir_module
+class Last:
+    @R.function
+    def main(
+        x: R.Tensor((6, 4), "float32"),
+        w: R.Tensor((4, 5), "float32"),
+        b: R.Tensor((5,), "float32"),
+    ):
+        with R.dataflow():
+            product = R.matmul(x, w)
+            batch = R.reshape(product, R.shape([2, 3, 5]))
+            biased = R.add(batch, b)
+            gv = (biased, x)
+            R.output(gv)
+        return gv
+
+
+@I.ir_module
+class LastExpected:
+    @R.function
+    def main(
+        x: R.Tensor((6, 4), "float32"),
+        w: R.Tensor((4, 5), "float32"),
+        b: R.Tensor((5,), "float32"),
+    ):
+        with R.dataflow():
+            product = R.call_dps_packed(
+                "tvmbridge.matmul",
+                (R.str('{"views": [null, null], "result": [6, 5]}'), x, w, b),
+                out_ty=R.Tensor((6, 5), "float32"),
+            )
+            biased = R.reshape(product, R.shape([2, 3, 5]))
+            gv = (biased, x)
+            R.output(gv)
+        return gv
+
+
+def test_a_bias_whose_sum_is_a_result_is_fused_in_any_dtype() -> None:
+    after, _ = apply_pass(DispatchKernels(), Last)
+    tvm.ir.assert_structural_equal(after, LastExpected)
+    x, w, b = torch.randn(6, 4), torch.randn(4, 5), torch.randn(5)
+    found, _ = compile_and_run(after, x, w, b)
+    expected = (x.double() @ w.double()).view(2, 3, 5) + b.double()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
