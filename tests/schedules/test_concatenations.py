@@ -1,0 +1,118 @@
+"""Concatenations beside other operators: equal to eager PyTorch, and copied in vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.relax import op
+
+from tvmbridge.legalize import LEGALIZE_MAP
+from tvmbridge.schedules import schedule_for_cpu
+from tvmbridge.schedules.target import host_target
+from tvmbridge.schedules.threads import share_torch_threads
+
+Builder = Callable[[relax.BlockBuilder, Sequence[relax.Var]], relax.Expr]
+
+
+def _scheduled(shapes: Sequence[tuple[int, ...]], build: Builder) -> tvm.IRModule:
+    builder = relax.BlockBuilder()
+    params = [relax.Var(f"x{i}", relax.TensorType(s, "float32")) for i, s in enumerate(shapes)]
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = builder.emit_output(builder.normalize(build(builder, params)))
+        builder.emit_func_output(out)
+    passes = [
+        relax.transform.LegalizeOps(LEGALIZE_MAP),
+        relax.transform.AnnotateTIROpPattern(),
+        relax.transform.FuseOps(),
+        relax.transform.FuseTIR(),
+    ]
+    mod = tvm.ir.transform.Sequential(passes)(builder.get())
+    return schedule_for_cpu(mod, host_target())
+
+
+def _run(mod: tvm.IRModule, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    share_torch_threads()
+    vm = relax.VirtualMachine(tvm.compile(mod, host_target()), tvm.cpu())
+    result = vm["main"](*(tvm.runtime.from_dlpack(t) for t in tensors))
+    return torch.from_dlpack(result)
+
+
+def _stores_outside_of_vectors(mod: tvm.IRModule) -> int:
+    """Stores in a function that no vector loop stands around."""
+    (func,) = [f for _, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)]
+    stores, in_vectors = [], []
+
+    def look(loop: tirx.For) -> None:
+        if loop.kind == tirx.ForKind.VECTORIZED:
+            tvm_ffi.structural_walk(loop.body, (tirx.BufferStore, in_vectors.append))
+
+    tvm_ffi.structural_walk(func.body, (tirx.BufferStore, stores.append))
+    tvm_ffi.structural_walk(func.body, (tirx.For, look))
+    return len(stores) - len(in_vectors)
+
+
+def _heads(builder: relax.BlockBuilder, params: Sequence[relax.Var]) -> relax.Expr:
+    flat = [
+        builder.emit(op.reshape(builder.emit(op.permute_dims(p, [0, 2, 1, 3])), (10, 96)))
+        for p in params
+    ]
+    return op.concat(flat, 1)
+
+
+def _halves(builder: relax.BlockBuilder, params: Sequence[relax.Var]) -> relax.Expr:
+    x, c, s = params
+    both = builder.emit(op.split(x, 2, 3))
+    left, right = (builder.emit(relax.TupleGetItem(both, i)) for i in range(2))
+    turned = builder.emit(op.concat([builder.emit(op.negative(right)), left], 3))
+    return op.add(builder.emit(op.multiply(x, c)), builder.emit(op.multiply(turned, s)))
+
+
+def _turned(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    left, right = x.chunk(2, 3)
+    return x * c + torch.cat([-right, left], 3) * s
+
+
+def test_transposed_pieces_are_copied_in_vectors() -> None:
+    shape = (2, 3, 5, 32)
+    mod = _scheduled([shape] * 3, _heads)
+    assert _stores_outside_of_vectors(mod) == 0
+    tensors = [torch.randn(shape) for _ in range(3)]
+    expected = torch.cat([t.transpose(1, 2).reshape(10, 96) for t in tensors], 1)
+    assert torch.equal(_run(mod, tensors), expected)
+
+
+@pytest.mark.parametrize("width", [64, 48, 30, 6])
+def test_halves_of_a_row_exchanged(width: int) -> None:
+    shapes = [(2, 3, 5, width), (5, width), (5, width)]
+    mod = _scheduled(shapes, _halves)
+    if width >= 32:
+        assert _stores_outside_of_vectors(mod) == 0
+    tensors = [torch.randn(shape) for shape in shapes]
+    expected = _turned(*(t.double() for t in tensors))
+    torch.testing.assert_close(_run(mod, tensors).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("widths", [(16, 48, 8), (7, 9, 5), (64, 64), (1, 63)])
+def test_pieces_of_any_width(widths: tuple[int, ...]) -> None:
+    shapes = [(6, width) for width in widths]
+    mod = _scheduled(shapes, lambda b, ps: op.exp(b.emit(op.concat(list(ps), 1))))
+    tensors = [torch.randn(shape) for shape in shapes]
+    expected = torch.cat([t.double() for t in tensors], 1).exp()
+    torch.testing.assert_close(_run(mod, tensors).double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_read_above_a_concatenation_is_not_repeated() -> None:
+    # exp of each piece is computed where the piece is copied, and stands in no buffer.
+    def build(builder: relax.BlockBuilder, params: Sequence[relax.Var]) -> relax.Expr:
+        return op.concat([builder.emit(op.exp(p)) for p in params], 1)
+
+    mod = _scheduled([(4, 32), (4, 32)], build)
+    tensors = [torch.randn(4, 32), torch.randn(4, 32)]
+    expected = torch.cat([t.double().exp() for t in tensors], 1)
+    torch.testing.assert_close(_run(mod, tensors).double(), expected, rtol=1e-6, atol=1e-6)
