@@ -22,16 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.kernels.aten_call import call_overload, packed_call
 from tvmbridge.kernels.choice import product_kernel
-from tvmbridge.kernels.matmul import MATMUL, View, matmul_spec
+from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, View, matmul_spec
+from tvmbridge.kernels.transposed import faster_transposed
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
+from tvmbridge.schedules.transposition import transposition
 
 HALVES = ("float16", "bfloat16")
 
@@ -157,6 +161,11 @@ class _KernelMutator(PyExprMutator):
         self.report.rewrote()
         bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
         spec = matmul_spec(views, _flatten_batch(_extents(result)))
+        transposed = self._transposed(bases, views, result)
+        if transposed is not None:
+            spec = matmul_spec((None, views[1]), _extents(result))
+            tensors = [transposed, bases[1], *operands[2:]]
+            return packed_call(ONEDNN_MATMUL, spec, tensors, result.ty)
         tensors = [*bases, *operands[2:]]
         kernel = product_kernel(
             self.options.measure, dtype_of(result), spec, [_extents(t) for t in tensors]
@@ -165,6 +174,26 @@ class _KernelMutator(PyExprMutator):
             return packed_call(kernel, spec, tensors, result.ty)
         arguments = relax.Tuple([tvm.ir.StringImm(spec), *tensors])
         return relax.op.call_dps_packed(MATMUL, arguments, out_ty=result.ty)
+
+    def _transposed(
+        self, bases: Sequence[relax.Expr], views: Sequence[View], result: relax.Call
+    ) -> relax.Expr | None:
+        """A copy of the left operand, a transposed matrix, where the product is faster of that."""
+        shape = _extents(result)
+        if not self.options.measure or dtype_of(result) != "float32" or len(shape) != 2:
+            return None
+        rows = (views[1][0] if views[1] else _extents(bases[1]))[0]
+        if views[0] != ((shape[0], rows), (1, shape[0])):
+            return None
+        if prod(_extents(bases[0])) != rows * shape[0]:
+            return None
+        right = (_extents(bases[1]), views[1])
+        if not decided(
+            Rule.MIDDLE, lambda: faster_transposed(rows, shape[0], right, transposition)
+        ):
+            return None
+        matrix = self.builder_.emit(relax.op.reshape(bases[0], (rows, shape[0])))
+        return self.builder_.emit(relax.op.permute_dims(matrix))
 
     def _fold_views(self, operand: relax.Expr) -> tuple[relax.Expr, View]:
         """The tensor whose memory ``operand`` is a view of, and that view as a (batch of) matrix.

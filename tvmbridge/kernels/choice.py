@@ -22,7 +22,7 @@ from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
 from tvmbridge.kernels.table import choice
 
 # Equally fast ones are told apart by noise; what oneDNN's kernel allocates is measured with it.
-_GAIN = 0.97
+GAIN = 0.97
 # Short ones are repeated more often: the best of a few may still be one that was interrupted.
 _REPEATS, _MOST_REPEATS = 4, 40
 _ENOUGH_SECONDS, _MOST_SECONDS = 0.03, 0.15
@@ -68,13 +68,13 @@ def _faster_library(left: Operand, right: Operand, result: tuple[int, ...], bias
         except RuntimeError:
             return _ATEN
         library(*operands, out)
-        if not as_precise(other, out, _exactly(left, right, operands)):
+        if not as_precise(other, out, exactly(left, right, operands)):
             return _ATEN
         first, second = race([lambda: library(*operands, out), lambda: onednn(*operands)])
-    return _ONEDNN if second < _GAIN * first else _ATEN
+    return _ONEDNN if second < GAIN * first else _ATEN
 
 
-def _exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first rows of the product in float64."""
     (a, b), rest = operands[:2], operands[2:]
     a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))

@@ -1,7 +1,8 @@
 """Transposes: maps that write along one axis and read along another.
 
 The loop runs over tiles, a few rows of a few vectors each, so that every cache line that is read
-is used up while it is still in the first-level cache.
+is used up while it is still in the first-level cache. What only copies reads each line once and
+whole, into a tile of its own: lines that lie a multiple of a page apart push one another out.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
 from tvmbridge.schedules.kernel import Kernel, Stage, virtual_stages
 from tvmbridge.schedules.loops import (
+    allocate,
     element_loop,
     less,
+    load,
     loop,
     over_vectors,
     power_of_two_below,
     rounded_up,
+    store,
+    vector_loop,
 )
 from tvmbridge.schedules.machine import Machine
-from tvmbridge.schedules.reader import Axis
+from tvmbridge.schedules.reader import Axis, substitute
 from tvmbridge.schedules.rows import Member, extent_of
 from tvmbridge.schedules.values import Evaluator, Lane, Memory, reads
 
-_TILE_ROWS = 16
+_TILE_ROWS = 32
 _TILE_COLUMNS = 64
 
 
@@ -136,6 +141,9 @@ class TileEmitter:
             binds.append(tirx.Bind(first, value))
             firsts.append(first)
 
+        if self._only_copies():
+            return [*binds, *self._through_local(outer, firsts)]
+
         def row(i: Expr) -> list[tirx.Stmt]:
             if isinstance(i, tirx.Var):
                 self.indexer.bind(i, self.tile[0])
@@ -147,6 +155,58 @@ class TileEmitter:
             ]
 
         return [*binds, loop(self.tile[0], row)]
+
+    def _only_copies(self) -> bool:
+        """Whether an element is one of memory, as it is."""
+        nest, stage = self.nest, self.nest.stage
+        if len(stage.loads) != 1 or not stage.value.same_as(stage.loads[0].slot):
+            return False
+        buffer = stage.loads[0].buffer
+        in_memory = buffer in nest.stored or nest.kernel.producer(buffer) is None
+        return in_memory and not sizes_vary() and stage.dtype == str(stage.buffer.dtype)
+
+    def _through_local(self, outer: dict[Any, Expr], firsts: Sequence[Expr]) -> list[tirx.Stmt]:
+        """Return one tile read along the axis that lies in order in memory, then written."""
+        stage, last = self.nest.stage, self.nest.stage.spatial[-1]
+        (load_of,), (height, width) = stage.loads, self.tile
+        local, allocation = allocate([height * width], stage.dtype, f"{stage.name}_tile")
+
+        def read(column: Expr) -> list[tirx.Stmt]:
+            def some(first: Expr, _: Expr | None) -> list[tirx.Stmt]:
+                def element(lane: Expr) -> list[tirx.Stmt]:
+                    row = first + lane
+                    at = outer | {
+                        self.nest.across.var: firsts[0] + row,
+                        last.var: firsts[1] + column,
+                    }
+                    indices = [substitute(i, at) for i in load_of.indices]
+                    offset = self.indexer.flat(load_of.buffer, indices)
+                    value = self.memory.load(load_of.buffer, offset)
+                    return [store(local, value, column * integer(height) + row)]
+
+                return [vector_loop(lanes, element)]
+
+            lanes = power_of_two_below(min(self.machine.lanes, height))
+            return [over_vectors(height, lanes, some)]
+
+        def write(row: Expr) -> list[tirx.Stmt]:
+            def some(first: Expr, _: Expr | None) -> list[tirx.Stmt]:
+                def element(lane: Expr) -> list[tirx.Stmt]:
+                    column = first + lane
+                    at = outer | {
+                        self.nest.across.var: firsts[0] + row,
+                        last.var: firsts[1] + column,
+                    }
+                    indices = [at[var] if var is not None else integer(0) for var in stage.dims]
+                    offset = self.indexer.flat(stage.buffer, indices)
+                    value = load(local, column * integer(height) + row)
+                    return [self.memory.store(stage.buffer, offset, value)]
+
+                return [vector_loop(self.lanes, element)]
+
+            return [over_vectors(width, self.lanes, some)]
+
+        return [allocation, loop(width, read), loop(height, write)]
 
     def _store(self, where: dict[Any, Expr], first: Expr, base: Expr) -> list[tirx.Stmt]:
         nest, stage = self.nest, self.nest.stage
