@@ -61,3 +61,11 @@ def test_where_pytorch_draws_other_numbers_it_draws(monkeypatch: pytest.MonkeyPa
         """Numbers of another kind, as PyTorch's with MKL are on processors of Intel."""
 
     assert not bernoulli._draws_alike(fill)
+
+
+def test_numbers_are_compared_on_the_cpu_whatever_the_default_device_is() -> None:
+    fill = bernoulli._compiled()
+    if fill is None:
+        pytest.skip("the compiled half was not built, or PyTorch draws by MKL")
+    with torch.device("meta"):
+        assert bernoulli._draws_alike(fill)

@@ -110,6 +110,18 @@ def test_errors_are_told(spec: str, message: str) -> None:
         tvm_ffi.get_global_func(MATMUL)(spec, *(tvm_ffi.from_dlpack(t) for t in (a, b, out)))
 
 
+def test_an_error_keeps_its_class() -> None:
+    # There is no product of truth values.
+    tensors = [torch.ones(3, 4, dtype=torch.bool), torch.ones(4, 5, dtype=torch.bool)]
+    out = torch.ones(3, 5, dtype=torch.bool)
+    with pytest.raises(RuntimeError) as expected:
+        torch.mm(*tensors, out=out)
+    spec = key_of(matmul_spec((None, None), (3, 5)))
+    with pytest.raises(RuntimeError) as found:
+        tvm_ffi.get_global_func(MATMUL)(spec, *(tvm_ffi.from_dlpack(t) for t in (*tensors, out)))
+    assert type(found.value) is type(expected.value)
+
+
 def test_threads_may_meet_a_spec_at_the_same_time() -> None:
     kernel = tvm_ffi.get_global_func(MATMUL)
     wrong: list[int] = []

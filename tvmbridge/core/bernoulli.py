@@ -45,9 +45,9 @@ def _compiled() -> Any:
 
 
 def _draws_alike(fill: Any) -> bool:
-    mine, theirs = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    mine, theirs = (torch.Generator("cpu").manual_seed(0) for _ in range(2))
     for probability in (0.9, 0.25):
-        found, expected = torch.zeros(2, _TRIED, dtype=torch.bool)
+        found, expected = torch.zeros(2, _TRIED, dtype=torch.bool, device="cpu")
         fill(found.data_ptr(), _TRIED, probability, mine)
         expected.bernoulli_(probability, generator=theirs)
         if not torch.equal(found, expected):

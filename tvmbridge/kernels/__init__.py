@@ -38,8 +38,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def register_kernels() -> None:
     """Make the kernels known to TVM; done once, before the first build."""
     # An error that a kernel raises keeps its class on its way through TVM.
-    of_torch = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-    for error in (UnsupportedOperatorError, of_torch, NotImplementedError):
+    of_torch = (torch.linalg.LinAlgError, torch.OutOfMemoryError)  # type: ignore[attr-defined]
+    for error in (UnsupportedOperatorError, *of_torch, NotImplementedError):
         tvm_ffi.register_error(error.__name__, error)
     for name, kernel in KERNELS.items():
         tvm_ffi.register_global_func(name, kernel)

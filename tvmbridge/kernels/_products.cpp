@@ -181,6 +181,10 @@ int called(void *, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
         TORCH_CHECK(count >= 3, "a product of less than two tensors");
         kernel(args, count, result);
         return 0;
+    } catch (const c10::NotImplementedError &error) {
+        TVMFFIErrorSetRaisedFromCStr("NotImplementedError", error.what_without_backtrace());
+    } catch (const c10::OutOfMemoryError &error) {
+        TVMFFIErrorSetRaisedFromCStr("OutOfMemoryError", error.what_without_backtrace());
     } catch (const c10::Error &error) {
         TVMFFIErrorSetRaisedFromCStr("RuntimeError", error.what_without_backtrace());
     } catch (const std::exception &error) {

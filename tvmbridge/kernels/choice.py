@@ -60,7 +60,7 @@ def _faster_library(left: Operand, right: Operand, result: tuple[int, ...], bias
     shapes = [left[0], right[0], *([(result[1],)] if biased else [])]
     operands = operands_to_measure(shapes, torch.float32)
     spec = matmul_spec((left[1], right[1]), result)
-    out = torch.empty(result, dtype=torch.float32)
+    out = torch.empty(result, dtype=torch.float32, device="cpu")
     library, onednn = program(spec), onednn_program(spec)
     with torch.no_grad():
         try:
@@ -103,8 +103,8 @@ def operands_to_measure(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Random tensors, by a generator of their own: the user's draws must not depend on us."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.rand(shape, dtype=dtype, generator=generator) for shape in shapes]
+    generator = torch.Generator("cpu").manual_seed(0)
+    return [torch.rand(s, dtype=dtype, generator=generator, device="cpu") for s in shapes]
 
 
 def race(candidates: Sequence[Callable[[], Any]]) -> list[float]:
@@ -165,7 +165,7 @@ def _fastest_packing(
     x, weight = x - 0.5, weight - 0.5
     right: Operand = (shape, ((depth, columns), (1, depth)) if transposed else None)
     spec = matmul_spec((None, right[1]), (rows, columns))
-    usual, out = program(spec), torch.empty(rows, columns)
+    usual, out = program(spec), torch.empty(rows, columns, device="cpu")
     names, candidates = [""], list[Callable[[], Any]]([lambda: usual(x, weight, out)])
     if faster_with_onednn(((rows, depth), None), right, (rows, columns), False):
         onednn = onednn_program(spec)

@@ -110,7 +110,7 @@ def _product(
     if dtype is torch.float32 and faster_with_onednn(left, right, result, False):
         onednn = onednn_program(spec)
         return lambda: onednn(a, b)
-    library, out = program(spec), torch.empty(result, dtype=dtype)
+    library, out = program(spec), torch.empty(result, dtype=dtype, device="cpu")
 
     def run() -> torch.Tensor:
         library(a, b, out)

@@ -54,7 +54,7 @@ def _faster(
     left: Operand = ((rows, columns), ((columns, rows), (1, columns)))
     result = (columns, width)
     a, b = operands_to_measure([left[0], right[0]], torch.float32)
-    spec, out = matmul_spec((left[1], right[1]), result), torch.empty(result)
+    spec, out = matmul_spec((left[1], right[1]), result), torch.empty(result, device="cpu")
     library, onednn = program(spec), onednn_program(spec)
     copied = onednn_program(matmul_spec((None, right[1]), result))
     transpose = transposition(rows, columns)
