@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.compiled_half import compiled_half
+
 _TRIED = 3000
 
 
@@ -36,12 +38,8 @@ def draw_mask(mask: torch.Tensor, probability: float) -> torch.Tensor:
 @functools.cache
 def _compiled() -> Any:
     """The compiled function; None where it was not built, or PyTorch draws other numbers."""
-    try:
-        import tvmbridge.core._bernoulli as _bernoulli
-    except ImportError:
-        return None
-    same = torch.__version__.split("+")[0] == _bernoulli.TORCH_VERSION
-    return _bernoulli.fill_mask if same and _draws_alike(_bernoulli.fill_mask) else None
+    half = compiled_half("tvmbridge.core._bernoulli")
+    return half.fill_mask if half is not None and _draws_alike(half.fill_mask) else None
 
 
 def _draws_alike(fill: Any) -> bool:

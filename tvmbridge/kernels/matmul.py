@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.compiled_half import compiled_half
 from tvmbridge.kernels.keys import spec_named
 from tvmbridge.kernels.tensors import run_on
 
@@ -92,13 +93,8 @@ def register_compiled() -> bool:
 
     Its kernels read specs by :func:`_described`, each once.
     """
-    try:
-        import tvmbridge.kernels._products as products
-    except ImportError:
-        return False
-    if torch.__version__.split("+")[0] != products.TORCH_VERSION:
-        return False
-    return products.register_products(MATMUL, ONEDNN_MATMUL, _described)
+    half = compiled_half("tvmbridge.kernels._products")
+    return half is not None and half.register_products(MATMUL, ONEDNN_MATMUL, _described)
 
 
 def _described(key: str) -> tuple[Any, Any, tuple[int, ...]]:

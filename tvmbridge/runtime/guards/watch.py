@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from tvmbridge.core.compiled_half import compiled_half
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.torch_private import TensorGuards
 
@@ -28,19 +29,7 @@ Code: TypeAlias = tuple[types.FunctionType, types.CodeType, tuple[Any, ...] | No
 _ALIGNMENT_MASK = 63
 _data_ptr = torch.Tensor.data_ptr
 _version = operator.attrgetter("_version")
-
-
-def _compiled() -> Any:
-    """The compiled half; None where it could not be built, or was built for another PyTorch."""
-    try:
-        from tvmbridge.runtime import _native
-    except ImportError:
-        return None
-    same = torch.__version__.split("+")[0] == _native.TORCH_VERSION
-    return _native if same else None
-
-
-_native = _compiled()
+_native = compiled_half("tvmbridge.runtime._native")
 
 
 class Watch(Protocol):
