@@ -33,6 +33,7 @@ def test_every_plan_has_the_automatic_one() -> None:
         assert sum(s.operators for s in plan.stages) == len(graph.nodes)
 
 
+@pytest.mark.slow
 def test_a_model_that_there_is_not_is_refused_with_those_that_there_are() -> None:
     done = run("--cuts", "5 alike")
     assert done.returncode == 2
@@ -40,6 +41,7 @@ def test_a_model_that_there_is_not_is_refused_with_those_that_there_are() -> Non
     assert all(name in done.stderr for name in CUTS)
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_one_model_is_measured() -> None:
     done = run("--cuts", "4 alike", "--rounds", "1", "--size", "1", "--no-check")
