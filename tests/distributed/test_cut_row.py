@@ -42,7 +42,6 @@ def test_a_model_that_there_is_not_is_refused_with_those_that_there_are() -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_one_model_is_measured() -> None:
     done = run("--cuts", "4 alike", "--rounds", "1", "--size", "1", "--no-check")
     assert done.returncode == 0, done.stdout + done.stderr
