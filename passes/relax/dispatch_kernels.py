@@ -160,12 +160,12 @@ class _KernelMutator(PyExprMutator):
     def _product(self, operands: list[relax.Expr], result: relax.Call) -> relax.Expr:
         self.report.rewrote()
         bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
-        spec = matmul_spec(views, _flatten_batch(_extents(result)))
         transposed = self._transposed(bases, views, result)
         if transposed is not None:
             spec = matmul_spec((None, views[1]), _extents(result))
             tensors = [transposed, bases[1], *operands[2:]]
             return packed_call(ONEDNN_MATMUL, spec, tensors, result.ty)
+        spec = matmul_spec(views, _flatten_batch(_extents(result)))
         tensors = [*bases, *operands[2:]]
         kernel = product_kernel(
             self.options.measure, dtype_of(result), spec, [_extents(t) for t in tensors]
@@ -188,9 +188,11 @@ class _KernelMutator(PyExprMutator):
         if prod(_extents(bases[0])) != rows * shape[0]:
             return None
         right = (_extents(bases[1]), views[1])
-        if not decided(
-            Rule.MIDDLE, lambda: faster_transposed(rows, shape[0], right, transposition)
-        ):
+
+        def ask() -> bool:
+            return faster_transposed(rows, shape[0], right, transposition)
+
+        if not decided(Rule.MIDDLE, ask):
             return None
         matrix = self.builder_.emit(relax.op.reshape(bases[0], (rows, shape[0])))
         return self.builder_.emit(relax.op.permute_dims(matrix))

@@ -11,36 +11,19 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax import op
 
-from tvmbridge.legalize import LEGALIZE_MAP
+from tests.legalize.compiled import build_module, fuse, target
 from tvmbridge.schedules import schedule_for_cpu
-from tvmbridge.schedules.target import host_target
-from tvmbridge.schedules.threads import share_torch_threads
 
-Builder = Callable[[relax.BlockBuilder, Sequence[relax.Var]], relax.Expr]
+Graph = Callable[..., relax.Expr]
 
 
-def _scheduled(shapes: Sequence[tuple[int, ...]], build: Builder) -> tvm.IRModule:
-    builder = relax.BlockBuilder()
-    params = [relax.Var(f"x{i}", relax.TensorType(s, "float32")) for i, s in enumerate(shapes)]
-    with builder.function("main", params):
-        with builder.dataflow():
-            out = builder.emit_output(builder.normalize(build(builder, params)))
-        builder.emit_func_output(out)
-    passes = [
-        relax.transform.LegalizeOps(LEGALIZE_MAP),
-        relax.transform.AnnotateTIROpPattern(),
-        relax.transform.FuseOps(),
-        relax.transform.FuseTIR(),
-    ]
-    mod = tvm.ir.transform.Sequential(passes)(builder.get())
-    return schedule_for_cpu(mod, host_target())
+def _scheduled(shapes: Sequence[tuple[int, ...]], graph: Graph) -> tvm.IRModule:
+    mod = build_module(graph, tuple(torch.empty(shape) for shape in shapes))
+    return schedule_for_cpu(fuse(mod), target())
 
 
 def _run(mod: tvm.IRModule, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    share_torch_threads()
-    vm = relax.VirtualMachine(tvm.compile(mod, host_target()), tvm.cpu())
-    result = vm["main"](*(tvm.runtime.from_dlpack(t) for t in tensors))
-    return torch.from_dlpack(result)
+    return relax.VirtualMachine(tvm.compile(mod, target()), tvm.cpu())["main"](*tensors)
 
 
 def _stores_outside_of_vectors(mod: tvm.IRModule) -> int:
@@ -57,20 +40,15 @@ def _stores_outside_of_vectors(mod: tvm.IRModule) -> int:
     return len(stores) - len(in_vectors)
 
 
-def _heads(builder: relax.BlockBuilder, params: Sequence[relax.Var]) -> relax.Expr:
-    flat = [
-        builder.emit(op.reshape(builder.emit(op.permute_dims(p, [0, 2, 1, 3])), (10, 96)))
-        for p in params
-    ]
+def _heads(*pieces: relax.Expr) -> relax.Expr:
+    flat = [op.reshape(op.permute_dims(p, [0, 2, 1, 3]), (10, 96)) for p in pieces]
     return op.concat(flat, 1)
 
 
-def _halves(builder: relax.BlockBuilder, params: Sequence[relax.Var]) -> relax.Expr:
-    x, c, s = params
-    both = builder.emit(op.split(x, 2, 3))
-    left, right = (builder.emit(relax.TupleGetItem(both, i)) for i in range(2))
-    turned = builder.emit(op.concat([builder.emit(op.negative(right)), left], 3))
-    return op.add(builder.emit(op.multiply(x, c)), builder.emit(op.multiply(turned, s)))
+def _halves(x: relax.Expr, c: relax.Expr, s: relax.Expr) -> relax.Expr:
+    left, right = (relax.TupleGetItem(op.split(x, 2, 3), i) for i in range(2))
+    turned = op.concat([op.negative(right), left], 3)
+    return op.add(op.multiply(x, c), op.multiply(turned, s))
 
 
 def _turned(x: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
@@ -101,7 +79,7 @@ def test_halves_of_a_row_exchanged(width: int) -> None:
 @pytest.mark.parametrize("widths", [(16, 48, 8), (7, 9, 5), (64, 64), (1, 63)])
 def test_pieces_of_any_width(widths: tuple[int, ...]) -> None:
     shapes = [(6, width) for width in widths]
-    mod = _scheduled(shapes, lambda b, ps: op.exp(b.emit(op.concat(list(ps), 1))))
+    mod = _scheduled(shapes, lambda *pieces: op.exp(op.concat(list(pieces), 1)))
     tensors = [torch.randn(shape) for shape in shapes]
     expected = torch.cat([t.double() for t in tensors], 1).exp()
     torch.testing.assert_close(_run(mod, tensors).double(), expected, rtol=1e-6, atol=1e-6)
@@ -109,8 +87,8 @@ def test_pieces_of_any_width(widths: tuple[int, ...]) -> None:
 
 def test_what_is_read_above_a_concatenation_is_not_repeated() -> None:
     # exp of each piece is computed where the piece is copied, and stands in no buffer.
-    def build(builder: relax.BlockBuilder, params: Sequence[relax.Var]) -> relax.Expr:
-        return op.concat([builder.emit(op.exp(p)) for p in params], 1)
+    def build(*pieces: relax.Expr) -> relax.Expr:
+        return op.concat([op.exp(p) for p in pieces], 1)
 
     mod = _scheduled([(4, 32), (4, 32)], build)
     tensors = [torch.randn(4, 32), torch.randn(4, 32)]

@@ -7,7 +7,7 @@ whole, into a tile of its own: lines that lie a multiple of a page apart push on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,46 +167,33 @@ class TileEmitter:
 
     def _through_local(self, outer: dict[Any, Expr], firsts: Sequence[Expr]) -> list[tirx.Stmt]:
         """Return one tile read along the axis that lies in order in memory, then written."""
-        stage, last = self.nest.stage, self.nest.stage.spatial[-1]
-        (load_of,), (height, width) = stage.loads, self.tile
+        stage, (of,), (height, width) = self.nest.stage, self.nest.stage.loads, self.tile
         local, allocation = allocate([height * width], stage.dtype, f"{stage.name}_tile")
 
-        def read(column: Expr) -> list[tirx.Stmt]:
-            def some(first: Expr, _: Expr | None) -> list[tirx.Stmt]:
-                def element(lane: Expr) -> list[tirx.Stmt]:
-                    row = first + lane
-                    at = outer | {
-                        self.nest.across.var: firsts[0] + row,
-                        last.var: firsts[1] + column,
-                    }
-                    indices = [substitute(i, at) for i in load_of.indices]
-                    offset = self.indexer.flat(load_of.buffer, indices)
-                    value = self.memory.load(load_of.buffer, offset)
-                    return [store(local, value, column * integer(height) + row)]
+        def place(row: Expr, column: Expr) -> Expr:
+            return column * integer(height) + row
 
-                return [vector_loop(lanes, element)]
+        def at(row: Expr, column: Expr) -> dict[Any, Expr]:
+            across, along = self.nest.across.var, stage.spatial[-1].var
+            return outer | {across: firsts[0] + row, along: firsts[1] + column}
 
-            lanes = power_of_two_below(min(self.machine.lanes, height))
-            return [over_vectors(height, lanes, some)]
+        def read(column: Expr, row: Expr) -> tirx.Stmt:
+            indices = [substitute(i, at(row, column)) for i in of.indices]
+            value = self.memory.load(of.buffer, self.indexer.flat(of.buffer, indices))
+            return store(local, value, place(row, column))
 
-        def write(row: Expr) -> list[tirx.Stmt]:
-            def some(first: Expr, _: Expr | None) -> list[tirx.Stmt]:
-                def element(lane: Expr) -> list[tirx.Stmt]:
-                    column = first + lane
-                    at = outer | {
-                        self.nest.across.var: firsts[0] + row,
-                        last.var: firsts[1] + column,
-                    }
-                    indices = [at[var] if var is not None else integer(0) for var in stage.dims]
-                    offset = self.indexer.flat(stage.buffer, indices)
-                    value = load(local, column * integer(height) + row)
-                    return [self.memory.store(stage.buffer, offset, value)]
+        def write(row: Expr, column: Expr) -> tirx.Stmt:
+            where = at(row, column)
+            indices = [where[var] if var is not None else integer(0) for var in stage.dims]
+            offset = self.indexer.flat(stage.buffer, indices)
+            return self.memory.store(stage.buffer, offset, load(local, place(row, column)))
 
-                return [vector_loop(self.lanes, element)]
-
-            return [over_vectors(width, self.lanes, some)]
-
-        return [allocation, loop(width, read), loop(height, write)]
+        lanes = power_of_two_below(min(self.machine.lanes, height))
+        return [
+            allocation,
+            _lines(width, height, lanes, read),
+            _lines(height, width, self.lanes, write),
+        ]
 
     def _store(self, where: dict[Any, Expr], first: Expr, base: Expr) -> list[tirx.Stmt]:
         nest, stage = self.nest, self.nest.stage
@@ -230,3 +217,17 @@ class TileEmitter:
 def emit_tiles(nest: TileNest, machine: Machine, memory: Memory) -> list[tirx.Stmt]:
     """Return the code of a transpose."""
     return TileEmitter(nest, machine, memory).emit()
+
+
+def _lines(
+    count: int, length: int, lanes: int, element: Callable[[Expr, Expr], tirx.Stmt]
+) -> tirx.Stmt:
+    """A loop over lines of a tile, each in vectors."""
+
+    def line(number: Expr) -> list[tirx.Stmt]:
+        def vector(first: Expr, _: Expr | None) -> list[tirx.Stmt]:
+            return [vector_loop(lanes, lambda lane: [element(number, first + lane)])]
+
+        return [over_vectors(length, lanes, vector)]
+
+    return loop(count, line)
