@@ -22,22 +22,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 import torch
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.core.decisions import Rule, decided
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.kernels.aten_call import call_overload, packed_call
 from tvmbridge.kernels.choice import product_kernel
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, View, matmul_spec
-from tvmbridge.kernels.transposed import faster_transposed
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, map_functions, shape_of
-from tvmbridge.schedules.transposition import transposition
+from tvmbridge.kernels.product_loops import (
+    MULTIPLIED,
+    TRANSPOSED,
+    Loops,
+    Matrices,
+    as_matrices,
+    fastest,
+)
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
+from tvmbridge.schedules.alone import multiplication, this_machine, transposition
+from tvmbridge.schedules.products import product
 
 HALVES = ("float16", "bfloat16")
+_LOOPS = Loops(transposition, multiplication)
 
 _VIEWS = ("relax.permute_dims", "relax.reshape", "relax.expand_dims")
 
@@ -60,11 +68,12 @@ class DispatchKernels(RelaxPass):
     dtypes: tuple[str, ...] = (*HALVES, "float32", "float64")
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        def rewrite(function: relax.Function) -> relax.Function:
-            biased = _biased_products(function, self)
-            return _KernelMutator(biased, self, report).visit_expr(function)
-
-        return map_functions(mod, rewrite)
+        mutator = _KernelMutator(mod, self, report)
+        for name, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                mutator.biased = _biased_products(function, self)
+                mutator.builder_.update_func(name, mutator.visit_expr(function))
+        return mutator.builder_.get()
 
 
 def _is_call(expr: relax.Expr | None, name: str) -> bool:
@@ -124,12 +133,10 @@ def _no_product_of_matrices(call: relax.Call, allowed: Sequence[str]) -> str | N
 
 @mutator
 class _KernelMutator(PyExprMutator):
-    def __init__(
-        self, biased: dict[relax.Var, relax.Call], options: DispatchKernels, report: PassReport
-    ) -> None:
-        super().__init__()
+    def __init__(self, mod: tvm.IRModule, options: DispatchKernels, report: PassReport) -> None:
+        super().__init__(mod)
         self.options = options
-        self.biased = biased
+        self.biased: dict[relax.Var, relax.Call] = {}
         self.report = report
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
@@ -160,11 +167,9 @@ class _KernelMutator(PyExprMutator):
     def _product(self, operands: list[relax.Expr], result: relax.Call) -> relax.Expr:
         self.report.rewrote()
         bases, views = zip(*(self._fold_views(o) for o in operands[:2]), strict=True)
-        transposed = self._transposed(bases, views, result)
-        if transposed is not None:
-            spec = matmul_spec((None, views[1]), _extents(result))
-            tensors = [transposed, bases[1], *operands[2:]]
-            return packed_call(ONEDNN_MATMUL, spec, tensors, result.ty)
+        ours = self._in_loops(bases, views, operands[2:], result)
+        if ours is not None:
+            return ours
         spec = matmul_spec(views, _flatten_batch(_extents(result)))
         tensors = [*bases, *operands[2:]]
         kernel = product_kernel(
@@ -175,27 +180,44 @@ class _KernelMutator(PyExprMutator):
         arguments = relax.Tuple([tvm.ir.StringImm(spec), *tensors])
         return relax.op.call_dps_packed(MATMUL, arguments, out_ty=result.ty)
 
-    def _transposed(
-        self, bases: Sequence[relax.Expr], views: Sequence[View], result: relax.Call
+    def _in_loops(
+        self,
+        bases: Sequence[relax.Expr],
+        views: Sequence[View],
+        bias: Sequence[relax.Expr],
+        result: relax.Call,
     ) -> relax.Expr | None:
-        """A copy of the left operand, a transposed matrix, where the product is faster of that."""
-        shape = _extents(result)
+        """The product with loops of ours, where it is measured to be faster."""
+        shape, sizes = _extents(result), [_extents(base) for base in bases]
         if not self.options.measure or dtype_of(result) != "float32" or len(shape) != 2:
             return None
-        rows = (views[1][0] if views[1] else _extents(bases[1]))[0]
-        if views[0] != ((shape[0], rows), (1, shape[0])):
+        matrices = as_matrices(shape, (sizes[0], views[0]), (sizes[1], views[1]))
+        if matrices is None:
             return None
-        if prod(_extents(bases[0])) != rows * shape[0]:
-            return None
-        right = (_extents(bases[1]), views[1])
+        way = decided(Rule.MIDDLE, lambda: fastest(matrices, _LOOPS, biased=bool(bias)))
+        if way == MULTIPLIED and not sizes_vary():
+            return self._multiplied(matrices, bases)
+        if way == TRANSPOSED:
+            matrix = self._as_matrix(bases[0], (matrices.depth, matrices.rows))
+            copy = self.builder_.emit(relax.op.permute_dims(matrix))
+            spec = matmul_spec((None, views[1]), shape)
+            return packed_call(ONEDNN_MATMUL, spec, [copy, bases[1], *bias], result.ty)
+        return None
 
-        def ask() -> bool:
-            return faster_transposed(rows, shape[0], right, transposition)
+    def _multiplied(self, matrices: Matrices, bases: Sequence[relax.Expr]) -> relax.Expr:
+        rows, columns, depth = matrices.rows, matrices.columns, matrices.depth
+        function = product(
+            rows, columns, depth, transposed=matrices.transposed, machine=this_machine()
+        )
+        callee = self.builder_.add_func(function, "product")
+        shapes = matrices.left[0], (depth, columns)
+        operands = [self._as_matrix(b, s) for b, s in zip(bases, shapes, strict=True)]
+        return relax.call_tir(callee, operands, relax.TensorType([rows, columns], "float32"))
 
-        if not decided(Rule.MIDDLE, ask):
-            return None
-        matrix = self.builder_.emit(relax.op.reshape(bases[0], (rows, shape[0])))
-        return self.builder_.emit(relax.op.permute_dims(matrix))
+    def _as_matrix(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
+        if shape_of(tensor) == shape:
+            return tensor
+        return self.builder_.emit(relax.op.reshape(tensor, shape))
 
     def _fold_views(self, operand: relax.Expr) -> tuple[relax.Expr, View]:
         """The tensor whose memory ``operand`` is a view of, and that view as a (batch of) matrix.

@@ -1,4 +1,4 @@
-"""The kernel by which compiled code transposes a matrix, alone: so that it can be measured."""
+"""Kernels of compiled code, each alone: so that they can be measured beside a library's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ from tvm import relax
 
 from tvmbridge.core.torch_private import from_dlpack_capsule
 from tvmbridge.schedules import cpu_schedule_pass
+from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.products import fits, product
 from tvmbridge.schedules.target import host_target
 from tvmbridge.schedules.threads import share_torch_threads
+
+
+def this_machine() -> Machine:
+    """The machine that kernels are measured on."""
+    return Machine.of(host_target())
 
 
 @functools.lru_cache(maxsize=64)
@@ -32,3 +39,27 @@ def transposition(rows: int, columns: int) -> Callable[[torch.Tensor], torch.Ten
     machine = relax.VirtualMachine(executable, tvm.cpu())
     run = machine["main"]
     return lambda tensor: from_dlpack_capsule(run(tvm_ffi.from_dlpack(tensor)).__dlpack__())
+
+
+@functools.lru_cache(maxsize=64)
+def multiplication(
+    rows: int, columns: int, depth: int, transposed: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
+    """A function of two float32 matrices and the product, which it writes; all are contiguous.
+
+    Args:
+        rows, columns: of the product.
+        depth: columns of the first matrix, rows of the second.
+        transposed: the first matrix is given as (depth, rows).
+
+    Returns:
+        None where the product is too small.
+    """
+    machine = this_machine()
+    if not fits(rows, columns, machine):
+        return None
+    function = product(rows, columns, depth, transposed=transposed, machine=machine)
+    share_torch_threads()
+    module = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
+    run: Callable[..., None] = tvm.compile(module, host_target())["main"]
+    return run
