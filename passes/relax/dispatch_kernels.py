@@ -32,14 +32,8 @@ from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.kernels.aten_call import call_overload, packed_call
 from tvmbridge.kernels.choice import product_kernel
 from tvmbridge.kernels.matmul import MATMUL, ONEDNN_MATMUL, View, matmul_spec
-from tvmbridge.kernels.product_loops import (
-    MULTIPLIED,
-    TRANSPOSED,
-    Loops,
-    Matrices,
-    as_matrices,
-    fastest,
-)
+from tvmbridge.kernels.product_form import form_of
+from tvmbridge.kernels.product_loops import MULTIPLIED, TRANSPOSED, Loops, fastest
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
 from tvmbridge.schedules.alone import multiplication, this_machine, transposition
 from tvmbridge.schedules.products import product
@@ -188,31 +182,24 @@ class _KernelMutator(PyExprMutator):
         result: relax.Call,
     ) -> relax.Expr | None:
         """The product with loops of ours, where it is measured to be faster."""
-        shape, sizes = _extents(result), [_extents(base) for base in bases]
-        if not self.options.measure or dtype_of(result) != "float32" or len(shape) != 2:
+        if not self.options.measure or dtype_of(result) != "float32":
             return None
-        matrices = as_matrices(shape, (sizes[0], views[0]), (sizes[1], views[1]))
-        if matrices is None:
+        left, right = ((_extents(b), v) for b, v in zip(bases, views, strict=True))
+        form = form_of(left, right, _extents(result))
+        if form is None:
             return None
-        way = decided(Rule.MIDDLE, lambda: fastest(matrices, _LOOPS, biased=bool(bias)))
+        way = decided(Rule.MIDDLE, lambda: fastest(form, _LOOPS, biased=bool(bias)))
         if way == MULTIPLIED and not sizes_vary():
-            return self._multiplied(matrices, bases)
+            callee = self.builder_.add_func(product(form, this_machine()), "product")
+            operands = [self._as_matrix(b, s) for b, s in zip(bases, form.shapes, strict=False)]
+            return relax.call_tir(callee, operands, result.ty)
         if way == TRANSPOSED:
-            matrix = self._as_matrix(bases[0], (matrices.depth, matrices.rows))
-            copy = self.builder_.emit(relax.op.permute_dims(matrix))
-            spec = matmul_spec((None, views[1]), shape)
+            copy = self.builder_.emit(
+                relax.op.permute_dims(self._as_matrix(bases[0], form.shapes[0]))
+            )
+            spec = matmul_spec((None, views[1]), _extents(result))
             return packed_call(ONEDNN_MATMUL, spec, [copy, bases[1], *bias], result.ty)
         return None
-
-    def _multiplied(self, matrices: Matrices, bases: Sequence[relax.Expr]) -> relax.Expr:
-        rows, columns, depth = matrices.rows, matrices.columns, matrices.depth
-        function = product(
-            rows, columns, depth, transposed=matrices.transposed, machine=this_machine()
-        )
-        callee = self.builder_.add_func(function, "product")
-        shapes = matrices.left[0], (depth, columns)
-        operands = [self._as_matrix(b, s) for b, s in zip(bases, shapes, strict=True)]
-        return relax.call_tir(callee, operands, relax.TensorType([rows, columns], "float32"))
 
     def _as_matrix(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
         if shape_of(tensor) == shape:

@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import relax
 
 from tvmbridge.core.torch_private import from_dlpack_capsule
+from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules import cpu_schedule_pass
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.products import fits, product
@@ -43,23 +44,16 @@ def transposition(rows: int, columns: int) -> Callable[[torch.Tensor], torch.Ten
 
 @functools.lru_cache(maxsize=64)
 def multiplication(
-    rows: int, columns: int, depth: int, transposed: bool
+    form: Form,
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None:
     """A function of two float32 matrices and the product, which it writes; all are contiguous.
 
-    Args:
-        rows, columns: of the product.
-        depth: columns of the first matrix, rows of the second.
-        transposed: the first matrix is given as (depth, rows).
-
-    Returns:
-        None where the product is too small.
+    None where there are no loops for this form.
     """
     machine = this_machine()
-    if not fits(rows, columns, machine):
+    if not fits(form, machine):
         return None
-    function = product(rows, columns, depth, transposed=transposed, machine=machine)
     share_torch_threads()
-    module = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
-    run: Callable[..., None] = tvm.compile(module, host_target())["main"]
+    function = product(form, machine).with_attr("global_symbol", "main")
+    run: Callable[..., None] = tvm.compile(tvm.IRModule({"main": function}), host_target())["main"]
     return run

@@ -3,8 +3,9 @@
 Operands are read where they lie: vectors of the right one's rows, and single elements of the left
 one, which may be transposed. So a linear layer's gradients need no copy, its input's (cotangent
 times weight) and its weight's (transposed cotangent times input), where libraries bring operands
-into an order of their own first. The tiles are those of Goto and van de Geijn, "Anatomy of
-High-Performance Matrix Multiplication" (2008), which packs operands as well.
+into an order of their own first. The layer itself, input times transposed weight, is computed with
+both exchanged: only its few rows are transposed before. The tiles are those of Goto and van de
+Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), which packs operands as well.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.s_tir import SBlock, SBlockRealize
 
+from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules import marked_scheduled
 from tvmbridge.schedules.indexing import integer
-from tvmbridge.schedules.loops import allocate, load, loop, store, vector_loop
+from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import Buffer
 
@@ -31,31 +33,30 @@ _BLOCK = 256
 # Parts of the work for each core, should one be slower than others.
 _PARTS = 4
 
+# A product of more rows with a transposed matrix spends too long on copying them.
+_FEW_ROWS = 128
+
 _Element = Callable[[Expr, Expr], tirx.Stmt]
+_Write = Callable[[Buffer, Expr, Expr], list[tirx.Stmt]]
 
 
-def fits(rows: int, columns: int, machine: Machine) -> bool:
-    """Whether a result of this size has room for a tile."""
-    return rows >= _height(machine) and columns >= machine.lanes * _VECTORS
+def fits(form: Form, machine: Machine) -> bool:
+    """Whether there are loops for this form, and room for a tile in the result."""
+    height, width = _height(machine), machine.lanes * _VECTORS
+    if not form.right_transposed:
+        return form.rows >= height and form.columns >= width
+    few = height <= form.rows <= _FEW_ROWS
+    return few and not form.left_transposed and form.columns >= height and form.depth >= width
 
 
-def product(
-    rows: int, columns: int, depth: int, *, transposed: bool, machine: Machine
-) -> tirx.PrimFunc:
-    """A function of the operands and the result, which it writes.
-
-    Args:
-        rows, columns: of the result, as :func:`fits` says.
-        depth: columns of the left operand, rows of the right one.
-        transposed: the left operand lies as (depth, rows).
-        machine: whose registers and cores are used.
-    """
-    shape = (depth, rows) if transposed else (rows, depth)
+def product(form: Form, machine: Machine) -> tirx.PrimFunc:
+    """A function of the operands and the result, which it writes; for what :func:`fits`."""
     left, right, out = (
-        tirx.decl_buffer([integer(n) for n in s], _DTYPE, name)
-        for s, name in ((shape, "left"), ((depth, columns), "right"), ((rows, columns), "out"))
+        tirx.decl_buffer([integer(n) for n in shape], _DTYPE, name)
+        for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)
     )
-    body = _Product(left, right, out, transposed, machine).loops()
+    loops = _of_few_rows if form.right_transposed else _of_matrices
+    body = loops(form, machine, left, right, out)
     root = SBlockRealize([], True, SBlock([], [], [], "root", body))
     function = tirx.PrimFunc([left, right, out], root)
     return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
@@ -65,46 +66,112 @@ def _height(machine: Machine) -> int:
     return _HIGH if machine.lanes >= 16 else _LOW
 
 
-class _Product:
+def _of_matrices(
+    form: Form, machine: Machine, left: Buffer, right: Buffer, out: Buffer
+) -> tirx.Stmt:
+    def left_at(row: Expr, k: Expr) -> Expr:
+        return load(left, k, row) if form.left_transposed else load(left, row, k)
+
+    tiles = _Tiles(machine, form.depth, left_at, right)
+
+    def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
+        return [tiles.each(lambda r, c: store(out, load(sums, r, c), row + r, column + c))]
+
+    return tiles.loops(form.rows, form.columns, write)
+
+
+def _of_few_rows(
+    form: Form, machine: Machine, left: Buffer, right: Buffer, out: Buffer
+) -> tirx.Stmt:
+    """The transposed product: rows of the weight times the transposed rows, which are copied."""
+    width = machine.lanes * _VECTORS
+    padded = -(-form.rows // width) * width
+    copy, room = allocate([form.depth, padded], _DTYPE, "transposed")
+    tiles = _Tiles(machine, form.depth, lambda row, k: load(right, row, k), copy)
+
+    def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
+        # Registers have no columns: they go through memory.
+        tile, more = allocate([tiles.height, tiles.width], _DTYPE, "tile")
+
+        def line(c: Expr) -> list[tirx.Stmt]:
+            def element(r: Expr) -> list[tirx.Stmt]:
+                return [store(out, load(tile, r, c), column + c, row + r)]
+
+            stored = loop(tiles.height, element, tirx.ForKind.UNROLLED)
+            if padded == form.rows:
+                return [stored]
+            return [tirx.IfThenElse(column + c < integer(form.rows), stored, None)]
+
+        moved = tiles.each(lambda r, c: store(tile, load(sums, r, c), r, c))
+        return [more, moved, loop(tiles.width, line)]
+
+    copied = _transposed(left, copy, form.rows, padded, form.depth, machine)
+    return sequence([room, copied, tiles.loops(form.columns, padded, write)])
+
+
+def _transposed(
+    rows: Buffer, copy: Buffer, count: int, padded: int, depth: int, machine: Machine
+) -> tirx.Stmt:
+    """Copy ``rows``, of ``depth`` columns, to columns of ``copy``, and zeros beside them."""
+    lanes = machine.lanes
+
+    def some(number: Expr) -> list[tirx.Stmt]:
+        first = _start(number, lanes, depth)
+
+        def row(r: Expr) -> list[tirx.Stmt]:
+            def element(lane: Expr) -> list[tirx.Stmt]:
+                return [store(copy, load(rows, r, first + lane), first + lane, r)]
+
+            return [vector_loop(lanes, element)]
+
+        def none(r: Expr) -> list[tirx.Stmt]:
+            zero = tirx.const(0.0, _DTYPE)
+            return [loop(lanes, lambda lane: [store(copy, zero, first + lane, integer(count) + r)])]
+
+        return [loop(count, row), *([loop(padded - count, none)] if padded > count else [])]
+
+    return loop(-(-depth // lanes), some, tirx.ForKind.PARALLEL)
+
+
+class _Tiles:
+    """Tiles of a product of elements ``left(row, k)`` and the rows of ``right``."""
+
     def __init__(
-        self, left: Buffer, right: Buffer, out: Buffer, transposed: bool, machine: Machine
+        self, machine: Machine, depth: int, left: Callable[[Expr, Expr], Expr], right: Buffer
     ) -> None:
-        self.left, self.right, self.out = left, right, out
-        self.transposed = transposed
-        self.rows, self.columns = (int(n) for n in out.shape)
-        self.depth = int(right.shape[0])
+        self.depth, self.left, self.right = depth, left, right
         self.lanes, self.cores = machine.lanes, machine.cores
         self.height, self.width = _height(machine), machine.lanes * _VECTORS
 
-    def loops(self) -> tirx.Stmt:
+    def loops(self, rows: int, columns: int, write: _Write) -> tirx.Stmt:
         """Panels of columns, each cut into parts of its rows where there are few."""
-        panels, tiles = -(-self.columns // self.width), -(-self.rows // self.height)
-        parts = min(tiles, -(-_PARTS * self.cores // panels))
-        tiles_of_part = -(-tiles // parts)
+        panels, tiles = -(-columns // self.width), -(-rows // self.height)
+        tiles_of_part = -(-tiles // min(tiles, -(-_PARTS * self.cores // panels)))
+        parts = -(-tiles // tiles_of_part)
 
         def part(number: Expr) -> list[tirx.Stmt]:
-            column = _start(number // integer(parts), self.width, self.columns)
+            column = _start(number // integer(parts), self.width, columns)
             first = number % integer(parts) * integer(tiles_of_part)
 
             def tile(i: Expr) -> list[tirx.Stmt]:
-                return self._tile(_start(first + i, self.height, self.rows), column)
+                return self._tile(_start(first + i, self.height, rows), column, write)
 
             return [loop(tiles_of_part, tile)]
 
         return loop(panels * parts, part, tirx.ForKind.PARALLEL)
 
-    def _tile(self, row: Expr, column: Expr) -> list[tirx.Stmt]:
+    def _tile(self, row: Expr, column: Expr, write: _Write) -> list[tirx.Stmt]:
         sums, room = self._registers("sums")
         if self.depth <= _BLOCK:
             added = self._added(sums, row, column, integer(0), self.depth)
-            return [room, *added, self._written(sums, row, column)]
+            return [room, *added, *write(sums, row, column)]
         total, more = self._registers("total")
 
         def block(start: Expr, length: int) -> list[tirx.Stmt]:
             def add(r: Expr, c: Expr) -> tirx.Stmt:
                 return store(total, load(total, r, c) + load(sums, r, c), r, c)
 
-            return [*self._added(sums, row, column, start, length), self._each(add)]
+            return [*self._added(sums, row, column, start, length), self.each(add)]
 
         whole, rest = divmod(self.depth, _BLOCK)
         return [
@@ -113,7 +180,7 @@ class _Product:
             self._cleared(total),
             loop(whole, lambda b: block(b * integer(_BLOCK), _BLOCK)),
             *(block(integer(whole * _BLOCK), rest) if rest else []),
-            self._written(total, row, column),
+            *write(total, row, column),
         ]
 
     def _added(
@@ -125,24 +192,20 @@ class _Product:
             k = start + i
 
             def add(r: Expr, c: Expr) -> tirx.Stmt:
-                place = (k, row + r) if self.transposed else (row + r, k)
-                term = load(self.left, *place) * load(self.right, k, column + c)
+                term = self.left(row + r, k) * load(self.right, k, column + c)
                 return store(sums, load(sums, r, c) + term, r, c)
 
-            return [self._each(add)]
+            return [self.each(add)]
 
         return [self._cleared(sums), loop(length, step)]
 
-    def _written(self, sums: Buffer, row: Expr, column: Expr) -> tirx.Stmt:
-        return self._each(lambda r, c: store(self.out, load(sums, r, c), row + r, column + c))
-
     def _cleared(self, sums: Buffer) -> tirx.Stmt:
-        return self._each(lambda r, c: store(sums, tirx.const(0.0, _DTYPE), r, c))
+        return self.each(lambda r, c: store(sums, tirx.const(0.0, _DTYPE), r, c))
 
     def _registers(self, name: str) -> tuple[Buffer, tirx.Stmt]:
         return allocate([self.height, self.width], _DTYPE, name)
 
-    def _each(self, element: _Element) -> tirx.Stmt:
+    def each(self, element: _Element) -> tirx.Stmt:
         """``element(row, column)`` for all of a tile, without a loop: so it lies in registers."""
 
         def vectors(row: Expr) -> list[tirx.Stmt]:
@@ -156,6 +219,5 @@ class _Product:
 
 
 def _start(number: Expr, size: int, extent: int) -> Expr:
-    """Where a tile begins; the last one overlaps the one before it, and finds the same there."""
-    start = number * integer(size)
-    return start if extent % size == 0 else tirx.Min(start, integer(extent - size))
+    """Where a tile begins; the last ones overlap, and find the same there."""
+    return tirx.Min(number * integer(size), integer(extent - size))
