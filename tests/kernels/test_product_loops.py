@@ -1,4 +1,4 @@
-"""Products of a transposed copy: chosen where they are measured to be faster, and as exact."""
+"""Products with loops of ours: chosen where they are measured to be faster, and as exact."""
 
 from __future__ import annotations
 
@@ -12,90 +12,131 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tests.relax_helpers import apply_pass, compile_and_run
-from tvmbridge.kernels import transposed
+from tvmbridge.kernels import product_loops
+from tvmbridge.kernels.product_form import Form, form_of
+from tvmbridge.kernels.product_loops import LIBRARY, MULTIPLIED, TRANSPOSED, Loops
 from tvmbridge.passes.relax import dispatch_kernels
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
+from tvmbridge.schedules.alone import multiplication, this_machine, transposition
+from tvmbridge.schedules.products import product
 
 # ruff: noqa: ANN201, F841  (the Relax functions here are TVM script)
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
 
-Copy = Callable[[torch.Tensor], torch.Tensor]
+FORM = Form(40, 64, 6, left_transposed=True)
 
 
 @I.ir_module
 class Gradient:
     @R.function
-    def main(ct: R.Tensor((2, 3, 5), "float32"), x: R.Tensor((2, 3, 4), "float32")):
+    def main(ct: R.Tensor((2, 3, 40), "float32"), x: R.Tensor((2, 3, 64), "float32")):
         with R.dataflow():
-            flat = R.reshape(ct, R.shape([6, 5]))
+            flat = R.reshape(ct, R.shape([6, 40]))
             turned = R.permute_dims(flat, axes=[1, 0])
-            rows = R.reshape(x, R.shape([6, 4]))
+            rows = R.reshape(x, R.shape([6, 64]))
             gv = R.matmul(turned, rows)
             R.output(gv)
         return gv
 
 
 @I.ir_module
-class Expected:
+class OfTransposedCopy:
     @R.function
-    def main(ct: R.Tensor((2, 3, 5), "float32"), x: R.Tensor((2, 3, 4), "float32")):
+    def main(ct: R.Tensor((2, 3, 40), "float32"), x: R.Tensor((2, 3, 64), "float32")):
         with R.dataflow():
-            flat = R.reshape(ct, R.shape([6, 5]))
+            flat = R.reshape(ct, R.shape([6, 40]))
             turned = R.permute_dims(flat, axes=[1, 0])
-            rows = R.reshape(x, R.shape([6, 4]))
-            matrix = R.reshape(ct, R.shape([6, 5]))
+            rows = R.reshape(x, R.shape([6, 64]))
+            matrix = R.reshape(ct, R.shape([6, 40]))
             copy = R.permute_dims(matrix)
             gv = R.call_pure_packed(
                 "tvmbridge.onednn_matmul",
-                R.str('{"views": [null, [[6, 4], [4, 1]]], "result": [5, 4]}'),
+                R.str('{"views": [null, [[6, 64], [64, 1]]], "result": [40, 64]}'),
                 copy,
                 x,
-                ty_args=(R.Tensor((5, 4), "float32"),),
+                ty_args=(R.Tensor((40, 64), "float32"),),
             )
             R.output(gv)
         return gv
 
 
-def test_the_left_operand_is_transposed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def _dispatched(monkeypatch: pytest.MonkeyPatch, way: str) -> tvm.IRModule:
     asked = []
 
-    def answer(*arguments: object) -> bool:
-        asked.append(arguments[:3])
-        return True
+    def answer(form: Form, loops: Loops, *, biased: bool) -> str:
+        asked.append((form, biased))
+        return way
 
-    monkeypatch.setattr(dispatch_kernels, "faster_transposed", answer)
+    monkeypatch.setattr(dispatch_kernels, "fastest", answer)
     after, _ = apply_pass(DispatchKernels(measure=True), Gradient)
-    assert asked == [(6, 5, ((2, 3, 4), ((6, 4), (4, 1))))]
-    tvm.ir.assert_structural_equal(after, Expected)
-    ct, x = torch.randn(2, 3, 5), torch.randn(2, 3, 4)
-    exact = ct.double().view(6, 5).T @ x.double().view(6, 4)
+    assert asked == [(FORM, False)]
+    ct, x = torch.randn(2, 3, 40), torch.randn(2, 3, 64)
     (found,) = compile_and_run(after, ct, x)
+    exact = ct.double().view(6, 40).T @ x.double().view(6, 64)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
+    return after
+
+
+def test_the_left_operand_is_transposed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = _dispatched(monkeypatch, TRANSPOSED)
+    tvm.ir.assert_structural_equal(after, OfTransposedCopy)
+
+
+def test_loops_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    after = _dispatched(monkeypatch, MULTIPLIED)
+    tvm.ir.assert_structural_equal(after["product"], product(FORM, this_machine()))
+    assert "tvmbridge." not in after["main"].script()
 
 
 def test_nothing_is_asked_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch_kernels, "faster_transposed", None)
+    monkeypatch.setattr(dispatch_kernels, "fastest", None)
     after, _ = apply_pass(DispatchKernels(), Gradient)
     assert "tvmbridge.onednn_matmul" not in after.script()
 
 
-@pytest.mark.parametrize(
-    ("copy", "expected"),
-    [
-        (lambda x: x.t().contiguous().add(1e-3), False),
-        (lambda x: (time.sleep(0.05), x.t().contiguous())[1], False),
-    ],
-    ids=["wrong", "slow"],
-)
-def test_a_copy_that_is_wrong_or_slow_is_not_chosen(
-    copy: Copy, expected: bool, monkeypatch: pytest.MonkeyPatch
+def _slow(form: Form) -> Callable[..., None]:
+    def multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        time.sleep(0.05)
+        out.copy_(a.t() @ b)
+
+    return multiply
+
+
+def _wrong(form: Form) -> Callable[..., None]:
+    return lambda a, b, out: out.copy_(b[0].expand(out.shape))
+
+
+@pytest.mark.parametrize("make", [_slow, _wrong, lambda form: None], ids=["slow", "wrong", "none"])
+def test_loops_that_are_wrong_or_slow_are_not_chosen(
+    make: Callable[[Form], Callable[..., None] | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TVMBRIDGE_CACHE", "0")
-    monkeypatch.setattr(transposed, "choice", lambda question, among, measure: measure())
-    right = ((256, 512), None)
-    assert transposed.faster_transposed(256, 512, right, lambda *_: copy) is expected
+    monkeypatch.setattr(product_loops, "choice", lambda question, among, measure: measure())
+    copies: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x.t().contiguous().add(1e-3),
+        lambda x: (time.sleep(0.05), x.t().contiguous())[1],
+    ]
+    form = Form(512, 256, 256, left_transposed=True)
+    for copy in copies:
+        loops = Loops(lambda *_, copy=copy: copy, make)  # type: ignore[misc]
+        assert product_loops.fastest(form, loops) == LIBRARY
 
 
 def test_small_products_are_not_measured() -> None:
-    assert not transposed.faster_transposed(8, 16, ((8, 4), None), None)  # type: ignore[arg-type]
+    loops = Loops(transposition, multiplication)
+    assert product_loops.fastest(Form(16, 4, 8, left_transposed=True), loops) == LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        (((2, 3, 5), ((6, 5), (5, 1))), ((5, 4), None), Form(6, 4, 5)),
+        (((6, 5), ((5, 6), (1, 5))), ((6, 4), None), Form(5, 4, 6, left_transposed=True)),
+        (((6, 5), None), ((4, 5), ((5, 4), (1, 5))), Form(6, 4, 5, right_transposed=True)),
+        (((6, 9), ((6, 5), (9, 1))), ((5, 4), None), None),
+        (((6, 5), None), ((5,), ((5, 4), (1, 0))), None),
+    ],
+)
+def test_forms(left: object, right: object, expected: Form | None) -> None:
+    rows = expected.rows if expected else 6
+    assert form_of(left, right, (rows, 4)) == expected  # type: ignore[arg-type]

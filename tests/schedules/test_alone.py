@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tvmbridge.schedules.transposition import transposition
+from tvmbridge.schedules.alone import transposition
 
 SIZES = [(2, 2), (3, 70), (17, 33), (33, 17), (64, 64), (31, 257), (788, 96), (100, 3072), (1, 9)]
 

@@ -208,7 +208,7 @@ def prepare(
 ) -> Fused:
     """:func:`fuse`, and what the caller of the functions has to know of them."""
     backend_for(target).prepare()
-    names = [name.name_hint for name, _ in mod.functions_items()]
+    names = [n.name_hint for n, f in mod.functions_items() if isinstance(f, relax.Function)]
     given = {name: shared_results(mod, name) for name in names}
     mod = fuse(mod, target, records, measure=measure)
     shared = {name: given[name] | shared_results(mod, name) for name in names}

@@ -1,0 +1,57 @@
+"""Products in loops: as exact as PyTorch's, at sizes that tiles do not divide, in their bounds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tvmbridge.kernels.product_form import Form
+from tvmbridge.schedules.alone import multiplication
+
+# Rows and columns, also of a last part of fewer tiles; and depths of one sum and of several.
+SIZES = [(8, 32, 1), (9, 33, 7), (80, 96, 20), (100, 65, 512), (31, 257, 600), (24, 40, 256)]
+TRANSPOSED = [(False, False), (True, False), (False, True)]
+GUARD = 1234.5
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSED, ids=["plain", "left", "right"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_equals_the_product_in_float64(
+    size: tuple[int, int, int], transposed: tuple[bool, bool]
+) -> None:
+    form = Form(*size, *transposed)
+    multiply = multiplication(form)
+    if multiply is None:
+        assert form.right_transposed
+        assert form.depth < 32
+        return
+    left, right, out = form.shapes
+    a, b = torch.randn(left), torch.randn(right)
+    room = torch.full((out[0] * out[1] + 128,), GUARD)
+    result = room[64:-64].view(out)
+    multiply(a, b, result)
+    exact = a.double().mT if form.left_transposed else a.double()
+    exact = exact @ (b.double().mT if form.right_transposed else b.double())
+    usual = (exact.abs().max() + form.depth**0.5) * torch.finfo(torch.float32).eps
+    assert (result.double() - exact).abs().max() < 8 * usual
+    assert (room[:64] == GUARD).all()
+    assert (room[-64:] == GUARD).all()
+
+
+@pytest.mark.parametrize("transposed", TRANSPOSED, ids=["plain", "left", "right"])
+def test_numbers_that_are_not_finite(transposed: tuple[bool, bool]) -> None:
+    form = Form(40, 64, 300, *transposed)
+    multiply = multiplication(form)
+    assert multiply is not None
+    a, b, result = (torch.randn(shape) for shape in form.shapes)
+    a[3, 5], a[7, 7], b[1, 2] = torch.nan, torch.inf, -torch.inf
+    multiply(a, b, result)
+    left = a.mT if form.left_transposed else a
+    expected = left @ (b.mT if form.right_transposed else b)
+    torch.testing.assert_close(result, expected, equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_too_small_or_has_too_many_rows_is_left_to_libraries() -> None:
+    forms = [Form(2, 64, 64), Form(64, 8, 64), Form(1000, 64, 64, right_transposed=True)]
+    both = Form(64, 64, 64, left_transposed=True, right_transposed=True)
+    assert all(multiplication(form) is None for form in [*forms, both])
