@@ -1,8 +1,9 @@
 """``python -m benchmarks.bandwidth``: how fast the loops of compiled code move their data.
 
 Each kernel that TVM made, as it runs within a call: the bytes of its arguments and results, each
-once, over its time, beside the fastest copy of this machine. PyTorch's kernels are left out. What
-is below 60% of a copy is marked, unless all it moves in a call fits into a core's own cache.
+once, over its time, beside the fastest copy of this machine. PyTorch's kernels are left out, and
+products, which wait for arithmetic. What is below 60% of a copy is marked, unless all it moves in a
+call fits into a core's own cache.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tvmbridge.compiler import executable
 
 _LEAST = 0.6
 _WARM, _CALLS = 5, 15
+_NO_LOOPS = ("vm.", "tvmbridge.", "product")
 # What a core has for itself: smaller than that, a kernel waits for its start and not for memory.
 _OWN_CACHE = 2**20
 
@@ -65,7 +67,7 @@ def _timed(kernels: dict[tuple[str, int], Kernel]) -> Iterator[None]:
         def tell(_: Any, symbol: str, before: bool, result: Any, *arguments: Any) -> int:
             nonlocal begun
             ended = time.perf_counter()
-            if not before and not symbol.startswith(("vm.", "tvmbridge.")):
+            if not before and not symbol.startswith(_NO_LOOPS):
                 size = _bytes(arguments)
                 name = title(symbol, arguments) or symbol
                 kernels.setdefault((name, size), Kernel(size)).seconds.append(ended - begun)

@@ -188,8 +188,9 @@ class _KernelMutator(PyExprMutator):
         form = form_of(left, right, _extents(result))
         if form is None:
             return None
-        way = decided(Rule.MIDDLE, lambda: fastest(form, _LOOPS, biased=bool(bias)))
-        if way == MULTIPLIED and not sizes_vary():
+        multiply = not bias and not sizes_vary()
+        way = decided(Rule.MIDDLE, lambda: fastest(form, _LOOPS, multiply=multiply))
+        if way == MULTIPLIED:
             callee = self.builder_.add_func(product(form, this_machine()), "product")
             operands = [self._as_matrix(b, s) for b, s in zip(bases, form.shapes, strict=False)]
             return relax.call_tir(callee, operands, result.ty)

@@ -64,13 +64,13 @@ class OfTransposedCopy:
 def _dispatched(monkeypatch: pytest.MonkeyPatch, way: str) -> tvm.IRModule:
     asked = []
 
-    def answer(form: Form, loops: Loops, *, biased: bool) -> str:
-        asked.append((form, biased))
+    def answer(form: Form, loops: Loops, *, multiply: bool) -> str:
+        asked.append((form, multiply))
         return way
 
     monkeypatch.setattr(dispatch_kernels, "fastest", answer)
     after, _ = apply_pass(DispatchKernels(measure=True), Gradient)
-    assert asked == [(FORM, False)]
+    assert asked == [(FORM, True)]
     ct, x = torch.randn(2, 3, 40), torch.randn(2, 3, 64)
     (found,) = compile_and_run(after, ct, x)
     exact = ct.double().view(6, 40).T @ x.double().view(6, 64)

@@ -45,12 +45,15 @@ class Loops:
     multiplication: Callable[[Form], Callable[..., None] | None]
 
 
-def fastest(form: Form, loops: Loops, *, biased: bool = False) -> str:
-    """``LIBRARY``, ``TRANSPOSED`` or ``MULTIPLIED``, whichever is measured to be the fastest."""
+def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
+    """``LIBRARY``, ``TRANSPOSED`` or ``MULTIPLIED``, whichever is measured to be the fastest.
+
+    ``multiply``: whether loops may multiply, which add no bias, and have one size.
+    """
     work, among = form.rows * form.columns * form.depth, [LIBRARY]
     if form.left_transposed and work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():
         among.append(TRANSPOSED)
-    if work >= _WORTH_LOOPS and not biased:
+    if work >= _WORTH_LOOPS and multiply:
         among.append(MULTIPLIED)
     if len(among) == 1:
         return LIBRARY
