@@ -9,7 +9,15 @@ from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules.alone import multiplication
 
 # Rows and columns, also of a last part of fewer tiles; and depths of one sum and of several.
-SIZES = [(8, 32, 1), (9, 33, 7), (80, 96, 20), (100, 65, 512), (31, 257, 600), (24, 40, 256)]
+SIZES = [
+    (8, 32, 1),
+    (9, 33, 7),
+    (80, 96, 20),
+    (100, 65, 512),
+    (31, 257, 600),
+    (24, 40, 256),
+    (520, 40, 130),
+]
 TRANSPOSED = [(False, False), (True, False), (False, True)]
 GUARD = 1234.5
 

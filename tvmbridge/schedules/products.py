@@ -33,6 +33,10 @@ _BLOCK = 256
 # Parts of the work for each core, should one be slower than others.
 _PARTS = 4
 
+# From this depth on the columns of a transposed operand are copied, in blocks of so many tiles:
+# their elements lie in lines of their own, which push one another out of the caches.
+_DEEP = 128
+_FEWEST, _MOST = 4, 20
 # A product of more rows with a transposed matrix spends too long on copying them.
 _FEW_ROWS = 128
 
@@ -55,8 +59,12 @@ def product(form: Form, machine: Machine) -> tirx.PrimFunc:
         tirx.decl_buffer([integer(n) for n in shape], _DTYPE, name)
         for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)
     )
-    loops = _of_few_rows if form.right_transposed else _of_matrices
-    body = loops(form, machine, left, right, out)
+    if form.right_transposed:
+        body = _of_few_rows(form, machine, left, right, out)
+    elif form.left_transposed and form.depth >= _DEEP and (block := _block(form.rows, machine)):
+        body = _of_copied_rows(form, machine, left, right, out, block)
+    else:
+        body = _of_matrices(form, machine, left, right, out)
     root = SBlockRealize([], True, SBlock([], [], [], "root", body))
     function = tirx.PrimFunc([left, right, out], root)
     return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
@@ -78,6 +86,56 @@ def _of_matrices(
         return [tiles.each(lambda r, c: store(out, load(sums, r, c), row + r, column + c))]
 
     return tiles.loops(form.rows, form.columns, write)
+
+
+def _block(rows: int, machine: Machine) -> int | None:
+    """The tiles of a block, of which all cores have as many, with few that overlap; if any."""
+    tiles = -(-rows // _height(machine))
+    counts = range(machine.cores, tiles + 1, machine.cores)
+    found = [(n * -(-tiles // n), n) for n in counts if _FEWEST <= -(-tiles // n) <= _MOST]
+    return -(-tiles // min(found)[1]) if found else None
+
+
+def _of_copied_rows(
+    form: Form, machine: Machine, left: Buffer, right: Buffer, out: Buffer, tiles_of_block: int
+) -> tirx.Stmt:
+    """Blocks of the result's rows, whose part of ``left`` is copied, tile by tile."""
+    height, width = _height(machine), machine.lanes * _VECTORS
+    rows = tiles_of_block * height
+    copy, room = allocate([tiles_of_block, form.depth, height], _DTYPE, "copied")
+
+    def copied(first: Expr) -> tirx.Stmt:
+        def tile(k: Expr, t: Expr) -> tirx.Stmt:
+            def element(lane: Expr) -> list[tirx.Stmt]:
+                row = first + t * integer(height) + lane
+                return [store(copy, load(left, k, row), t, k, lane)]
+
+            return vector_loop(height, element)
+
+        return loop(form.depth, lambda k: [loop(tiles_of_block, lambda t: [tile(k, t)])])
+
+    def multiplied(row: Expr, column: Expr, t: Expr) -> list[tirx.Stmt]:
+        tiles = _Tiles(machine, form.depth, lambda r, k: load(copy, t, k, r), right)
+
+        def write(sums: Buffer, _: Expr, column: Expr) -> list[tirx.Stmt]:
+            return [tiles.each(lambda r, c: store(out, load(sums, r, c), row + r, column + c))]
+
+        return tiles.tile(integer(0), column, write)
+
+    def block(number: Expr) -> list[tirx.Stmt]:
+        first = _start(number, rows, form.rows)
+
+        def panel(p: Expr) -> list[tirx.Stmt]:
+            column = _start(p, width, form.columns)
+
+            def tile(t: Expr) -> list[tirx.Stmt]:
+                return multiplied(first + t * integer(height), column, t)
+
+            return [loop(tiles_of_block, tile)]
+
+        return [room, copied(first), loop(-(-form.columns // width), panel)]
+
+    return loop(-(-form.rows // rows), block, tirx.ForKind.PARALLEL)
 
 
 def _of_few_rows(
@@ -154,13 +212,13 @@ class _Tiles:
             first = number % integer(parts) * integer(tiles_of_part)
 
             def tile(i: Expr) -> list[tirx.Stmt]:
-                return self._tile(_start(first + i, self.height, rows), column, write)
+                return self.tile(_start(first + i, self.height, rows), column, write)
 
             return [loop(tiles_of_part, tile)]
 
         return loop(panels * parts, part, tirx.ForKind.PARALLEL)
 
-    def _tile(self, row: Expr, column: Expr, write: _Write) -> list[tirx.Stmt]:
+    def tile(self, row: Expr, column: Expr, write: _Write) -> list[tirx.Stmt]:
         sums, room = self._registers("sums")
         if self.depth <= _BLOCK:
             added = self._added(sums, row, column, integer(0), self.depth)
