@@ -31,7 +31,7 @@ def test_equals_the_product_in_float64(
     multiply = multiplication(form)
     if multiply is None:
         assert form.right_transposed
-        assert form.depth < 32
+        assert form.depth < 32 or form.rows > 128
         return
     left, right, out = form.shapes
     a, b = torch.randn(left), torch.randn(right)
