@@ -185,24 +185,23 @@ class _KernelMutator(PyExprMutator):
         if not self.options.measure or dtype_of(result) != "float32":
             return None
         left, right = ((_extents(b), v) for b, v in zip(bases, views, strict=True))
-        form = form_of(left, right, _extents(result))
+        form = form_of(left, right, _flatten_batch(_extents(result)))
         if form is None:
             return None
         multiply = not bias and not sizes_vary()
         way = decided(Rule.MIDDLE, lambda: fastest(form, _LOOPS, multiply=multiply))
         if way == MULTIPLIED:
             callee = self.builder_.add_func(product(form, this_machine()), "product")
-            operands = [self._as_matrix(b, s) for b, s in zip(bases, form.shapes, strict=False)]
-            return relax.call_tir(callee, operands, result.ty)
+            operands = [self._shaped(b, s) for b, s in zip(bases, form.shapes, strict=False)]
+            found = relax.call_tir(callee, operands, relax.TensorType(form.shapes[2], "float32"))
+            return self._shaped(self.builder_.emit(found), _extents(result))
         if way == TRANSPOSED:
-            copy = self.builder_.emit(
-                relax.op.permute_dims(self._as_matrix(bases[0], form.shapes[0]))
-            )
+            copy = self.builder_.emit(relax.op.permute_dims(self._shaped(bases[0], form.shapes[0])))
             spec = matmul_spec((None, views[1]), _extents(result))
             return packed_call(ONEDNN_MATMUL, spec, [copy, bases[1], *bias], result.ty)
         return None
 
-    def _as_matrix(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
+    def _shaped(self, tensor: relax.Expr, shape: tuple[int, ...]) -> relax.Expr:
         if shape_of(tensor) == shape:
             return tensor
         return self.builder_.emit(relax.op.reshape(tensor, shape))

@@ -13,6 +13,7 @@ from tvm.script import relax as R
 
 from tests.relax_helpers import apply_pass, compile_and_run
 from tvmbridge.kernels import product_loops
+from tvmbridge.kernels.choice import Operand
 from tvmbridge.kernels.product_form import Form, form_of
 from tvmbridge.kernels.product_loops import LIBRARY, MULTIPLIED, TRANSPOSED, Loops
 from tvmbridge.passes.relax import dispatch_kernels
@@ -133,10 +134,17 @@ def test_small_products_are_not_measured() -> None:
         (((2, 3, 5), ((6, 5), (5, 1))), ((5, 4), None), Form(6, 4, 5)),
         (((6, 5), ((5, 6), (1, 5))), ((6, 4), None), Form(5, 4, 6, left_transposed=True)),
         (((6, 5), None), ((4, 5), ((5, 4), (1, 5))), Form(6, 4, 5, right_transposed=True)),
+        (((2, 3, 5), None), ((2, 5, 4), None), Form(3, 4, 5, batch=2)),
+        (
+            ((1, 2, 5, 3), ((2, 3, 5), (15, 1, 3))),
+            ((2, 4, 5), ((2, 5, 4), (20, 1, 5))),
+            Form(3, 4, 5, left_transposed=True, right_transposed=True, batch=2),
+        ),
+        (((3, 2, 5), ((2, 3, 5), (5, 10, 1))), ((2, 5, 4), None), None),
         (((6, 9), ((6, 5), (9, 1))), ((5, 4), None), None),
         (((6, 5), None), ((5,), ((5, 4), (1, 0))), None),
     ],
 )
-def test_forms(left: object, right: object, expected: Form | None) -> None:
-    rows = expected.rows if expected else 6
-    assert form_of(left, right, (rows, 4)) == expected  # type: ignore[arg-type]
+def test_forms(left: Operand, right: Operand, expected: Form | None) -> None:
+    result = expected.shapes[2] if expected else ((2, 3, 4) if len(right[0]) == 3 else (6, 4))
+    assert form_of(left, right, result) == expected

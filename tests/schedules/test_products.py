@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -22,12 +24,13 @@ TRANSPOSED = [(False, False), (True, False), (False, True)]
 GUARD = 1234.5
 
 
+@pytest.mark.parametrize("batch", [None, 3])
 @pytest.mark.parametrize("transposed", TRANSPOSED, ids=["plain", "left", "right"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_equals_the_product_in_float64(
-    size: tuple[int, int, int], transposed: tuple[bool, bool]
+    size: tuple[int, int, int], transposed: tuple[bool, bool], batch: int | None
 ) -> None:
-    form = Form(*size, *transposed)
+    form = Form(*size, *transposed, batch)
     multiply = multiplication(form)
     if multiply is None:
         assert form.right_transposed
@@ -35,7 +38,7 @@ def test_equals_the_product_in_float64(
         return
     left, right, out = form.shapes
     a, b = torch.randn(left), torch.randn(right)
-    room = torch.full((out[0] * out[1] + 128,), GUARD)
+    room = torch.full((math.prod(out) + 128,), GUARD)
     result = room[64:-64].view(out)
     multiply(a, b, result)
     exact = a.double().mT if form.left_transposed else a.double()

@@ -8,12 +8,15 @@ from math import prod
 from tvmbridge.kernels.choice import Operand
 from tvmbridge.kernels.matmul import View
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Form:
     """Sizes of a product (rows, columns) over ``depth``, and which operand lies transposed.
 
-    A left one as (depth, rows), a right one as (columns, depth).
+    A left one as (depth, rows), a right one as (columns, depth). ``batch``: so many products of
+    matrices that lie one after the other; None: one, of tensors of two dimensions.
     """
 
     rows: int
@@ -21,15 +24,17 @@ class Form:
     depth: int
     left_transposed: bool = False
     right_transposed: bool = False
+    batch: int | None = None
 
     @property
-    def shapes(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    def shapes(self) -> tuple[Shape, Shape, Shape]:
         """Of both operands in memory, and of the result."""
         left, right = (self.rows, self.depth), (self.depth, self.columns)
+        batch = () if self.batch is None else (self.batch,)
         return (
-            left[::-1] if self.left_transposed else left,
-            right[::-1] if self.right_transposed else right,
-            (self.rows, self.columns),
+            (*batch, *(left[::-1] if self.left_transposed else left)),
+            (*batch, *(right[::-1] if self.right_transposed else right)),
+            (*batch, self.rows, self.columns),
         )
 
     @property
@@ -41,29 +46,43 @@ class Form:
             (right, _transposed(right) if self.right_transposed else None),
         )
 
+    @property
+    def work(self) -> int:
+        """How many multiplications it is."""
+        return (self.batch or 1) * self.rows * self.columns * self.depth
 
-def form_of(left: Operand, right: Operand, result: tuple[int, ...]) -> Form | None:
-    """The form of a product; None where it is no matrix, or an operand has gaps."""
-    if len(result) != 2:
+
+def form_of(left: Operand, right: Operand, result: Shape) -> Form | None:
+    """The form of a product, of one matrix or of several; None where an operand has gaps."""
+    *batch, rows, columns = result
+    depth = (right[1][0] if right[1] else right[0])[-2]
+    lies = (
+        _lies_transposed(left, (*batch, rows, depth)),
+        _lies_transposed(right, (*batch, depth, columns)),
+    )
+    if lies[0] is None or lies[1] is None:
         return None
-    rows, columns = result
-    depth = (right[1][0] if right[1] else right[0])[0]
-    transposed = _lies_transposed(left, (rows, depth)), _lies_transposed(right, (depth, columns))
-    if transposed[0] is None or transposed[1] is None:
-        return None
-    return Form(rows, columns, depth, transposed[0], transposed[1])
+    return Form(rows, columns, depth, lies[0], lies[1], *batch)
 
 
-def _lies_transposed(operand: Operand, size: tuple[int, int]) -> bool | None:
+def _lies_transposed(operand: Operand, size: Shape) -> bool | None:
     """Whether it does; None where it is not of this size without gaps."""
     shape, view = operand
     if prod(shape) != prod(size):
         return None
-    if shape == size if view is None else view == (size, (size[1], 1)):
+    if view is None:
+        return False if shape == size else None
+    if view == _contiguous(size):
         return False
-    return True if view == (size, (1, size[0])) else None
+    return True if view == _transposed((*size[:-2], size[-1], size[-2])) else None
 
 
-def _transposed(shape: tuple[int, int]) -> View:
-    rows, columns = shape
-    return (columns, rows), (1, columns)
+def _contiguous(shape: Shape) -> View:
+    return shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _transposed(shape: Shape) -> View:
+    """The view of a tensor of this shape whose last two dimensions are exchanged."""
+    *batch, rows, columns = shape
+    outer = [rows * columns] * len(batch)
+    return (*batch, columns, rows), (*outer, 1, columns)

@@ -21,7 +21,7 @@ from tvmbridge.kernels.choice import (
     race,
 )
 from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
-from tvmbridge.kernels.product_form import Form
+from tvmbridge.kernels.product_form import Form, Shape
 from tvmbridge.kernels.table import choice
 
 LIBRARY, TRANSPOSED, MULTIPLIED = "library", "of a transposed copy", "multiplied by loops"
@@ -50,8 +50,8 @@ def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
 
     ``multiply``: whether loops may multiply, which add no bias, and have one size.
     """
-    work, among = form.rows * form.columns * form.depth, [LIBRARY]
-    if form.left_transposed and work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():
+    work, among, matrix = form.work, [LIBRARY], form.batch is None and form.left_transposed
+    if matrix and work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():
         among.append(TRANSPOSED)
     if work >= _WORTH_LOOPS and multiply:
         among.append(MULTIPLIED)
@@ -97,9 +97,7 @@ def _multiplied(form: Form, a: torch.Tensor, b: torch.Tensor, loops: Loops) -> _
     return None if multiply is None else _written(multiply, a, b, form.shapes[2])
 
 
-def _written(
-    multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: tuple[int, int]
-) -> _Run:
+def _written(multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: Shape) -> _Run:
     out = torch.empty(shape, device="cpu")
 
     def run() -> torch.Tensor:

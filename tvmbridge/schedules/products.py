@@ -4,13 +4,12 @@ Operands are read where they lie: vectors of the right one's rows, and single el
 one, which may be transposed. So a linear layer's gradients need no copy, its input's (cotangent
 times weight) and its weight's (transposed cotangent times input), where libraries bring operands
 into an order of their own first. The layer itself, input times transposed weight, is computed with
-both exchanged: only its few rows are transposed before. The tiles are those of Goto and van de
-Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), which packs operands as well.
+both exchanged: only its few rows are transposed before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -21,112 +20,139 @@ from tvmbridge.schedules import marked_scheduled
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.machine import Machine
+from tvmbridge.schedules.product_tiles import (
+    DTYPE,
+    VECTORS,
+    Matrix,
+    Tiles,
+    height_of,
+    kind_of,
+    start_of,
+)
 from tvmbridge.schedules.reader import Buffer
-
-_DTYPE = "float32"
-# Vectors of a tile: as many as hide the latency of a multiplication, and leave registers for
-# operands. AVX-512 has 32 registers, AVX2 has 16.
-_VECTORS = 2
-_HIGH, _LOW = 8, 6
-# So many products are added up, and then the sums: that keeps roundings few, as libraries do.
-_BLOCK = 256
-# Parts of the work for each core, should one be slower than others.
-_PARTS = 4
 
 # From this depth on the columns of a transposed operand are copied, in blocks of so many tiles:
 # their elements lie in lines of their own, which push one another out of the caches.
-_DEEP = 128
+_DEEP = 160
 _FEWEST, _MOST = 4, 20
 # A product of more rows with a transposed matrix spends too long on copying them.
 _FEW_ROWS = 128
 
-_Element = Callable[[Expr, Expr], tirx.Stmt]
-_Write = Callable[[Buffer, Expr, Expr], list[tirx.Stmt]]
-
 
 def fits(form: Form, machine: Machine) -> bool:
     """Whether there are loops for this form, and room for a tile in the result."""
-    height, width = _height(machine), machine.lanes * _VECTORS
-    if not form.right_transposed:
-        return form.rows >= height and form.columns >= width
+    height, width = height_of(machine), machine.lanes * VECTORS
+    if not form.right_transposed or _copies_right(form):
+        deep = not form.right_transposed or form.depth >= machine.lanes
+        return deep and form.rows >= height and form.columns >= width
     few = height <= form.rows <= _FEW_ROWS
     return few and not form.left_transposed and form.columns >= height and form.depth >= width
+
+
+def _copies_right(form: Form) -> bool:
+    """Whether the right operand is the smaller one to transpose, of those in a batch."""
+    if form.batch is None or form.left_transposed:
+        return False
+    return form.right_transposed and form.columns <= form.rows
 
 
 def product(form: Form, machine: Machine) -> tirx.PrimFunc:
     """A function of the operands and the result, which it writes; for what :func:`fits`."""
     left, right, out = (
-        tirx.decl_buffer([integer(n) for n in shape], _DTYPE, name)
+        tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, ("left", "right", "out"), strict=True)
     )
-    if form.right_transposed:
-        body = _of_few_rows(form, machine, left, right, out)
-    elif form.left_transposed and form.depth >= _DEEP and (block := _block(form.rows, machine)):
-        body = _of_copied_rows(form, machine, left, right, out, block)
+
+    def one(machine: Machine, *batch: Expr) -> tirx.Stmt:
+        matrices = [Matrix(buffer, batch) for buffer in (left, right, out)]
+        if _copies_right(form):
+            return _of_copied_columns(form, machine, *matrices)
+        if form.right_transposed:
+            return _of_few_rows(form, machine, *matrices)
+        block = _block(form.rows, machine)
+        if form.left_transposed and form.depth >= _DEEP and block is not None:
+            return _of_copied_rows(form, machine, block, *matrices)
+        return _of_matrices(form, machine, *matrices)
+
+    if form.batch is None:
+        body = one(machine)
     else:
-        body = _of_matrices(form, machine, left, right, out)
+        alone = replace(machine, cores=1)
+        body = loop(form.batch, lambda b: [one(alone, b)], tirx.ForKind.PARALLEL)
     root = SBlockRealize([], True, SBlock([], [], [], "root", body))
     function = tirx.PrimFunc([left, right, out], root)
     return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))
 
 
-def _height(machine: Machine) -> int:
-    return _HIGH if machine.lanes >= 16 else _LOW
-
-
 def _of_matrices(
-    form: Form, machine: Machine, left: Buffer, right: Buffer, out: Buffer
+    form: Form, machine: Machine, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
     def left_at(row: Expr, k: Expr) -> Expr:
-        return load(left, k, row) if form.left_transposed else load(left, row, k)
+        return left.at(k, row) if form.left_transposed else left.at(row, k)
 
-    tiles = _Tiles(machine, form.depth, left_at, right)
+    return _multiplied(form, Tiles(machine, form.depth, left_at, right), out)
 
+
+def _multiplied(form: Form, tiles: Tiles, out: Matrix) -> tirx.Stmt:
     def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
-        return [tiles.each(lambda r, c: store(out, load(sums, r, c), row + r, column + c))]
+        return [tiles.each(lambda r, c: out.put(load(sums, r, c), row + r, column + c))]
 
     return tiles.loops(form.rows, form.columns, write)
 
 
+def _of_copied_columns(
+    form: Form, machine: Machine, left: Matrix, right: Matrix, out: Matrix
+) -> tirx.Stmt:
+    """The right operand is transposed before."""
+    copy, room = allocate([form.depth, form.columns], DTYPE, "transposed")
+    copied = _transposed(right, copy, form.columns, form.columns, form.depth, machine)
+    tiles = Tiles(machine, form.depth, left.at, Matrix(copy))
+    return sequence([room, copied, _multiplied(form, tiles, out)])
+
+
 def _block(rows: int, machine: Machine) -> int | None:
     """The tiles of a block, of which all cores have as many, with few that overlap; if any."""
-    tiles = -(-rows // _height(machine))
+    tiles = -(-rows // height_of(machine))
     counts = range(machine.cores, tiles + 1, machine.cores)
-    found = [(n * -(-tiles // n), n) for n in counts if _FEWEST <= -(-tiles // n) <= _MOST]
+    found = [
+        (n * -(-tiles // n), n)
+        for n in counts
+        if _FEWEST <= -(-tiles // n) <= min(_MOST, rows // height_of(machine))
+    ]
     return -(-tiles // min(found)[1]) if found else None
 
 
 def _of_copied_rows(
-    form: Form, machine: Machine, left: Buffer, right: Buffer, out: Buffer, tiles_of_block: int
+    form: Form, machine: Machine, tiles_of_block: int, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
     """Blocks of the result's rows, whose part of ``left`` is copied, tile by tile."""
-    height, width = _height(machine), machine.lanes * _VECTORS
+    height, width = height_of(machine), machine.lanes * VECTORS
     rows = tiles_of_block * height
-    copy, room = allocate([tiles_of_block, form.depth, height], _DTYPE, "copied")
+    copy, room = allocate([tiles_of_block, form.depth, height], DTYPE, "copied")
 
     def copied(first: Expr) -> tirx.Stmt:
         def tile(k: Expr, t: Expr) -> tirx.Stmt:
             def element(lane: Expr) -> list[tirx.Stmt]:
                 row = first + t * integer(height) + lane
-                return [store(copy, load(left, k, row), t, k, lane)]
+                return [store(copy, left.at(k, row), t, k, lane)]
 
             return vector_loop(height, element)
 
         return loop(form.depth, lambda k: [loop(tiles_of_block, lambda t: [tile(k, t)])])
 
     def multiplied(row: Expr, column: Expr, t: Expr) -> list[tirx.Stmt]:
-        tiles = _Tiles(machine, form.depth, lambda r, k: load(copy, t, k, r), right)
+        tiles = Tiles(machine, form.depth, lambda r, k: load(copy, t, k, r), right)
 
         def write(sums: Buffer, _: Expr, column: Expr) -> list[tirx.Stmt]:
-            return [tiles.each(lambda r, c: store(out, load(sums, r, c), row + r, column + c))]
+            return [tiles.each(lambda r, c: out.put(load(sums, r, c), row + r, column + c))]
 
         return tiles.tile(integer(0), column, write)
 
     def block(number: Expr) -> list[tirx.Stmt]:
-        first = _start(number, rows, form.rows)
+        first = start_of(number, rows, form.rows)
 
         def panel(p: Expr) -> list[tirx.Stmt]:
-            column = _start(p, width, form.columns)
+            column = start_of(p, width, form.columns)
 
             def tile(t: Expr) -> list[tirx.Stmt]:
                 return multiplied(first + t * integer(height), column, t)
@@ -135,25 +161,25 @@ def _of_copied_rows(
 
         return [room, copied(first), loop(-(-form.columns // width), panel)]
 
-    return loop(-(-form.rows // rows), block, tirx.ForKind.PARALLEL)
+    return loop(-(-form.rows // rows), block, kind_of(machine.cores))
 
 
 def _of_few_rows(
-    form: Form, machine: Machine, left: Buffer, right: Buffer, out: Buffer
+    form: Form, machine: Machine, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
     """The transposed product: rows of the weight times the transposed rows, which are copied."""
-    width = machine.lanes * _VECTORS
+    width = machine.lanes * VECTORS
     padded = -(-form.rows // width) * width
-    copy, room = allocate([form.depth, padded], _DTYPE, "transposed")
-    tiles = _Tiles(machine, form.depth, lambda row, k: load(right, row, k), copy)
+    copy, room = allocate([form.depth, padded], DTYPE, "transposed")
+    tiles = Tiles(machine, form.depth, right.at, Matrix(copy))
 
     def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
         # Registers have no columns: they go through memory.
-        tile, more = allocate([tiles.height, tiles.width], _DTYPE, "tile")
+        tile, more = allocate([tiles.height, tiles.width], DTYPE, "tile")
 
         def line(c: Expr) -> list[tirx.Stmt]:
             def element(r: Expr) -> list[tirx.Stmt]:
-                return [store(out, load(tile, r, c), column + c, row + r)]
+                return [out.put(load(tile, r, c), column + c, row + r)]
 
             stored = loop(tiles.height, element, tirx.ForKind.UNROLLED)
             if padded == form.rows:
@@ -168,114 +194,24 @@ def _of_few_rows(
 
 
 def _transposed(
-    rows: Buffer, copy: Buffer, count: int, padded: int, depth: int, machine: Machine
+    rows: Matrix, copy: Buffer, count: int, padded: int, depth: int, machine: Machine
 ) -> tirx.Stmt:
     """Copy ``rows``, of ``depth`` columns, to columns of ``copy``, and zeros beside them."""
     lanes = machine.lanes
 
     def some(number: Expr) -> list[tirx.Stmt]:
-        first = _start(number, lanes, depth)
+        first = start_of(number, lanes, depth)
 
         def row(r: Expr) -> list[tirx.Stmt]:
             def element(lane: Expr) -> list[tirx.Stmt]:
-                return [store(copy, load(rows, r, first + lane), first + lane, r)]
+                return [store(copy, rows.at(r, first + lane), first + lane, r)]
 
             return [vector_loop(lanes, element)]
 
         def none(r: Expr) -> list[tirx.Stmt]:
-            zero = tirx.const(0.0, _DTYPE)
+            zero = tirx.const(0.0, DTYPE)
             return [loop(lanes, lambda lane: [store(copy, zero, first + lane, integer(count) + r)])]
 
         return [loop(count, row), *([loop(padded - count, none)] if padded > count else [])]
 
-    return loop(-(-depth // lanes), some, tirx.ForKind.PARALLEL)
-
-
-class _Tiles:
-    """Tiles of a product of elements ``left(row, k)`` and the rows of ``right``."""
-
-    def __init__(
-        self, machine: Machine, depth: int, left: Callable[[Expr, Expr], Expr], right: Buffer
-    ) -> None:
-        self.depth, self.left, self.right = depth, left, right
-        self.lanes, self.cores = machine.lanes, machine.cores
-        self.height, self.width = _height(machine), machine.lanes * _VECTORS
-
-    def loops(self, rows: int, columns: int, write: _Write) -> tirx.Stmt:
-        """Panels of columns, each cut into parts of its rows where there are few."""
-        panels, tiles = -(-columns // self.width), -(-rows // self.height)
-        tiles_of_part = -(-tiles // min(tiles, -(-_PARTS * self.cores // panels)))
-        parts = -(-tiles // tiles_of_part)
-
-        def part(number: Expr) -> list[tirx.Stmt]:
-            column = _start(number // integer(parts), self.width, columns)
-            first = number % integer(parts) * integer(tiles_of_part)
-
-            def tile(i: Expr) -> list[tirx.Stmt]:
-                return self.tile(_start(first + i, self.height, rows), column, write)
-
-            return [loop(tiles_of_part, tile)]
-
-        return loop(panels * parts, part, tirx.ForKind.PARALLEL)
-
-    def tile(self, row: Expr, column: Expr, write: _Write) -> list[tirx.Stmt]:
-        sums, room = self._registers("sums")
-        if self.depth <= _BLOCK:
-            added = self._added(sums, row, column, integer(0), self.depth)
-            return [room, *added, *write(sums, row, column)]
-        total, more = self._registers("total")
-
-        def block(start: Expr, length: int) -> list[tirx.Stmt]:
-            def add(r: Expr, c: Expr) -> tirx.Stmt:
-                return store(total, load(total, r, c) + load(sums, r, c), r, c)
-
-            return [*self._added(sums, row, column, start, length), self.each(add)]
-
-        whole, rest = divmod(self.depth, _BLOCK)
-        return [
-            room,
-            more,
-            self._cleared(total),
-            loop(whole, lambda b: block(b * integer(_BLOCK), _BLOCK)),
-            *(block(integer(whole * _BLOCK), rest) if rest else []),
-            *write(total, row, column),
-        ]
-
-    def _added(
-        self, sums: Buffer, row: Expr, column: Expr, start: Expr, length: int
-    ) -> list[tirx.Stmt]:
-        """The sums of a tile over ``length`` of the depth."""
-
-        def step(i: Expr) -> list[tirx.Stmt]:
-            k = start + i
-
-            def add(r: Expr, c: Expr) -> tirx.Stmt:
-                term = self.left(row + r, k) * load(self.right, k, column + c)
-                return store(sums, load(sums, r, c) + term, r, c)
-
-            return [self.each(add)]
-
-        return [self._cleared(sums), loop(length, step)]
-
-    def _cleared(self, sums: Buffer) -> tirx.Stmt:
-        return self.each(lambda r, c: store(sums, tirx.const(0.0, _DTYPE), r, c))
-
-    def _registers(self, name: str) -> tuple[Buffer, tirx.Stmt]:
-        return allocate([self.height, self.width], _DTYPE, name)
-
-    def each(self, element: _Element) -> tirx.Stmt:
-        """``element(row, column)`` for all of a tile, without a loop: so it lies in registers."""
-
-        def vectors(row: Expr) -> list[tirx.Stmt]:
-            def vector(number: Expr) -> list[tirx.Stmt]:
-                first = number * integer(self.lanes)
-                return [vector_loop(self.lanes, lambda lane: [element(row, first + lane)])]
-
-            return [loop(_VECTORS, vector, tirx.ForKind.UNROLLED)]
-
-        return loop(self.height, vectors, tirx.ForKind.UNROLLED)
-
-
-def _start(number: Expr, size: int, extent: int) -> Expr:
-    """Where a tile begins; the last ones overlap, and find the same there."""
-    return tirx.Min(number * integer(size), integer(extent - size))
+    return loop(-(-depth // lanes), some, kind_of(machine.cores))
