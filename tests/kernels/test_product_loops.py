@@ -123,6 +123,14 @@ def test_loops_that_are_wrong_or_slow_are_not_chosen(
         assert product_loops.fastest(form, loops) == LIBRARY
 
 
+@pytest.mark.parametrize("batch", [None, 2, 70])
+def test_right_loops_are_measured(batch: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(product_loops, "choice", lambda question, among, measure: measure())
+    monkeypatch.setattr(product_loops, "race", lambda candidates: [*range(len(candidates), 0, -1)])
+    form = Form(128, 64, 256, batch=batch)
+    assert product_loops.fastest(form, Loops(transposition, multiplication)) == MULTIPLIED
+
+
 def test_small_products_are_not_measured() -> None:
     loops = Loops(transposition, multiplication)
     assert product_loops.fastest(Form(16, 4, 8, left_transposed=True), loops) == LIBRARY

@@ -75,10 +75,11 @@ def _faster_library(left: Operand, right: Operand, result: tuple[int, ...], bias
 
 
 def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The first rows of the product in float64."""
+    """The first rows of the product in float64, or the first of a batch."""
     (a, b), rest = operands[:2], operands[2:]
     a, b = (_viewed(t, o[1]).double() for t, o in ((a, left), (b, right)))
-    return sum((r.double() for r in rest), a[:_MOST_ROWS] @ b)
+    first = a[:_MOST_ROWS] @ (b if b.dim() == 2 else b[:_MOST_ROWS])
+    return sum((r.double() for r in rest), first)
 
 
 def _viewed(tensor: torch.Tensor, view: View) -> torch.Tensor:
