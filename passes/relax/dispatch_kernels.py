@@ -10,7 +10,8 @@ After::
 
     lv2 = R.call_dps_packed("tvmbridge.matmul", (spec, x, w, bias), out_ty=...)
 
-where ``spec`` says that ``w`` is read with its strides exchanged. Nothing is transposed in memory.
+where ``spec`` says that ``w`` is read with its strides exchanged. Where loops are measured to be
+faster, it becomes ``R.call_tir(product, (x, w))`` of a function of our own.
 
 Requires: nothing; what is not a product of floating-point (equal batches of) matrices of static
 shape is declined, and so is a look-up of anything but rows. Guarantees: no other product
@@ -52,8 +53,8 @@ class DispatchKernels(RelaxPass):
         fuse_bias: dtypes of products that add a bias row themselves, where nothing else reads the
             bare product. In half precision it saves a rounding. Of any dtype those do whose sum is
             a result of the function.
-        measure: measure on this machine which library multiplies each shape faster; otherwise
-            take the one behind ``torch.mm``.
+        measure: measure on this machine which library, or loops of ours, multiply each shape
+            faster; otherwise take the library behind ``torch.mm``.
         dtypes: those that products are dispatched of.
     """
 

@@ -50,10 +50,10 @@ def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
 
     ``multiply``: whether loops may multiply, which add no bias, and have one size.
     """
-    work, among, matrix = form.work, [LIBRARY], form.batch is None and form.left_transposed
-    if matrix and work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():
+    among, is_copied = [LIBRARY], form.left_transposed and form.batch is None
+    if is_copied and form.work >= _WORTH_COPYING and torch.backends.mkldnn.is_available():
         among.append(TRANSPOSED)
-    if work >= _WORTH_LOOPS and multiply:
+    if form.work >= _WORTH_LOOPS and multiply:
         among.append(MULTIPLIED)
     if len(among) == 1:
         return LIBRARY
