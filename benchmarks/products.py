@@ -1,0 +1,94 @@
+"""``python -m benchmarks.products``: float32 products by libraries and by loops, each alone.
+
+Thousand million operations a second of MKL (``torch.mm``), oneDNN and the loops of
+``tvmbridge.schedules.products``, in turns; the lower quartile of the times. Errors are the largest
+ones against float64, of loops over MKL's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import parser
+from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
+from tvmbridge.kernels.product_form import Form
+from tvmbridge.schedules.alone import multiplication
+
+FORMS = (
+    Form(64, 512, 512),
+    Form(512, 512, 64, left_transposed=True),
+    Form(64, 512, 512, right_transposed=True),
+    Form(1024, 768, 3072),
+    Form(1024, 768, 768),
+    Form(768, 768, 1024, left_transposed=True),
+    Form(3072, 768, 1024, left_transposed=True),
+    Form(768, 3072, 1024, left_transposed=True),
+    Form(10000, 256, 256, left_transposed=True),
+    Form(128, 64, 128, batch=48),
+    Form(128, 128, 64, right_transposed=True, batch=48),
+    Form(32, 32, 32, batch=384),
+)
+_SECONDS = 1.5
+
+
+def measure(form: Form) -> tuple[list[float], float]:
+    """Operations a second of each candidate, NaN where there is none, and the ratio of errors."""
+    a, b, out = (torch.rand(shape) - 0.5 for shape in form.shapes)
+    (left, right), result = form.operands, form.shapes[2]
+    spec = matmul_spec((left[1], right[1]), result)
+    library, loops = program(spec), multiplication(form)
+    runs: list[Callable[[], object] | None] = [lambda: library(a, b, out), None, None]
+    if form.batch is None and torch.backends.mkldnn.is_available():
+        onednn = onednn_program(spec)
+        runs[1] = lambda: onednn(a, b)
+    mine = torch.empty_like(out)
+    if loops is not None:
+        runs[2] = lambda: loops(a, b, mine)
+    seconds = _in_turns(runs)
+    matrices = [t.mT if o[1] else t for t, o in ((a, left), (b, right))]
+    exact = matrices[0].double() @ matrices[1].double()
+    errors = [float((r.double() - exact).abs().max()) for r in (mine, out)]
+    return [2 * form.work / s for s in seconds], errors[0] / errors[1]
+
+
+def _in_turns(runs: list[Callable[[], object] | None]) -> list[float]:
+    times: list[list[float]] = [[] for _ in runs]
+    end = time.perf_counter() + _SECONDS
+    while time.perf_counter() < end or len(times[0]) < 10:
+        for run, found in zip(runs, times, strict=True):
+            if run is not None:
+                start = time.perf_counter()
+                run()
+                found.append(time.perf_counter() - start)
+    return [statistics.quantiles(t, n=4)[0] if t else float("nan") for t in times]
+
+
+def _name(form: Form) -> str:
+    left, right = f"{form.rows}x{form.depth}", f"{form.depth}x{form.columns}"
+    batch = "" if form.batch is None else f"{form.batch} of "
+    marks = ["ᵀ" if t else "" for t in (form.left_transposed, form.right_transposed)]
+    return f"{batch}{left}{marks[0]} by {right}{marks[1]}"
+
+
+def main() -> int:
+    parser(__doc__).parse_args()
+    table = Table(title=f"float32 products, {torch.get_num_threads()} threads, 10⁹ operations/s")
+    for column in ("product (ᵀ: lies transposed)", "MKL", "oneDNN", "loops", "error over MKL's"):
+        table.add_column(column)
+    with torch.no_grad():
+        for form in FORMS:
+            speeds, error = measure(form)
+            table.add_row(_name(form), *(f"{s / 1e9:.0f}" for s in speeds), f"{error:.1f}")
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
