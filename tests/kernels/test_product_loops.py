@@ -13,7 +13,7 @@ from tvm.script import relax as R
 
 from tests.relax_helpers import apply_pass, compile_and_run
 from tvmbridge.kernels import product_loops
-from tvmbridge.kernels.choice import Operand
+from tvmbridge.kernels.matmul import Operand
 from tvmbridge.kernels.product_form import Form, form_of
 from tvmbridge.kernels.product_loops import LIBRARY, MULTIPLIED, TRANSPOSED, Loops
 from tvmbridge.passes.relax import dispatch_kernels

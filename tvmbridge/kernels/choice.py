@@ -17,8 +17,16 @@ from typing import Any
 import torch
 
 from tvmbridge.core.decisions import Rule, decided
-from tvmbridge.kernels.matmul import ONEDNN_MATMUL, View, matmul_spec, onednn_program, program
+from tvmbridge.kernels.matmul import (
+    ONEDNN_MATMUL,
+    Operand,
+    View,
+    matmul_spec,
+    onednn_program,
+    program,
+)
 from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
+from tvmbridge.kernels.product_form import form_of
 from tvmbridge.kernels.table import choice
 
 # Equally fast ones are told apart by noise; what oneDNN's kernel allocates is measured with it.
@@ -31,8 +39,6 @@ _WORTH_MEASURING = 1 << 17
 # So many rows are compared with the product in float64.
 _MOST_ROWS = 32
 _ATEN, _ONEDNN = _LIBRARIES = ("aten", "onednn")
-
-Operand = tuple[tuple[int, ...], View]
 
 
 def faster_with_onednn(
@@ -50,6 +56,9 @@ def faster_with_onednn(
         return False
     if prod(left[0]) * result[1] < _WORTH_MEASURING:
         return False
+    form = form_of(left, right, result)
+    if form is not None:  # the same memory, whatever its shape is
+        left, right = form.operands
     question = f"float32 product {left} {right}{' biased' * biased}"
     measure = functools.partial(_faster_library, left, right, result, biased)
     found = choice(question, _LIBRARIES, measure)

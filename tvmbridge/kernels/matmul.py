@@ -26,6 +26,8 @@ MATMUL = "tvmbridge.matmul"
 ONEDNN_MATMUL = "tvmbridge.onednn_matmul"
 
 View = tuple[tuple[int, ...], tuple[int, ...]] | None
+# Shape in memory, and the view of it that is multiplied.
+Operand = tuple[tuple[int, ...], View]
 
 
 def matmul_spec(views: tuple[View, View], result: tuple[int, ...]) -> str:

@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from tvmbridge.kernels.choice import Operand, faster_with_onednn, operands_to_measure, race
-from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
+from tvmbridge.kernels.choice import faster_with_onednn, operands_to_measure, race
+from tvmbridge.kernels.matmul import Operand, matmul_spec, onednn_program, program
 from tvmbridge.kernels.table import choice
 
 # Only a clear gain pays for moving weights.

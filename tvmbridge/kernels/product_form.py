@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from tvmbridge.kernels.choice import Operand
-from tvmbridge.kernels.matmul import View
+from tvmbridge.kernels.matmul import Operand, View
 
 Shape = tuple[int, ...]
 
