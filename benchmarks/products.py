@@ -7,16 +7,16 @@ ones against float64, of loops over MKL's.
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import parser
+from benchmarks.common import in_turns, parser
 from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
 from tvmbridge.kernels.product_form import Form
 from tvmbridge.schedules.alone import multiplication
@@ -35,7 +35,8 @@ FORMS = (
     Form(128, 128, 64, right_transposed=True, batch=48),
     Form(32, 32, 32, batch=384),
 )
-_SECONDS = 1.5
+_CANDIDATES = ("MKL", "oneDNN", "loops")
+_ROUNDS = 100
 
 
 def measure(form: Form) -> tuple[list[float], float]:
@@ -44,30 +45,20 @@ def measure(form: Form) -> tuple[list[float], float]:
     (left, right), result = form.operands, form.shapes[2]
     spec = matmul_spec((left[1], right[1]), result)
     library, loops = program(spec), multiplication(form)
-    runs: list[Callable[[], object] | None] = [lambda: library(a, b, out), None, None]
+    mine = torch.empty_like(out)
+    runs: dict[str, Callable[[], object]] = {"MKL": lambda: library(a, b, out)}
     if form.batch is None and torch.backends.mkldnn.is_available():
         onednn = onednn_program(spec)
-        runs[1] = lambda: onednn(a, b)
-    mine = torch.empty_like(out)
+        runs["oneDNN"] = lambda: onednn(a, b)
     if loops is not None:
-        runs[2] = lambda: loops(a, b, mine)
-    seconds = _in_turns(runs)
+        runs["loops"] = lambda: loops(a, b, mine)
+    times = in_turns(list(runs.values()), rounds=_ROUNDS)
+    lower = {n: statistics.quantiles(t, n=4)[0] for n, t in zip(runs, times, strict=True)}
     matrices = [t.mT if o[1] else t for t, o in ((a, left), (b, right))]
     exact = matrices[0].double() @ matrices[1].double()
     errors = [float((r.double() - exact).abs().max()) for r in (mine, out)]
-    return [2 * form.work / s for s in seconds], errors[0] / errors[1]
-
-
-def _in_turns(runs: list[Callable[[], object] | None]) -> list[float]:
-    times: list[list[float]] = [[] for _ in runs]
-    end = time.perf_counter() + _SECONDS
-    while time.perf_counter() < end or len(times[0]) < 10:
-        for run, found in zip(runs, times, strict=True):
-            if run is not None:
-                start = time.perf_counter()
-                run()
-                found.append(time.perf_counter() - start)
-    return [statistics.quantiles(t, n=4)[0] if t else float("nan") for t in times]
+    speeds = [2 * form.work / lower.get(n, math.nan) for n in _CANDIDATES]
+    return speeds, errors[0] / errors[1]
 
 
 def _name(form: Form) -> str:
@@ -80,7 +71,7 @@ def _name(form: Form) -> str:
 def main() -> int:
     parser(__doc__).parse_args()
     table = Table(title=f"float32 products, {torch.get_num_threads()} threads, 10⁹ operations/s")
-    for column in ("product (ᵀ: lies transposed)", "MKL", "oneDNN", "loops", "error over MKL's"):
+    for column in ("product (ᵀ: lies transposed)", *_CANDIDATES, "error over MKL's"):
         table.add_column(column)
     with torch.no_grad():
         for form in FORMS:

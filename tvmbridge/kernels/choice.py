@@ -83,6 +83,30 @@ def _faster_library(left: Operand, right: Operand, result: tuple[int, ...], bias
     return _ONEDNN if second < GAIN * first else _ATEN
 
 
+def library_product(
+    left: Operand, right: Operand, result: tuple[int, ...], a: torch.Tensor, b: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """The product of ``a`` and ``b`` by the library that it is given to, to be measured."""
+    spec = matmul_spec((left[1], right[1]), result)
+    if a.dtype is torch.float32 and faster_with_onednn(left, right, result, False):
+        onednn = onednn_program(spec)
+        return lambda: onednn(a, b)
+    return written(program(spec), a, b, result)
+
+
+def written(
+    multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: tuple[int, ...]
+) -> Callable[[], torch.Tensor]:
+    """The product by what writes it into its last argument, into the same memory at each call."""
+    out = torch.empty(shape, dtype=a.dtype, device="cpu")
+
+    def run() -> torch.Tensor:
+        multiply(a, b, out)
+        return out
+
+    return run
+
+
 def exactly(left: Operand, right: Operand, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """The first rows of the product in float64, or the first of a batch."""
     (a, b), rest = operands[:2], operands[2:]

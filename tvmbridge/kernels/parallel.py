@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from tvmbridge.kernels.choice import faster_with_onednn, operands_to_measure, race
-from tvmbridge.kernels.matmul import Operand, matmul_spec, onednn_program, program
+from tvmbridge.kernels.choice import library_product, operands_to_measure, race
+from tvmbridge.kernels.matmul import Operand
 from tvmbridge.kernels.table import choice
 
 # Only a clear gain pays for moving weights.
@@ -106,14 +106,4 @@ def _product(
 ) -> Callable[[], torch.Tensor]:
     """A product by the kernel that it would be given."""
     a, b = operands_to_measure((left[0], right[0]), dtype)
-    spec = matmul_spec((left[1], right[1]), result)
-    if dtype is torch.float32 and faster_with_onednn(left, right, result, False):
-        onednn = onednn_program(spec)
-        return lambda: onednn(a, b)
-    library, out = program(spec), torch.empty(result, dtype=dtype, device="cpu")
-
-    def run() -> torch.Tensor:
-        library(a, b, out)
-        return out
-
-    return run
+    return library_product(left, right, result, a, b)

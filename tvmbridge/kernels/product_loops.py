@@ -16,12 +16,13 @@ from tvmbridge.kernels.choice import (
     GAIN,
     as_precise,
     exactly,
-    faster_with_onednn,
+    library_product,
     operands_to_measure,
     race,
+    written,
 )
-from tvmbridge.kernels.matmul import matmul_spec, onednn_program, program
-from tvmbridge.kernels.product_form import Form, Shape
+from tvmbridge.kernels.matmul import matmul_spec, onednn_program
+from tvmbridge.kernels.product_form import Form
 from tvmbridge.kernels.table import choice
 
 LIBRARY, TRANSPOSED, MULTIPLIED = "library", "of a transposed copy", "multiplied by loops"
@@ -64,7 +65,7 @@ def fastest(form: Form, loops: Loops, *, multiply: bool = True) -> str:
 def _fastest(form: Form, loops: Loops, among: list[str]) -> str:
     left, right, _ = form.shapes
     a, b = operands_to_measure([left, right], torch.float32)
-    candidates = {LIBRARY: _library(form, a, b)}
+    candidates = {LIBRARY: library_product(*form.operands, form.shapes[2], a, b)}
     if TRANSPOSED in among:
         candidates[TRANSPOSED] = _of_copy(form, a, b, loops)
     if MULTIPLIED in among and (run := _multiplied(form, a, b, loops)) is not None:
@@ -77,15 +78,6 @@ def _fastest(form: Form, loops: Loops, among: list[str]) -> str:
     return name if seconds[name] < GAIN * seconds[LIBRARY] else LIBRARY
 
 
-def _library(form: Form, a: torch.Tensor, b: torch.Tensor) -> _Run:
-    (left, right), result = form.operands, form.shapes[2]
-    spec = matmul_spec((left[1], right[1]), result)
-    if faster_with_onednn(left, right, result, False):
-        onednn = onednn_program(spec)
-        return lambda: onednn(a, b)
-    return _written(program(spec), a, b, result)
-
-
 def _of_copy(form: Form, a: torch.Tensor, b: torch.Tensor, loops: Loops) -> _Run:
     spec = matmul_spec((None, form.operands[1][1]), form.shapes[2])
     onednn, transpose = onednn_program(spec), loops.transposition(form.depth, form.rows)
@@ -94,14 +86,4 @@ def _of_copy(form: Form, a: torch.Tensor, b: torch.Tensor, loops: Loops) -> _Run
 
 def _multiplied(form: Form, a: torch.Tensor, b: torch.Tensor, loops: Loops) -> _Run | None:
     multiply = loops.multiplication(form)
-    return None if multiply is None else _written(multiply, a, b, form.shapes[2])
-
-
-def _written(multiply: Callable[..., None], a: torch.Tensor, b: torch.Tensor, shape: Shape) -> _Run:
-    out = torch.empty(shape, device="cpu")
-
-    def run() -> torch.Tensor:
-        multiply(a, b, out)
-        return out
-
-    return run
+    return None if multiply is None else written(multiply, a, b, form.shapes[2])

@@ -20,7 +20,7 @@ from tvmbridge.schedules.reader import Buffer
 DTYPE = "float32"
 # Vectors of a tile: as many as hide the latency of a multiplication, and leave registers for
 # operands. AVX-512 has 32 registers, AVX2 has 16.
-VECTORS = 2
+_VECTORS = 2
 _HIGH, _LOW = 8, 6
 # So many products are added up, and then the sums: that keeps roundings few, as libraries do.
 _BLOCK = 256
@@ -46,7 +46,13 @@ class Matrix:
 
 
 def height_of(machine: Machine) -> int:
+    """The rows of a tile."""
     return _HIGH if machine.lanes >= 16 else _LOW
+
+
+def width_of(machine: Machine) -> int:
+    """The columns of a tile."""
+    return machine.lanes * _VECTORS
 
 
 class Tiles:
@@ -57,7 +63,7 @@ class Tiles:
     ) -> None:
         self.depth, self.left, self.right = depth, left, right
         self.lanes, self.cores = machine.lanes, machine.cores
-        self.height, self.width = height_of(machine), machine.lanes * VECTORS
+        self.height, self.width = height_of(machine), width_of(machine)
 
     def loops(self, rows: int, columns: int, write: Write) -> tirx.Stmt:
         """Panels of columns, each cut into parts of its rows where there are few."""
@@ -129,7 +135,7 @@ class Tiles:
                 first = number * integer(self.lanes)
                 return [vector_loop(self.lanes, lambda lane: [element(row, first + lane)])]
 
-            return [loop(VECTORS, vector, tirx.ForKind.UNROLLED)]
+            return [loop(_VECTORS, vector, tirx.ForKind.UNROLLED)]
 
         return loop(self.height, vectors, tirx.ForKind.UNROLLED)
 

@@ -22,12 +22,13 @@ from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vec
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.product_tiles import (
     DTYPE,
-    VECTORS,
     Matrix,
     Tiles,
+    Write,
     height_of,
     kind_of,
     start_of,
+    width_of,
 )
 from tvmbridge.schedules.reader import Buffer
 
@@ -41,19 +42,19 @@ _FEW_ROWS = 128
 
 def fits(form: Form, machine: Machine) -> bool:
     """Whether there are loops for this form, and room for a tile in the result."""
-    height, width = height_of(machine), machine.lanes * VECTORS
-    if not form.right_transposed or _copies_right(form):
-        deep = not form.right_transposed or form.depth >= machine.lanes
-        return deep and form.rows >= height and form.columns >= width
-    few = height <= form.rows <= _FEW_ROWS
-    return few and not form.left_transposed and form.columns >= height and form.depth >= width
+    height, width = height_of(machine), width_of(machine)
+    if not form.right_transposed:
+        return form.rows >= height and form.columns >= width
+    if form.left_transposed:
+        return False
+    if _copies_right(form):
+        return form.rows >= height and form.columns >= width and form.depth >= machine.lanes
+    return height <= form.rows <= _FEW_ROWS and form.columns >= height and form.depth >= width
 
 
 def _copies_right(form: Form) -> bool:
-    """Whether the right operand is the smaller one to transpose, of those in a batch."""
-    if form.batch is None or form.left_transposed:
-        return False
-    return form.right_transposed and form.columns <= form.rows
+    """Which operand is copied where the right one lies transposed: the smaller one, in a batch."""
+    return form.batch is not None and form.columns <= form.rows
 
 
 def product(form: Form, machine: Machine) -> tirx.PrimFunc:
@@ -65,10 +66,9 @@ def product(form: Form, machine: Machine) -> tirx.PrimFunc:
 
     def one(machine: Machine, *batch: Expr) -> tirx.Stmt:
         matrices = [Matrix(buffer, batch) for buffer in (left, right, out)]
-        if _copies_right(form):
-            return _of_copied_columns(form, machine, *matrices)
         if form.right_transposed:
-            return _of_few_rows(form, machine, *matrices)
+            emit = _of_copied_columns if _copies_right(form) else _of_few_rows
+            return emit(form, machine, *matrices)
         block = _block(form.rows, machine)
         if form.left_transposed and form.depth >= _DEEP and block is not None:
             return _of_copied_rows(form, machine, block, *matrices)
@@ -90,14 +90,18 @@ def _of_matrices(
     def left_at(row: Expr, k: Expr) -> Expr:
         return left.at(k, row) if form.left_transposed else left.at(row, k)
 
-    return _multiplied(form, Tiles(machine, form.depth, left_at, right), out)
+    tiles = Tiles(machine, form.depth, left_at, right)
+    return tiles.loops(form.rows, form.columns, _writing(tiles, out))
 
 
-def _multiplied(form: Form, tiles: Tiles, out: Matrix) -> tirx.Stmt:
+def _writing(tiles: Tiles, out: Matrix, first: Expr | None = None) -> Write:
+    """What writes a tile where it belongs; rows are counted from ``first``."""
+
     def write(sums: Buffer, row: Expr, column: Expr) -> list[tirx.Stmt]:
-        return [tiles.each(lambda r, c: out.put(load(sums, r, c), row + r, column + c))]
+        top = row if first is None else first + row
+        return [tiles.each(lambda r, c: out.put(load(sums, r, c), top + r, column + c))]
 
-    return tiles.loops(form.rows, form.columns, write)
+    return write
 
 
 def _of_copied_columns(
@@ -107,7 +111,8 @@ def _of_copied_columns(
     copy, room = allocate([form.depth, form.columns], DTYPE, "transposed")
     copied = _transposed(right, copy, form.columns, form.columns, form.depth, machine)
     tiles = Tiles(machine, form.depth, left.at, Matrix(copy))
-    return sequence([room, copied, _multiplied(form, tiles, out)])
+    multiplied = tiles.loops(form.rows, form.columns, _writing(tiles, out))
+    return sequence([room, copied, multiplied])
 
 
 def _block(rows: int, machine: Machine) -> int | None:
@@ -126,7 +131,7 @@ def _of_copied_rows(
     form: Form, machine: Machine, tiles_of_block: int, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
     """Blocks of the result's rows, whose part of ``left`` is copied, tile by tile."""
-    height, width = height_of(machine), machine.lanes * VECTORS
+    height, width = height_of(machine), width_of(machine)
     rows = tiles_of_block * height
     copy, room = allocate([tiles_of_block, form.depth, height], DTYPE, "copied")
 
@@ -142,11 +147,7 @@ def _of_copied_rows(
 
     def multiplied(row: Expr, column: Expr, t: Expr) -> list[tirx.Stmt]:
         tiles = Tiles(machine, form.depth, lambda r, k: load(copy, t, k, r), right)
-
-        def write(sums: Buffer, _: Expr, column: Expr) -> list[tirx.Stmt]:
-            return [tiles.each(lambda r, c: out.put(load(sums, r, c), row + r, column + c))]
-
-        return tiles.tile(integer(0), column, write)
+        return tiles.tile(integer(0), column, _writing(tiles, out, row))
 
     def block(number: Expr) -> list[tirx.Stmt]:
         first = start_of(number, rows, form.rows)
@@ -168,7 +169,7 @@ def _of_few_rows(
     form: Form, machine: Machine, left: Matrix, right: Matrix, out: Matrix
 ) -> tirx.Stmt:
     """The transposed product: rows of the weight times the transposed rows, which are copied."""
-    width = machine.lanes * VECTORS
+    width = width_of(machine)
     padded = -(-form.rows // width) * width
     copy, room = allocate([form.depth, padded], DTYPE, "transposed")
     tiles = Tiles(machine, form.depth, right.at, Matrix(copy))
