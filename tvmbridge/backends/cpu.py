@@ -9,6 +9,7 @@ from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
@@ -22,7 +23,8 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     # A bias costs nothing in the kernel that TVM fuses behind the product, and a pass over the
     # result inside it.
     products = DispatchKernels(measure=measure)
-    passes = kernel_passes(products, FewChannelGradients(measure), CompileAtenCalls())
+    convolutions = FewChannelGradients(measure), ConvolutionsInLoops(measure)
+    passes = kernel_passes(products, *convolutions, CompileAtenCalls())
     # Which kernels are one depends on sizes.
     merging = [] if sizes_vary() else [MergeKernels(), relax.transform.DeadCodeElimination()]
     return [*passes, *merging]

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 import tvm
 import tvm_ffi
-from tvm import relax
+from tvm import relax, tirx
 
 from tvmbridge.core.torch_private import from_dlpack_capsule
+from tvmbridge.kernels.convolution_form import SameConvolution
 from tvmbridge.kernels.product_form import Form
-from tvmbridge.schedules import cpu_schedule_pass
+from tvmbridge.schedules import convolutions, cpu_schedule_pass
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.products import fits, product
 from tvmbridge.schedules.target import host_target
@@ -53,7 +54,23 @@ def multiplication(
     machine = this_machine()
     if not fits(form, machine):
         return None
+    return _compiled(product(form, machine))
+
+
+@functools.lru_cache(maxsize=64)
+def convolution(form: SameConvolution) -> Callable[..., None] | None:
+    """A function of a convolution's float32 operands and the result, which it writes.
+
+    All are contiguous. None where there are no loops for this form.
+    """
+    machine = this_machine()
+    if not convolutions.fits(form, machine):
+        return None
+    return _compiled(convolutions.convolution(form, machine))
+
+
+def _compiled(function: tirx.PrimFunc) -> Callable[..., None]:
     share_torch_threads()
-    function = product(form, machine).with_attr("global_symbol", "main")
-    run: Callable[..., None] = tvm.compile(tvm.IRModule({"main": function}), host_target())["main"]
+    mod = tvm.IRModule({"main": function.with_attr("global_symbol", "main")})
+    run: Callable[..., None] = tvm.compile(mod, host_target())["main"]
     return run

@@ -25,9 +25,10 @@ _HIGH, _LOW = 8, 6
 # So many products are added up, and then the sums: that keeps roundings few, as libraries do.
 _BLOCK = 256
 # Parts of the work for each core, should one be slower than others.
-_PARTS = 4
+PARTS = 4
 
 _Element = Callable[[Expr, Expr], tirx.Stmt]
+_Terms = Callable[[Expr], list[Callable[[Expr, Expr], Expr]]]
 Write = Callable[[Buffer, Expr, Expr], list[tirx.Stmt]]
 
 
@@ -55,6 +56,47 @@ def width_of(machine: Machine) -> int:
     return machine.lanes * _VECTORS
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Rows of vectors of ``lanes`` numbers, which lie in registers."""
+
+    height: int
+    lanes: int
+
+    @property
+    def width(self) -> int:
+        return self.lanes * _VECTORS
+
+    def registers(self, name: str) -> tuple[Buffer, tirx.Stmt]:
+        return allocate([self.height, self.width], DTYPE, name)
+
+    def summed(self, sums: Buffer, length: int, terms: _Terms) -> list[tirx.Stmt]:
+        """``sums`` of ``terms`` of each of ``length`` steps."""
+
+        def step(i: Expr) -> list[tirx.Stmt]:
+            def added(term: Callable[[Expr, Expr], Expr]) -> tirx.Stmt:
+                return self.each(lambda r, c: store(sums, load(sums, r, c) + term(r, c), r, c))
+
+            return [added(term) for term in terms(i)]
+
+        return [self.cleared(sums), loop(length, step)]
+
+    def cleared(self, sums: Buffer) -> tirx.Stmt:
+        return self.each(lambda r, c: store(sums, tirx.const(0.0, DTYPE), r, c))
+
+    def each(self, element: _Element) -> tirx.Stmt:
+        """``element(row, column)`` for all of a tile, without a loop: so it lies in registers."""
+
+        def vectors(row: Expr) -> list[tirx.Stmt]:
+            def vector(number: Expr) -> list[tirx.Stmt]:
+                first = number * integer(self.lanes)
+                return [vector_loop(self.lanes, lambda lane: [element(row, first + lane)])]
+
+            return [loop(_VECTORS, vector, tirx.ForKind.UNROLLED)]
+
+        return loop(self.height, vectors, tirx.ForKind.UNROLLED)
+
+
 class Tiles:
     """Tiles of a product of elements ``left(row, k)`` and the rows of ``right``."""
 
@@ -62,13 +104,13 @@ class Tiles:
         self, machine: Machine, depth: int, left: Callable[[Expr, Expr], Expr], right: Matrix
     ) -> None:
         self.depth, self.left, self.right = depth, left, right
-        self.lanes, self.cores = machine.lanes, machine.cores
-        self.height, self.width = height_of(machine), width_of(machine)
+        self.cores, self.shape = machine.cores, Tile(height_of(machine), machine.lanes)
+        self.height, self.width, self.each = self.shape.height, self.shape.width, self.shape.each
 
     def loops(self, rows: int, columns: int, write: Write) -> tirx.Stmt:
         """Panels of columns, each cut into parts of its rows where there are few."""
         panels, tiles = -(-columns // self.width), -(-rows // self.height)
-        tiles_of_part = -(-tiles // min(tiles, -(-_PARTS * self.cores // panels)))
+        tiles_of_part = -(-tiles // min(tiles, -(-PARTS * self.cores // panels)))
         parts = -(-tiles // tiles_of_part)
 
         def part(number: Expr) -> list[tirx.Stmt]:
@@ -83,11 +125,11 @@ class Tiles:
         return loop(panels * parts, part, kind_of(self.cores))
 
     def tile(self, row: Expr, column: Expr, write: Write) -> list[tirx.Stmt]:
-        sums, room = self._registers("sums")
+        sums, room = self.shape.registers("sums")
         if self.depth <= _BLOCK:
             added = self._added(sums, row, column, integer(0), self.depth)
             return [room, *added, *write(sums, row, column)]
-        total, more = self._registers("total")
+        total, more = self.shape.registers("total")
 
         def block(start: Expr, length: int) -> list[tirx.Stmt]:
             def add(r: Expr, c: Expr) -> tirx.Stmt:
@@ -99,7 +141,7 @@ class Tiles:
         return [
             room,
             more,
-            self._cleared(total),
+            self.shape.cleared(total),
             loop(whole, lambda b: block(b * integer(_BLOCK), _BLOCK)),
             *(block(integer(whole * _BLOCK), rest) if rest else []),
             *write(total, row, column),
@@ -110,34 +152,11 @@ class Tiles:
     ) -> list[tirx.Stmt]:
         """The sums of a tile over ``length`` of the depth."""
 
-        def step(i: Expr) -> list[tirx.Stmt]:
+        def terms(i: Expr) -> list[Callable[[Expr, Expr], Expr]]:
             k = start + i
+            return [lambda r, c: self.left(row + r, k) * self.right.at(k, column + c)]
 
-            def add(r: Expr, c: Expr) -> tirx.Stmt:
-                term = self.left(row + r, k) * self.right.at(k, column + c)
-                return store(sums, load(sums, r, c) + term, r, c)
-
-            return [self.each(add)]
-
-        return [self._cleared(sums), loop(length, step)]
-
-    def _cleared(self, sums: Buffer) -> tirx.Stmt:
-        return self.each(lambda r, c: store(sums, tirx.const(0.0, DTYPE), r, c))
-
-    def _registers(self, name: str) -> tuple[Buffer, tirx.Stmt]:
-        return allocate([self.height, self.width], DTYPE, name)
-
-    def each(self, element: _Element) -> tirx.Stmt:
-        """``element(row, column)`` for all of a tile, without a loop: so it lies in registers."""
-
-        def vectors(row: Expr) -> list[tirx.Stmt]:
-            def vector(number: Expr) -> list[tirx.Stmt]:
-                first = number * integer(self.lanes)
-                return [vector_loop(self.lanes, lambda lane: [element(row, first + lane)])]
-
-            return [loop(_VECTORS, vector, tirx.ForKind.UNROLLED)]
-
-        return loop(self.height, vectors, tirx.ForKind.UNROLLED)
+        return self.shape.summed(sums, length, terms)
 
 
 def kind_of(cores: int) -> tirx.ForKind:

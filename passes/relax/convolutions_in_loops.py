@@ -1,0 +1,80 @@
+"""Convolutions of 3x3 and their gradients become loops of our own, where these are faster.
+
+Before, with a weight of 3x3, stride 1 and padding 1::
+
+    lv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.convolution.default", ...}', x, w, b)
+
+After, where that was measured to be faster::
+
+    lv = R.call_tir(convolution, (x, w, b), out_ty=R.Tensor((2, 64, 48, 48), "float32"))
+
+Requires: nothing; what is no float32 convolution of this kind stays, and so does what is not
+faster. Guarantees: the same operands and results. Runs after: DispatchConvolutions and the split.
+Runs before: FuseOps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.kernels.aten_call import aten_call_operator
+from tvmbridge.kernels.convolution_form import Part
+from tvmbridge.kernels.convolution_loops import FORWARD, faster_in_loops, form_of
+from tvmbridge.kernels.few_channels import BACKWARD
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
+from tvmbridge.schedules import alone, convolutions
+
+
+@dataclass(frozen=True)
+class ConvolutionsInLoops(RelaxPass):
+    """Compute convolutions in loops where they are faster.
+
+    Args:
+        measure: whether kernels may be measured on this machine; otherwise nothing changes.
+    """
+
+    measure: bool = False
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        if not self.measure or sizes_vary():
+            return mod
+        rewriter = _Rewriter(mod, report)
+        for name, function in mod.functions_items():
+            if isinstance(function, relax.Function):
+                rewriter.builder_.update_func(name, rewriter.visit_expr(function))
+        return rewriter.builder_.get() if report.rewrites else mod
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
+        super().__init__(mod)
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if aten_call_operator(call) not in (FORWARD, BACKWARD):
+            return call
+        _, spec, *tensors = call.args
+        shapes = [shape for shape in map(shape_of, tensors) if shape is not None]
+        if len(shapes) < len(tensors) or any(dtype_of(t) != "float32" for t in tensors):
+            return call
+        found = form_of(spec.value, shapes)
+        if found is None:
+            return call
+        form, places = found
+        if not decided(Rule.MIDDLE, lambda: faster_in_loops(form, alone.convolution)):
+            self.report.decline(aten_call_operator(call), "loops are not known to be faster")
+            return call
+        self.report.rewrote()
+        function = convolutions.convolution(form, alone.this_machine())
+        callee = self.builder_.add_func(function, "convolution")
+        type_ = relax.TensorType(form.shapes[-1], "float32")
+        result = relax.call_tir(callee, [tensors[i] for i in places], type_)
+        # A gradient is the only one of a tuple.
+        return result if form.part is Part.RESULT else relax.Tuple([self.builder_.emit(result)])

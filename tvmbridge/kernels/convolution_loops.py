@@ -1,0 +1,115 @@
+"""Whether a 3x3 convolution of float32, or a gradient of one, is faster in loops of ours."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from tvmbridge.kernels.choice import GAIN, as_precise, operands_to_measure, race
+from tvmbridge.kernels.convolution_form import Part, SameConvolution, Shape
+from tvmbridge.kernels.few_channels import BACKWARD
+from tvmbridge.kernels.table import choice
+
+FORWARD = "aten.convolution.default"
+"""What computes a convolution in eager PyTorch."""
+
+_LIBRARY, _LOOPS = _WAYS = ("library", "loops")
+# Convolutions of fewer multiplications take some ten microseconds with either.
+_WORTH_MEASURING = 1 << 22
+# So many filters of the first picture are compared with float64.
+_MOST_FILTERS = 8
+# Stride, padding, dilation, transposed, output padding, groups.
+_SAME = [[1, 1], [1, 1], [1, 1], False, [0, 0], 1]
+
+Maker = Callable[[SameConvolution], Callable[..., None] | None]
+"""Makes the loops of a form, alone: a function of operands and result. None where there are none.
+"""
+
+
+def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[int]] | None:
+    """The form of an ATen call, and which of its tensors are the operands.
+
+    Args:
+        spec: that of the call; None is returned for any but one of a convolution of 3x3 that
+            leaves pictures their size, or of one of its gradients.
+        shapes: those of its tensors.
+    """
+    content = json.loads(spec)
+    given = [{"tensor": i} for i in range(len(shapes))]
+    if content["op"] == FORWARD:
+        biased, operands, settings = len(shapes) == 3, content["args"][:3], content["args"][3:]
+        if operands != [*given, *[None] * (3 - len(given))] or settings != _SAME:
+            return None
+        if not _is_square(shapes[1]):
+            return None
+        return SameConvolution.of(Part.RESULT, *shapes[:2], biased), [0, 1, 2][: 2 + biased]
+    if content["op"] != BACKWARD or len(shapes) != 3:
+        return None
+    *operands, _, stride, padding, dilation, transposed, extra, groups, mask = content["args"]
+    settings = [stride, padding, dilation, transposed, extra, groups]
+    if operands != given or settings != _SAME or not _is_square(shapes[2]):
+        return None
+    for place, part, read in ((0, Part.DATA, [0, 2]), (1, Part.WEIGHT, [0, 1])):
+        if content["results"] == [place] and mask == [place == i for i in range(3)]:
+            return SameConvolution.of(part, *shapes[1:]), read
+    return None
+
+
+def _is_square(weight: Shape) -> bool:
+    return len(weight) == 4 and weight[2:] == (3, 3)
+
+
+def faster_in_loops(form: SameConvolution, make: Maker) -> bool:
+    """Whether loops are measured to be faster than PyTorch's kernel, and are as precise."""
+    if form.work < _WORTH_MEASURING:
+        return False
+    measure = functools.partial(_faster, form, make)
+    return choice(f"float32 {form}", _WAYS, measure) == _LOOPS
+
+
+def _faster(form: SameConvolution, make: Maker) -> str:
+    loops = make(form)
+    if loops is None:
+        return _LIBRARY
+    operands = [t - 0.5 for t in operands_to_measure(form.shapes[:-1], torch.float32)]
+    out = torch.empty(form.shapes[-1], device="cpu")
+    with torch.no_grad():
+        found = usual(form, operands)
+        loops(*operands, out)
+        exact = _exactly(form, operands)
+        some = tuple(slice(n) for n in exact.shape)
+        if not as_precise(out[some], found[some], exact, times=2):
+            return _LIBRARY
+        seconds = race([lambda: usual(form, operands), lambda: loops(*operands, out)])
+    return _LOOPS if seconds[1] < GAIN * seconds[0] else _LIBRARY
+
+
+def usual(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What eager PyTorch computes of these operands."""
+    if form.part is Part.RESULT:
+        bias = operands[2] if form.biased else None
+        result: torch.Tensor = torch.ops.aten.convolution(*operands[:2], bias, *_SAME)
+        return result
+    wanted = torch.empty(form.shapes[-1], dtype=operands[0].dtype, device="cpu")
+    mask = [form.part is Part.DATA, form.part is Part.WEIGHT, False]
+    data, weight = (wanted, operands[1]) if mask[0] else (operands[1], wanted)
+    gradients = torch.ops.aten.convolution_backward(operands[0], data, weight, None, *_SAME, mask)
+    gradient: torch.Tensor = gradients[mask.index(True)]
+    return gradient
+
+
+def _exactly(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The beginning of the result in float64: some channels of a picture, or some filters."""
+    some = slice(_MOST_FILTERS)
+    first, second, *bias = (t.double() for t in operands)
+    if form.part is Part.WEIGHT:
+        first = first[:, some]
+        return usual(replace(form, filters=first.shape[1]), [first, second])
+    if form.part is Part.DATA:
+        second = second[:, some]
+        return usual(replace(form, batch=1, channels=second.shape[1]), [first[:1], second])
+    return usual(form, [first[:1], second[some], *(b[some] for b in bias)])
