@@ -58,7 +58,8 @@ class _Rewriter(PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
-        if aten_call_operator(call) not in (FORWARD, BACKWARD):
+        operator = aten_call_operator(call)
+        if operator not in (FORWARD, BACKWARD):
             return call
         _, spec, *tensors = call.args
         shapes = [shape for shape in map(shape_of, tensors) if shape is not None]
@@ -69,7 +70,7 @@ class _Rewriter(PyExprMutator):
             return call
         form, places = found
         if not decided(Rule.MIDDLE, lambda: faster_in_loops(form, alone.convolution)):
-            self.report.decline(aten_call_operator(call), "loops are not known to be faster")
+            self.report.decline(operator, "loops are not known to be faster")
             return call
         self.report.rewrote()
         function = convolutions.convolution(form, alone.this_machine())

@@ -14,6 +14,7 @@ from torch import nn
 from tests.dispatch_helpers import Block, make_block, sample
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler import freezing
+from tvmbridge.kernels.convolution_loops import Maker
 from tvmbridge.kernels.packed_convolution import PackedForm
 from tvmbridge.runtime.entry import CompiledEntry
 
@@ -265,7 +266,7 @@ def test_activations_of_packed_products(library: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("alone", [False, True])
 @torch.no_grad()
 def test_packed_convolutions(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_of(forms: list[PackedForm], measure: bool) -> tuple[PackedForm, ...]:
+    def all_of(forms: list[PackedForm], measure: bool, make: Maker) -> tuple[PackedForm, ...]:
         return tuple(replace(form, alone=alone) for form in forms)
 
     monkeypatch.setattr(freezing, "faster_packed", all_of)

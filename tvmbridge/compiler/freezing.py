@@ -34,6 +34,7 @@ from tvmbridge.passes.relax.pack_convolutions import (
 from tvmbridge.passes.relax.pack_products import PackProducts, frozen_products
 from tvmbridge.passes.relax.parallel_products import ParallelProducts
 from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+from tvmbridge.schedules import alone
 
 _LAYOUTS = {
     "relax.nn.conv2d": ["NHWC", "OIHW"],
@@ -166,7 +167,8 @@ def _channels_last(
     found = packable_convolutions(mod["forward"], frozen)
     if isinstance(found, str):
         return mod, ()
-    packed = faster_packed([form for _, form in found], options.measure_kernels)
+    of_weights = [form for _, form in found]
+    packed = faster_packed(of_weights, options.measure_kernels, alone.convolution)
     if not packed:
         return mod, ()
     forms = tuple(dict.fromkeys((name, f) for (name, _), f in zip(found, packed, strict=True)))

@@ -46,7 +46,9 @@ def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[i
             return None
         if not _is_square(shapes[1]):
             return None
-        return SameConvolution.of(Part.RESULT, *shapes[:2], biased), [0, 1, 2][: 2 + biased]
+        return SameConvolution.of(Part.RESULT, shapes[0], shapes[1], biased), [0, 1, 2][
+            : 2 + biased
+        ]
     if content["op"] != BACKWARD or len(shapes) != 3:
         return None
     *operands, _, stride, padding, dilation, transposed, extra, groups, mask = content["args"]
@@ -55,7 +57,7 @@ def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[i
         return None
     for place, part, read in ((0, Part.DATA, [0, 2]), (1, Part.WEIGHT, [0, 1])):
         if content["results"] == [place] and mask == [place == i for i in range(3)]:
-            return SameConvolution.of(part, *shapes[1:]), read
+            return SameConvolution.of(part, shapes[1], shapes[2]), read
     return None
 
 

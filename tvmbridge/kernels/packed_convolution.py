@@ -13,7 +13,7 @@ channels first for itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,12 +22,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.kernels.choice import as_precise, operands_to_measure, race
+from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_loops import Maker, faster_in_loops
 from tvmbridge.kernels.packed import Packed
 from tvmbridge.kernels.table import choice
 
 PACKED_CONVOLUTION = "tvmbridge.packed_convolution"
 # All of a network is converted; only a clear gain pays for that.
 _GAIN = 0.95
+_SAME = ((3, 3), (1, 1), (1, 1), (1, 1), 1, False)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class PackedForm:
     transposed: bool = False
     output_padding: tuple[int, ...] = (0, 0)
     alone: bool = field(default=False, compare=False)
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """Stride, padding, dilation, groups, and whether it is transposed."""
+        return self.stride, self.padding, self.dilation, self.groups, self.transposed
 
     @property
     def spec(self) -> str:
@@ -94,15 +102,17 @@ def run_packed_convolution(key: str, *tensors: Any) -> torch.Tensor:
         return result.permute(0, 2, 3, 1).contiguous()
 
 
-def faster_packed(forms: Sequence[PackedForm], measure: bool) -> tuple[PackedForm, ...]:
+def faster_packed(
+    forms: Sequence[PackedForm], measure: bool, make: Maker
+) -> tuple[PackedForm, ...]:
     """The convolutions of a network as they are to be packed; none where that is not clearly
-    faster, measured in sum."""
+    faster, measured in sum. ``make``: the loops that are taken where they are faster."""
     if not measure or not forms or not torch.backends.mkldnn.is_available():
         return ()
     found = {form: replace(form, alone=_is_alone(form)) for form in dict.fromkeys(forms)}
-    question = f"packed convolutions {sorted(form.spec for form in found.values())}"
+    question = f"packed convolutions beside loops {sorted(form.spec for form in found.values())}"
     chosen = tuple(found[form] for form in forms)
-    faster = choice(question, ("packed", ""), partial(_faster, chosen)) == "packed"
+    faster = choice(question, ("packed", ""), partial(_faster, chosen, make)) == "packed"
     return chosen if faster else ()
 
 
@@ -113,8 +123,8 @@ def _is_alone(form: PackedForm) -> bool:
     return choice(question, ("precise", ""), partial(_precision, form)) == ""
 
 
-def _faster(forms: Sequence[PackedForm]) -> str:
-    measured = {form: _seconds(form) for form in dict.fromkeys(forms)}
+def _faster(forms: Sequence[PackedForm], make: Maker) -> str:
+    measured = {form: _seconds(form, make) for form in dict.fromkeys(forms)}
     usual, packed = (sum(measured[form][i] for form in forms) for i in (0, 1))
     return "packed" if packed < _GAIN * usual else ""
 
@@ -131,8 +141,8 @@ def _precision(form: PackedForm) -> str:
         return "precise" if as_precise(found, form.plain(x, weight), exact) else ""
 
 
-def _seconds(form: PackedForm) -> list[float]:
-    """The times of PyTorch's kernel and of the packed one."""
+def _seconds(form: PackedForm, make: Maker) -> list[float]:
+    """The times of what is not packed, PyTorch's kernel or loops, and of the packed one."""
     x, last, weight = _operands(form)
     with torch.no_grad():
         packed = form.pack(weight)
@@ -140,7 +150,20 @@ def _seconds(form: PackedForm) -> list[float]:
         def run_packed() -> torch.Tensor:
             return packed.run(last, None).contiguous(memory_format=torch.channels_last)
 
-        return race([lambda: form.plain(x, weight), run_packed])
+        return race([_not_packed(form, make, x, weight), run_packed])
+
+
+def _not_packed(
+    form: PackedForm, make: Maker, x: torch.Tensor, weight: torch.Tensor
+) -> Callable[[], object]:
+    if (form.weight[2:], *form.settings) == _SAME:
+        # Batch norm that was folded left it a bias.
+        same = SameConvolution.of(Part.RESULT, form.data, form.weight, biased=True)
+        loops = make(same) if faster_in_loops(same, make) else None
+        if loops is not None:
+            bias, out = (torch.zeros(s, device="cpu") for s in same.shapes[2:])
+            return partial(loops, x, weight, bias, out)
+    return lambda: form.plain(x, weight)
 
 
 def _operands(form: PackedForm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -54,7 +54,7 @@ def pairs_of_block(pairs: Pairs, channels: int, width: int, cores: int) -> int:
         rows = PRODUCTS * min(channels, _CHUNK) * positions * 4
         if rows > _CHUNK_BYTES and size > 1:
             continue
-        rounds = -(-(-(-pairs.count // size)) // cores)
+        rounds = -(-pairs.count // (size * cores))
         cost = rounds * (positions + _BESIDE)
         best = min(best or (cost, size), (cost, size))
     return best[1] if best else 1

@@ -139,9 +139,7 @@ class _Emitter:
                 ]
 
             end = begin + integer(self.form.width)
-            zeros = [
-                store(self.lines, number(0.0), integer(i), k, end) for i in range(PRODUCTS)
-            ]
+            zeros = [store(self.lines, number(0.0), integer(i), k, end) for i in range(PRODUCTS)]
             return [self.pairs.line(element), *zeros]
 
         return [loop(self.pairs.count, pair)]
@@ -198,9 +196,7 @@ class _Emitter:
         def panel(p: Expr) -> list[tirx.Stmt]:
             def tap(t: Expr) -> list[tirx.Stmt]:
                 def element(c: Expr) -> list[tirx.Stmt]:
-                    products = [
-                        load(self.sums, integer(i), p, t, k, c) for i in range(PRODUCTS)
-                    ]
+                    products = [load(self.sums, integer(i), p, t, k, c) for i in range(PRODUCTS)]
                     return [
                         store(self.out, value, k, self._first(p) + c, integer(y), t)
                         for y, value in enumerate(kernel_gradient(products))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from tests.relax_helpers import (
     assert_leaves_its_input,
     operators,
 )
+from tvmbridge.kernels import packed_convolution
+from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_loops import Maker
 from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
 from tvmbridge.passes.relax.pack_convolutions import (
     PackConvolutions,
@@ -27,6 +31,7 @@ from tvmbridge.passes.relax.pack_convolutions import (
     packable_convolutions,
 )
 from tvmbridge.pipeline import tidy_passes
+from tvmbridge.schedules.alone import convolution
 
 FORM = PackedForm((2, 4, 5, 6), (6, 2, 3, 3), (1, 2), (1, 0), (1, 1), 2)
 PACK = PackConvolutions((("w", FORM),))
@@ -155,6 +160,30 @@ def test_layouts_of_other_operators() -> None:
     assert not otherwise_laid_out(_before()["forward"])
 
 
+@pytest.mark.parametrize("faster", [False, True])
+def test_loops_are_what_packed_ones_are_compared_with(
+    faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = PackedForm((2, 16, 12, 9), (24, 16, 3, 3), (1, 1), (1, 1), (1, 1), 1)
+    asked = []
+
+    def is_faster(same: SameConvolution, make: Maker) -> bool:
+        asked.append(same)
+        return faster
+
+    monkeypatch.setattr(packed_convolution, "faster_in_loops", is_faster)
+    x, weight = torch.randn(form.data), torch.randn(form.weight)
+    found = packed_convolution._not_packed(form, convolution, x, weight)
+    assert asked == [SameConvolution(Part.RESULT, 2, 16, 24, 12, 9, biased=True)]
+    assert isinstance(found, functools.partial) == faster
+    expected = torch.conv2d(x, weight, padding=1)
+    result = found()
+    torch.testing.assert_close(found.args[-1] if faster else result, expected)
+    strided = dataclasses.replace(form, stride=(2, 2))
+    packed_convolution._not_packed(strided, convolution, x, weight)
+    assert len(asked) == 1
+
+
 def test_nothing_is_chosen_unmeasured() -> None:
-    assert not faster_packed([FORM], measure=False)
-    assert not faster_packed([], measure=True)
+    assert not faster_packed([FORM], measure=False, make=convolution)
+    assert not faster_packed([], measure=True, make=convolution)
