@@ -28,7 +28,7 @@ def assert_equal(found: dict[str, Any], losses: torch.Tensor, state: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param("simple", marks=pytest.mark.slow), "interleaved"]
+    "schedule", [pytest.param(name, marks=pytest.mark.slow) for name in ("simple", "interleaved")]
 )
 def test_training_equals_one_process(schedule: str) -> None:
     """The thinnest way: two stages, cut by hand, both compiled by TVM."""

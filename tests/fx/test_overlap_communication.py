@@ -30,6 +30,7 @@ def run(world: int, first: int, count: int, limit: float) -> None:
             assert "nothing" not in line
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run(2, 0, 2, 200.0)
 

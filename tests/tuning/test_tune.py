@@ -91,6 +91,7 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         tune(Softmax().eval(), sample(), log_dir=tmp_path / "file", trials=1)
 
 
+@pytest.mark.slow
 def test_a_worker_survives_crashes_and_hangs() -> None:
     worker = Worker()
     try:

@@ -25,7 +25,7 @@ from tvmbridge.schedules.winograd_rows import (
     SIGNS,
     Pairs,
     filled,
-    number,
+    float32,
     of_kernel,
     of_picture,
     tile_of,
@@ -119,20 +119,18 @@ class _Emitter:
         ]
 
     def _cleared(self, sums: Buffer, row: Expr, k: Expr) -> tirx.Stmt:
-        value = number(0.0) if self.bias is None else load(self.bias, k)
+        value = float32(0.0) if self.bias is None else load(self.bias, k)
         return filled(value, sums, self.machine.lanes, row, k)
 
     def _picture(self, c: Expr, first: Expr, chunk: _Chunk) -> list[tirx.Stmt]:
         """What products multiply of one channel of the block's rows."""
         stride, end = self.pairs.stride, self.size * self.pairs.stride
 
-        def pair(number_: Expr) -> list[tirx.Stmt]:
-            begin = number_ * integer(stride)
+        def pair(number: Expr) -> list[tirx.Stmt]:
+            begin = number * integer(stride)
 
             def element(x: Expr) -> list[tirx.Stmt]:
-                lines = self.pairs.read(
-                    self.pictures, chunk.first + c, first + number_, x, around=1
-                )
+                lines = self.pairs.read(self.pictures, chunk.first + c, first + number, x, around=1)
                 values = of_picture(lines)
                 return [
                     store(chunk.rows, value, integer(i), c, begin + integer(1) + x)
@@ -146,7 +144,7 @@ class _Emitter:
 
     def _zeros(self, chunk: _Chunk, c: Expr, start: Expr, count: int) -> list[tirx.Stmt]:
         def zero(place: Expr) -> list[tirx.Stmt]:
-            return [store(chunk.rows, number(0.0), integer(i), c, place) for i in range(PRODUCTS)]
+            return [store(chunk.rows, float32(0.0), integer(i), c, place) for i in range(PRODUCTS)]
 
         return [loop(count, zero, start=start)]
 
@@ -219,8 +217,8 @@ class _Emitter:
     def _results(self, k: Expr, first: Expr, sums: Buffer) -> list[tirx.Stmt]:
         """The block's rows of one channel of the result."""
 
-        def pair(number_: Expr) -> list[tirx.Stmt]:
-            begin = number_ * integer(self.pairs.stride)
+        def pair(number: Expr) -> list[tirx.Stmt]:
+            begin = number * integer(self.pairs.stride)
 
             def row(offset: int) -> tirx.Stmt:
                 def line(picture: Expr, y: Expr) -> tirx.Stmt:
@@ -230,7 +228,7 @@ class _Emitter:
 
                     return self.pairs.line(element)
 
-                return self.pairs.written(first + number_, offset, line)
+                return self.pairs.written(first + number, offset, line)
 
             return [row(0), row(1)]
 

@@ -41,7 +41,7 @@ SIGNS = (((0, 1),), ((0, 1), (1, 1)), ((0, 1), (1, -1)), ((1, -1),))
 _LOWEST = 4
 
 
-def number(value: float) -> Expr:
+def float32(value: float) -> Expr:
     """A float32 constant."""
     return tirx.const(value, DTYPE)
 
@@ -55,15 +55,15 @@ def of_picture(rows: list[Expr]) -> list[Expr]:
 def of_kernel(rows: list[Expr]) -> list[Expr]:
     """What each product multiplies of the three rows of a kernel."""
     g0, g1, g2 = rows
-    both, half = g0 + g2, number(0.5)
+    both, half = g0 + g2, float32(0.5)
     return [g0, (both + g1) * half, (both - g1) * half, g2]
 
 
 def of_cotangents(rows: list[Expr]) -> list[Expr]:
     """What each product multiplies of two rows of a cotangent, for the kernel's gradient."""
     a, b = rows
-    half = number(0.5)
-    return [a, (a + b) * half, (a - b) * half, number(0.0) - b]
+    half = float32(0.5)
+    return [a, (a + b) * half, (a - b) * half, float32(0.0) - b]
 
 
 def kernel_gradient(products: list[Expr]) -> list[Expr]:
@@ -109,11 +109,11 @@ class Pairs:
         def row(offset: int) -> Expr:
             value = load(pictures, picture, channel, first + integer(offset), x)
             if offset < 0:
-                return tirx.if_then_else(first >= integer(-offset), value, number(0.0))
+                return tirx.if_then_else(first >= integer(-offset), value, float32(0.0))
             if self._is_inside(offset):
                 return value
             inside = first < integer(self.form.height - offset)
-            return tirx.if_then_else(inside, value, number(0.0))
+            return tirx.if_then_else(inside, value, float32(0.0))
 
         return [row(offset) for offset in range(-around, 2 + around)]
 

@@ -22,8 +22,8 @@ from tvmbridge.schedules.winograd_rows import (
     PRODUCTS,
     Pairs,
     filled,
+    float32,
     kernel_gradient,
-    number,
     of_cotangents,
     of_picture,
     tile_of,
@@ -119,7 +119,7 @@ class _Emitter:
         return [room, loop(self.panels, panel)]
 
     def _zeros(self, product: Expr, panel: Expr, position: Expr) -> tirx.Stmt:
-        return filled(number(0.0), self.columns, self.tile.lanes, product, panel, position)
+        return filled(float32(0.0), self.columns, self.tile.lanes, product, panel, position)
 
     def _behind(self, product: Expr, panel: Expr) -> list[tirx.Stmt]:
         places = [integer(self.positions + n) for n in range(_TAPS - 1)]
@@ -128,18 +128,18 @@ class _Emitter:
     def _cotangents(self, k: Expr) -> list[tirx.Stmt]:
         """What products multiply of one filter's cotangents."""
 
-        def pair(pair_: Expr) -> list[tirx.Stmt]:
-            begin = pair_ * integer(self.pairs.stride)
+        def pair(number: Expr) -> list[tirx.Stmt]:
+            begin = number * integer(self.pairs.stride)
 
             def element(x: Expr) -> list[tirx.Stmt]:
-                values = of_cotangents(self.pairs.read(self.cotangent, k, pair_, x))
+                values = of_cotangents(self.pairs.read(self.cotangent, k, number, x))
                 return [
                     store(self.lines, value, integer(i), k, begin + x)
                     for i, value in enumerate(values)
                 ]
 
             end = begin + integer(self.form.width)
-            zeros = [store(self.lines, number(0.0), integer(i), k, end) for i in range(PRODUCTS)]
+            zeros = [store(self.lines, float32(0.0), integer(i), k, end) for i in range(PRODUCTS)]
             return [self.pairs.line(element), *zeros]
 
         return [loop(self.pairs.count, pair)]
@@ -153,7 +153,7 @@ class _Emitter:
 
         def cleared(tap: Expr) -> list[tirx.Stmt]:
             def row(k: Expr) -> list[tirx.Stmt]:
-                return [filled(number(0.0), self.sums, self.tile.lanes, *place, tap, first + k)]
+                return [filled(float32(0.0), self.sums, self.tile.lanes, *place, tap, first + k)]
 
             return [loop(tiles * self.tile.height, row)]
 

@@ -161,6 +161,7 @@ _LENGTHS = st.integers(1, 4).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(_ANY, max_examples=12)
 @given(_LENGTHS)
 def test_random_bags(lengths: list[list[int]]) -> None:
