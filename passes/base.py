@@ -40,6 +40,14 @@ def map_functions(
     return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
+def with_functions(mod: tvm.IRModule, rewriter: PyExprMutator) -> tvm.IRModule:
+    """``mod``, which ``rewriter`` was made of, with all Relax functions rewritten and its own."""
+    for global_var, function in mod.functions_items():
+        if isinstance(function, relax.Function):
+            rewriter.builder_.update_func(global_var, rewriter.visit_expr(function))
+    return rewriter.builder_.get()
+
+
 def map_calls(
     mod: tvm.IRModule, rewrite: Callable[[relax.Call, relax.BlockBuilder], relax.Expr]
 ) -> tvm.IRModule:

@@ -26,7 +26,7 @@ from tvmbridge.kernels.aten_call import aten_call_operator
 from tvmbridge.kernels.convolution_form import Part
 from tvmbridge.kernels.convolution_loops import FORWARD, faster_in_loops, form_of
 from tvmbridge.kernels.few_channels import BACKWARD
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.schedules import alone, convolutions
 
 
@@ -44,10 +44,8 @@ class ConvolutionsInLoops(RelaxPass):
         if not self.measure or sizes_vary():
             return mod
         rewriter = _Rewriter(mod, report)
-        for name, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                rewriter.builder_.update_func(name, rewriter.visit_expr(function))
-        return rewriter.builder_.get() if report.rewrites else mod
+        rewritten = with_functions(mod, rewriter)
+        return rewritten if report.rewrites else mod
 
 
 @mutator

@@ -24,7 +24,7 @@ import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of
+from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.schedules.gpu.few_rows import few_row_product, fits
 
 
@@ -37,10 +37,8 @@ class FewRowProducts(RelaxPass):
             report.decline("matmul", "the precision of float32 products is not the highest")
             return mod
         rewriter = _ProductMutator(mod, report)
-        for name, function in mod.functions_items():
-            if isinstance(function, relax.Function):
-                rewriter.builder_.update_func(name, rewriter.visit_expr(function))
-        return rewriter.builder_.get() if report.rewrites else mod
+        rewritten = with_functions(mod, rewriter)
+        return rewritten if report.rewrites else mod
 
 
 @mutator

@@ -28,7 +28,14 @@ from tvm.ir import Expr
 
 from tvmbridge.kernels.convolution_form import SameConvolution
 from tvmbridge.schedules.indexing import integer
-from tvmbridge.schedules.loops import load, loop, over_vectors, power_of_two_below, vector_loop
+from tvmbridge.schedules.loops import (
+    load,
+    loop,
+    over_vectors,
+    power_of_two_below,
+    store,
+    vector_loop,
+)
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.product_tiles import DTYPE, Tile, height_of
 from tvmbridge.schedules.reader import Buffer
@@ -147,12 +154,14 @@ class Pairs:
 
 def filled(value: Expr, buffer: Buffer, lanes: int, *indices: Expr) -> tirx.Stmt:
     """All of the last dimension of ``buffer`` becomes ``value``; ``lanes`` divide it."""
-    count = int(buffer.shape[-1]) // lanes
+    extent = int(buffer.shape[-1])
+    return in_vectors(extent, lanes, lambda place: [store(buffer, value, *indices, place)])
+
+
+def in_vectors(extent: int, lanes: int, element: Callable[[Expr], list[tirx.Stmt]]) -> tirx.Stmt:
+    """``element(place)`` for all of ``extent``, which ``lanes`` divide."""
 
     def vector(v: Expr) -> list[tirx.Stmt]:
-        def element(lane: Expr) -> list[tirx.Stmt]:
-            return [tirx.BufferStore(buffer, value, [*indices, v * integer(lanes) + lane])]
+        return [vector_loop(lanes, lambda lane: element(v * integer(lanes) + lane))]
 
-        return [vector_loop(lanes, element)]
-
-    return loop(count, vector)
+    return loop(extent // lanes, vector)

@@ -14,7 +14,7 @@ from tvm.ir import Expr
 
 from tvmbridge.kernels.convolution_form import SameConvolution
 from tvmbridge.schedules.indexing import integer
-from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
+from tvmbridge.schedules.loops import allocate, load, loop, sequence, store
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.product_tiles import DTYPE, PARTS, Tile, kind_of, start_of
 from tvmbridge.schedules.reader import Buffer
@@ -23,6 +23,7 @@ from tvmbridge.schedules.winograd_rows import (
     Pairs,
     filled,
     float32,
+    in_vectors,
     kernel_gradient,
     of_cotangents,
     of_picture,
@@ -78,12 +79,7 @@ class _Emitter:
 
     def _vectors(self, element: Callable[[Expr], list[tirx.Stmt]]) -> tirx.Stmt:
         """``element(column)`` for the columns of a panel."""
-        lanes = self.tile.lanes
-
-        def vector(v: Expr) -> list[tirx.Stmt]:
-            return [vector_loop(lanes, lambda lane: element(v * integer(lanes) + lane))]
-
-        return loop(self.tile.width // lanes, vector)
+        return in_vectors(self.tile.width, self.tile.lanes, element)
 
     def _first(self, panel: Expr) -> Expr:
         return start_of(panel, self.tile.width, self.form.channels)

@@ -35,7 +35,7 @@ def _module(
 ) -> tuple[tvm.IRModule, list[torch.Tensor]]:
     """``main`` with the ATen call of a convolution or a gradient, and its operands."""
     torch.manual_seed(0)
-    form, out = _form(part), None
+    form = _form(part)
     given = [torch.randn(shape, dtype=dtype) for shape in form.shapes[:-1]]
     settings = Convolution((stride, stride), (1, 1), (1, 1), False, (0, 0), 1)
     out = relax.TensorType(form.shapes[-1], str(dtype).removeprefix("torch."))
