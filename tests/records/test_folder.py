@@ -12,7 +12,7 @@ import torch
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from tests.records.planted import Softmax, plant, record_of, right, sample, softmax_task, wrong
+from tests.records.planted import Softmax, other_processor, plant, record_of, right, sample, softmax_task, wrong
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.records import Coverage, Folder, Library, Task
@@ -110,7 +110,7 @@ def test_records_of_another_target_or_tvm_are_refused_with_the_reason(
     meta = read_meta(folder.path)
     assert isinstance(meta, Meta)
     if what == "target":
-        other = {**meta.target, "mcpu": "znver5"}
+        other = {**meta.target, "mcpu": other_processor()}
         write_meta(folder.path, dataclasses.replace(meta, target=other))
     elif what == "tvm":
         write_meta(folder.path, dataclasses.replace(meta, tvm="0.26.0"))
@@ -120,8 +120,9 @@ def test_records_of_another_target_or_tvm_are_refused_with_the_reason(
         (folder.path / "META.json").write_text("{")
     with caplog.at_level(logging.WARNING, "tvmbridge.records"):
         assert coverage(tmp_path) == Coverage(by_rule=1, untuned=1)
-    reason = {"target": "znver5", "tvm": "TVM 0.26.0", "missing": "no META", "damaged": "cannot be"}
-    assert reason[what] in caplog.text
+    reasons = {"target": other_processor(), "tvm": "TVM 0.26.0"}
+    reasons |= {"missing": "no META", "damaged": "cannot be"}
+    assert reasons[what] in caplog.text
     with pytest.raises(BridgeError, match="another log_dir"):
         folder.open_for_writing()
 
@@ -131,7 +132,7 @@ def test_a_record_of_another_target_among_the_lines_is_skipped(
 ) -> None:
     folder = plant(tmp_path, task)
     line = json.loads((folder.path / RECORDS).read_text())
-    line[1][2]["mcpu"] = "znver5"
+    line[1][2]["mcpu"] = other_processor()
     (folder.path / RECORDS).write_text(json.dumps(line) + "\n")
     assert coverage(tmp_path) == Coverage(by_rule=1)
     assert "no records for this target" in caplog.text
