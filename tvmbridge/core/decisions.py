@@ -81,11 +81,23 @@ _now: ContextVar[_Recorded | _Repeated | None] = ContextVar("decisions", default
 
 
 def decided(rule: Rule, decide: Callable[[], _T]) -> _T:
-    """What ``decide()`` says, or what was decided before where decisions are repeated."""
+    """Return what ``decide()`` returns, or an earlier decision where decisions are repeated.
+
+    What ``decide`` calls records no decisions of its own: it may compile and time kernels for
+    one size, and does so only where a kernel has not been timed before.
+    """
     now = _now.get()
     if now is None:
         return decide()
-    decision: _T = now.follow(rule, decide)
+
+    def alone() -> _T:
+        token = _now.set(None)
+        try:
+            return decide()
+        finally:
+            _now.reset(token)
+
+    decision: _T = now.follow(rule, alone)
     return decision
 
 

@@ -12,13 +12,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import BridgeError, BuildError
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.family import Family, Retire
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Matched
 from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.single_sizes import SingleSizes
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.symbolic.probes import Symbols
 
@@ -40,6 +41,7 @@ class AnySize:
         self.compiler = compiler
         self.retire = retire
         self.families: list[Family] = []
+        self.single = SingleSizes(retire)
         self._guesses = True
         self._lock = threading.Lock()
 
@@ -61,16 +63,21 @@ class AnySize:
     def entry(
         self, specialization: Specialization, mode: Mode, matched: Matched
     ) -> CompiledEntry | None:
-        """Symbolic code for a call that belongs to ``specialization``.
+        """Return symbolic code for a call that belongs to ``specialization``.
 
-        None: it is a sample's, which is compiled for its sizes. Where calls of other sizes have
-        come, the sample's next mode is compiled with symbols at once.
+        Return None where the call needs code for its own sizes: it has a sample's sizes, or there
+        is no symbolic code. Once calls of other sizes have come, the sample's next mode is
+        compiled with symbols at once.
 
         Raises:
-            BridgeError: there is none, and it is no sample's.
+            NoRoomError: there is no symbolic code, and more frequent sizes have code of their own.
         """
         if specialization.family is not None:
-            return specialization.family(mode, matched)
+            try:
+                return specialization.family(mode, matched)
+            except BuildError as error:
+                self.single.admit(specialization, str(error))
+                return None
         for family in (f for f in self.families if f.signature is specialization.signature):
             point = None if family.refused else family.symbols.point(matched.leaves)
             if point is None:

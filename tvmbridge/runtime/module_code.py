@@ -96,14 +96,12 @@ class ModuleCode:
         mode: Mode,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        why: str | None = None,
     ) -> CompiledEntry:
-        """Compile ``specialization`` for ``mode``, in which the module must stand, and try it;
-        ``why`` says what call asks for it."""
+        """Compile ``specialization`` for ``mode``, in which the module must stand, and try it."""
         self.forget_fast()
         signature = specialization.signature
         if specialization.family is None:
-            entry = self.compiler.entry(signature, mode, tuple(args), kwargs, why)
+            entry = self.compiler.entry(signature, mode, tuple(args), kwargs)
         else:
             leaves = signature.flatten(tuple(args), kwargs) or []
             entry = specialization.family(mode, Matched(leaves, (tuple(args), dict(kwargs))))
@@ -151,7 +149,10 @@ class ModuleCode:
         of what it is; or why there is none."""
         flags = flags_of(self.module, matched.leaves)
         known = specialization.known(mode, flags)
-        if known is not None:
+        sizes = self.any_size
+        if isinstance(known, str) and sizes is not None and sizes.single.is_due(specialization):
+            specialization.failures.pop((mode, flags), None)
+        elif known is not None:
             return known
         with compiling():
             # The module may be on its way: this is no failure for good.
@@ -163,10 +164,11 @@ class ModuleCode:
             if known is not None:
                 return known
             try:
-                sizes = self.any_size
+                self.forget_fast()
                 entry = None if sizes is None else sizes.entry(specialization, mode, matched)
                 if entry is None:
-                    return self.compile(specialization, mode, *matched.arguments, why=why)
+                    signature, (args, kwargs) = specialization.signature, matched.arguments
+                    entry = self.compiler.entry(signature, mode, tuple(args), kwargs, why)
                 self._keep(specialization, mode, entry)
                 return entry
             except UnderWayError:

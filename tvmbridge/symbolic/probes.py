@@ -253,12 +253,17 @@ def _largest(limit: int, taken: set[int], least: int, bottom: int) -> int | None
 def _prime_below(
     limit: int, taken: set[int], least: int, modulus: int = 1, rest: int = 1
 ) -> int | None:
-    """The greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
-    ``modulus``."""
+    """Return the greatest prime from ``least`` to ``limit``, ``rest`` more than a multiple of
+    ``modulus``.
+
+    A prime one below a power of two is left out: a size plus one, as caches have, would be that
+    power there, which is a number of lanes or of tiles elsewhere.
+    """
     for candidate in range(limit, least - 1, -1):
         if (
             candidate not in taken
             and candidate % modulus == rest % modulus
+            and (candidate & (candidate + 1) or candidate <= _LEAST[-1])
             and _is_prime(candidate)
         ):
             taken.add(candidate)
