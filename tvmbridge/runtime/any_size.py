@@ -15,7 +15,7 @@ from typing import Any
 from tvmbridge.core.errors import BridgeError, BuildError
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
-from tvmbridge.runtime.family import Family, Retire
+from tvmbridge.runtime.family import Family, RefusedGuessError, Retire
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Matched
 from tvmbridge.runtime.guards.spelling import Mismatch
@@ -70,11 +70,14 @@ class AnySize:
         compiled with symbols at once.
 
         Raises:
+            RefusedGuessError: there is no symbolic code with a symbol for the rows as well.
             NoRoomError: there is no symbolic code, and more frequent sizes have code of their own.
         """
         if specialization.family is not None:
             try:
                 return specialization.family(mode, matched)
+            except RefusedGuessError:
+                raise
             except BuildError as error:
                 self.single.admit(specialization, str(error))
                 return None

@@ -28,14 +28,16 @@ from tvmbridge.symbolic.sizes import Point
 
 logger = logging.getLogger(__name__)
 
-logger = logging.getLogger(__name__)
-
 # So many choices of sizes are kept; of further ones those go that were not used for longest.
 _MOST_INSTANCES = 256
 
 
 # So often is code compiled for a wider range of sizes.
 _MOST_RANGES = 3
+
+
+class RefusedGuessError(BuildError):
+    """There is no code for a guess at what is symbolic: the next call makes a family without it."""
 
 
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
@@ -120,7 +122,7 @@ class Family:
                 break
         if isinstance(code, str):
             self.refused = self.guessed
-            raise BuildError(code)
+            raise (RefusedGuessError if self.guessed else BuildError)(code)
         if not code.points.hold(point):
             raise BuildError(
                 f"code for other sizes is for {code.points.least} to {code.points.most}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import Rule, blocks_of, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.kernel import Stage
 from tvmbridge.schedules.loops import (
@@ -39,7 +39,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
     block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
-    blocks = -(-columns // block)
+    blocks = blocks_of(columns, block)
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
     # Decided here, since at other sizes there may be one part.

@@ -1,0 +1,53 @@
+"""Sizes that have no symbolic code get code of their own, those first that come most often."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from tvmbridge import add_tvm_dispatch, dispatch_report
+
+
+class Found(nn.Module):
+    """Returns the places of large elements, whose number is known after the compiled code alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.layer(x).tanh()
+        return y, (y > 0).nonzero()
+
+
+def served(rows: Sequence[int], train: bool = False) -> tuple[int, int]:
+    """Call a module with these numbers of rows; return the served calls and the compilations."""
+    module = Found().train(train)
+    eager = copy.deepcopy(module)
+    add_tvm_dispatch(module, dynamic_shapes="auto", on_fallback="silent")
+    for count in rows:
+        x = torch.randn(count, 8)
+        torch.testing.assert_close(module(x), eager(x))
+    report = dispatch_report(module)
+    assert report.tvm_calls + sum(report.fallbacks.values()) == len(rows)
+    return report.tvm_calls, len(report.specializations)
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
+def test_four_sizes_are_served_where_there_is_no_symbolic_code(train: bool) -> None:
+    assert served([4, 5, 6, 7] * 3, train) == (12, 4)
+
+
+def test_sizes_that_come_equally_often_take_no_place_of_each_other() -> None:
+    calls, compilations = served([4, 5, 6, 7, 8, 9, 10, 11] * 4)
+    assert (calls, compilations) == (16, 4)
+
+
+def test_a_size_that_comes_more_often_takes_the_place_of_the_least_used() -> None:
+    calls, compilations = served([4, 5, 6, 7, *[8] * 20])
+    assert compilations == 4
+    assert calls > 20

@@ -1,0 +1,65 @@
+"""Single sizes: code for the sizes of some calls, where there is no symbolic code for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
+
+from tvmbridge.core.errors import BuildError
+from tvmbridge.runtime.entry import CompiledEntry
+from tvmbridge.runtime.specialization import Specialization
+
+# With the sample's own this makes four signatures, as many as calls compile without symbols.
+_MOST = 3
+# A size without code must come this many times as often as the least used one was served: among
+# sizes that come equally often none takes another's place, so few are compiled in a long run.
+_AS_OFTEN = 2
+
+
+class NoRoomError(BuildError):
+    """There is code for as many single sizes as are kept, and not for this one."""
+
+
+class SingleSizes:
+    """The specialisations of single sizes, of which those that are called most keep their code.
+
+    Args:
+        retire: called with the entries that are kept no longer.
+    """
+
+    def __init__(self, retire: Callable[[Iterable[CompiledEntry]], None]) -> None:
+        self._retire = retire
+        self._kept: list[Specialization] = []
+        self._refused: WeakKeyDictionary[Specialization, int] = WeakKeyDictionary()
+
+    def admit(self, specialization: Specialization, reason: str) -> None:
+        """Give ``specialization`` code of its own sizes, in the place of the least used one.
+
+        Raises:
+            NoRoomError: the others are called more often.
+        """
+        if specialization in self._kept:
+            return
+        if len(self._kept) >= _MOST:
+            least = min(self._kept, key=_served)
+            if self._refused.get(specialization, 0) < _AS_OFTEN * max(_served(least), 1):
+                self._refused.setdefault(specialization, 0)
+                raise NoRoomError(f"{reason}; {_MOST} other sizes have code of their own")
+            self._kept.remove(least)
+            self._retire([entry for _, entry in least.compiled()])
+            least.entries.clear()
+        self._refused.pop(specialization, None)
+        self._kept.append(specialization)
+
+    def is_due(self, specialization: Specialization) -> bool:
+        """Count a call of a size that had no room; return whether it may be admitted now."""
+        if specialization not in self._refused:
+            return False
+        self._refused[specialization] += 1
+        least = min(map(_served, self._kept), default=0)
+        return self._refused[specialization] >= _AS_OFTEN * max(least, 1)
+
+
+def _served(specialization: Specialization) -> int:
+    """Return how many calls the code of ``specialization`` has served."""
+    return sum(entry.calls for _, entry in specialization.compiled())
