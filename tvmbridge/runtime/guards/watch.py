@@ -66,7 +66,8 @@ class PythonWatch:
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._types = list(map(type, self._objects))
         self._pointers = list(map(_data_ptr, self._tensors))
-        self._guards = _tensor_guards(self._tensors)
+        self._once = tuple({id(t): t for t in self._tensors}.values())
+        self._guards = _tensor_guards(self._once)
         self._places = tuple(places)
         self._functions = tuple(functions)
 
@@ -79,7 +80,7 @@ class PythonWatch:
             and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
             and all(d.get(key, MISSING) is value for d, key, value in self._places)
             and all(f.__code__ is c and f.__defaults__ is d for f, c, d in self._functions)
-            and self._guards(*self._tensors)
+            and self._guards(*self._once)
             and list(map(_data_ptr, self._tensors)) == self._pointers
         )
 
@@ -136,12 +137,15 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     if _native is not None:
         check: Callable[..., bool] = _native.Alike(*tensors).check
         return check
-    guards = _tensor_guards(tensors)
+    # One for each: PyTorch's guard of several refuses a tensor that is given twice, as labels are
+    # that are the inputs.
+    guards = [_tensor_guards([t]) for t in tensors]
     aligned = [not t.data_ptr() & _ALIGNMENT_MASK for t in tensors]
 
     def checked(*given: torch.Tensor) -> bool:
-        return guards(*given) and not any(
-            must and t.data_ptr() & _ALIGNMENT_MASK for must, t in zip(aligned, given, strict=True)
+        return all(
+            guard(t) and not (must and t.data_ptr() & _ALIGNMENT_MASK)
+            for guard, must, t in zip(guards, aligned, given, strict=True)
         )
 
     return checked
