@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.gpu.helpers import GPU, STEPS, check, pair, replays
-from tvmbridge import dispatch_report
+from tvmbridge import add_tvm_dispatch, dispatch_report
 
 pytestmark = GPU
 
@@ -33,6 +33,9 @@ class Attention(nn.Module):
         mask = None
         if self.mask == "truths":
             mask = seen[None, None, None]
+        elif self.mask == "causal":
+            places = torch.arange(x.shape[1], device=x.device)
+            mask = (places[:, None] >= places)[None, None].expand(x.shape[0], -1, -1, -1)
         elif self.mask == "numbers":
             mask = torch.where(seen, 0.0, -1e4).to(x.dtype)[None, None].expand(1, 1, x.shape[1], -1)
         mixed = functional.scaled_dot_product_attention(
@@ -115,3 +118,17 @@ def test_kernels_that_are_switched_off_are_not_used() -> None:
     modes = [entry.mode for entry in dispatch_report(tvm).specializations]
     assert len(modes) == 2
     assert "attention without flash" in modes[1]
+
+
+def test_a_causal_mask_that_is_given_is_dropped_in_training() -> None:
+    given, told = Attention(mask="causal").cuda(), Attention(causal=True).cuda()
+    told.load_state_dict(given.state_dict())
+    x = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    add_tvm_dispatch(given.bfloat16(), x)
+    add_tvm_dispatch(told.bfloat16(), x)
+    mine, other = given(x), told(x)
+    mine.sum().backward()
+    other.sum().backward()
+    torch.testing.assert_close(mine, other, rtol=0, atol=0)
+    for one, two in zip(given.parameters(), told.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=0)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from tests.dispatch_helpers import eager
 from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.graph_capture import open_masks
 from tvmbridge.graph_capture.capture import capture
+from tvmbridge.graph_capture.open_masks import drop_open_masks
+from tvmbridge.graph_capture.trace.fused_attention import CUDNN, EFFICIENT
 
 Mask = Callable[[torch.Tensor], torch.Tensor]
 
@@ -79,3 +85,43 @@ def test_what_says_nothing_goes(mask: Mask, kept: bool, causal: bool) -> None:
         torch.manual_seed(1)
         torch.testing.assert_close(found, reference(x), rtol=1e-5, atol=1e-6)
     assert dispatch_report(module).tvm_calls == 1
+
+
+@pytest.mark.parametrize(("mask", "causal"), [(_causal, True), (_open, False), (_window, None)])
+def test_a_fused_kernel_without_a_mask_is_chosen_anew(
+    mask: Mask, causal: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def chosen(*given: Any) -> str:
+        asked.append(given)
+        return CUDNN
+
+    monkeypatch.setattr(open_masks, "fused_kernel", chosen)
+
+    class Fused(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            bias = torch.where(mask(x.transpose(1, 2)), 0.0, float("-inf"))
+            settings = (EFFICIENT, 0.0, False, 0.5, 0)
+            found: tuple[torch.Tensor, ...] = torch.ops.tvmbridge.fused_attention(
+                x, x, x, bias, *settings
+            )
+            return found
+
+    with FakeTensorMode():
+        x = torch.randn(2, 9, 3, 8)
+        graph = make_fx(Fused())(x).graph
+    drop_open_masks(graph)
+    (node,) = [n for n in graph.nodes if "fused_attention" in str(n.target)]
+    rows = node.meta["val"][1].shape[2:]
+    if causal is None:
+        assert not asked
+        assert (node.args[3] is None, node.args[4], node.args[6]) == (False, EFFICIENT, False)
+        assert rows == (32,)
+        return
+    (given,) = asked
+    assert [t.shape for t in given[:3]] == [torch.Size([2, 3, 9, 8])] * 3
+    assert all(t.requires_grad for t in given[:3])
+    assert given[3:] == (None, 0.0, causal)
+    assert (node.args[3], node.args[4], node.args[6]) == (None, CUDNN, causal)
+    assert rows == (9, 1)

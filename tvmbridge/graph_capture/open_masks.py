@@ -1,7 +1,8 @@
 """Masks of attention that are the same at every call, and say nothing.
 
 Libraries of models make a mask of whole extents while they are traced, where they make none in a
-call: one that is open everywhere, or the causal one. PyTorch's kernels are faster without.
+call: one that is open everywhere, or the causal one. PyTorch's kernels are faster without, and on
+a GPU faster kernels take attention without a mask.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from torch import fx
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.torch_private import OpOverload
+from tvmbridge.graph_capture.trace.fused_attention import fused_kernel
+from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
 # Elements of masks that are looked at.
 _MOST = 1 << 24
+_FUSED = f"{NAMESPACE}.fused_attention.default"
 # Of each operator the places of the mask and of what says that it is causal.
 _PLACES = {
     "aten.scaled_dot_product_attention.default": (3, 5),
     f"{NAMESPACE}.attention.default": (3, 4),
+    _FUSED: (3, 6),
 }
 
 
@@ -36,11 +41,35 @@ def drop_open_masks(graph: fx.Graph) -> None:
         value = _constant(mask, known)
         if value is None:
             continue
-        if _is_open(value):
-            _set(node, mask_place, None)
-        elif _is_causal(value):
-            _set(node, mask_place, None)
+        causal = _is_causal(value)
+        if not causal and not _is_open(value):
+            continue
+        kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
+        if kernel == "":
+            continue
+        _set(node, mask_place, None)
+        if causal:
             _set(node, causal_place, True)
+        if kernel is not None:
+            _change_kernel(node, kernel)
+
+
+def _kernel_without_mask(node: fx.Node, causal: bool) -> str:
+    """Return the kernel that PyTorch has on this GPU for attention without its mask, or ""."""
+    given = bound_arguments(node)
+    inside = [given[name].meta["val"].transpose(1, 2) for name in ("query", "key", "value")]
+    # The operator stands for attention that has a gradient, which the choice depends on.
+    tensors = [t.detach().requires_grad_() for t in inside]
+    query, key, value = tensors
+    return fused_kernel(query, key, value, None, given["dropout_p"], causal)
+
+
+def _change_kernel(node: fx.Node, kernel: str) -> None:
+    """Have ``kernel`` compute a node; what it keeps for backward has other shapes."""
+    _set(node, 4, kernel)
+    node.meta["val"] = evaluated(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
+    for item in node.users:
+        item.meta["val"] = node.meta["val"][item.args[1]]
 
 
 def _argument(node: fx.Node, place: int) -> Any:
@@ -105,7 +134,10 @@ def _is_open(mask: torch.Tensor) -> bool:
 def _is_causal(mask: torch.Tensor) -> bool:
     """Whether each row sees the columns up to its own, of as many."""
     rows, columns = mask.shape[-2:]
-    if mask.dtype is not torch.bool or rows != columns:
+    if rows != columns:
         return False
     causal = torch.ones(rows, columns, dtype=torch.bool, device=mask.device).tril()
-    return bool((mask == causal).all())
+    if mask.dtype is torch.bool:
+        return bool((mask == causal).all())
+    bias = torch.zeros(rows, columns, dtype=mask.dtype, device=mask.device)
+    return bool((mask == bias.masked_fill(~causal, float("-inf"))).all())
