@@ -245,6 +245,11 @@ def states() -> list[HalfState]:
     return [_state(half) for half in HALVES.values()]
 
 
+def missing_halves() -> list[HalfState]:
+    """Say of each half that this process has asked for, and lacks, why it is missing."""
+    return [_state(HALVES[name]) for name, module in list(_loaded.items()) if module is None]
+
+
 def _state(half: Half) -> HalfState:
     if half.name in _loaded:
         module = _loaded[half.name]

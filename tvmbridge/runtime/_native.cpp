@@ -3,7 +3,9 @@
 // Python.
 //
 // Dictionaries are compared by a version: up to Python 3.11 the one that CPython counts (PEP 509), from 3.12
-// on one that this file counts, which CPython notifies of each change. The object is only right for the
+// on one that this file counts, which CPython notifies of each change. Python 3.13 does not notify of an
+// attribute that is set on an object whose dictionary shares the object's own memory: of these dictionaries
+// the keys and values are compared too. The object is only right for the
 // PyTorch that it was built for: core/compiled_half.py compares TORCH_VERSION first.
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -73,6 +75,24 @@ void stop_counting(PyObject *) {}
 
 #endif
 
+// Whether the values of `dict` may change without a new version.
+bool changes_unnoticed([[maybe_unused]] PyObject *dict) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return reinterpret_cast<PyDictObject *>(dict)->ma_values != nullptr;
+#else
+    return false;
+#endif
+}
+
+// Appends the keys and values of `dict` to a list.
+bool append_entries(PyObject *list, PyObject *dict) {
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);)
+        if (PyList_Append(list, key) < 0 || PyList_Append(list, value) < 0)
+            return false;
+    return true;
+}
+
 uintptr_t address_of(const c10::TensorImpl *impl) {
     if (!impl->has_storage())
         return 0;
@@ -126,6 +146,7 @@ bool is_plain(PyObject *object) {
 struct Watched {
     std::vector<const uint64_t *> counters; // of the first dictionaries, one each
     std::vector<uint64_t> versions;
+    std::vector<PyObject *> compared; // dictionaries of which the entries are compared
     std::vector<PyTypeObject *> types;
     std::vector<Properties> tensors;
     std::vector<uintptr_t> addresses;
@@ -139,6 +160,7 @@ struct Watch {
     PyObject *places;    // tuple of (dict, key, value)
     PyObject *functions; // tuple of (function, code, defaults or None)
     PyObject *missing;   // stands for no value at a place
+    PyObject *entries;   // list of the keys and values of the dictionaries that are compared
     Watched *watched;
 };
 
@@ -149,6 +171,7 @@ int watch_traverse(Watch *self, visitproc visit, void *arg) {
     Py_VISIT(self->places);
     Py_VISIT(self->functions);
     Py_VISIT(self->missing);
+    Py_VISIT(self->entries);
     return 0;
 }
 
@@ -169,6 +192,7 @@ int watch_clear(Watch *self) {
     Py_CLEAR(self->places);
     Py_CLEAR(self->functions);
     Py_CLEAR(self->missing);
+    Py_CLEAR(self->entries);
     return 0;
 }
 
@@ -190,6 +214,18 @@ bool all_triples(PyObject *items, PyTypeObject *first) {
         }
     }
     return true;
+}
+
+// Whether the dictionaries that are compared have the same keys and values, in the same order.
+bool entries_hold(const Watch *self) {
+    Py_ssize_t next = 0, count = PyList_GET_SIZE(self->entries);
+    PyObject *key, *value;
+    for (PyObject *dict : self->watched->compared)
+        for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); next += 2)
+            if (next >= count || PyList_GET_ITEM(self->entries, next) != key ||
+                PyList_GET_ITEM(self->entries, next + 1) != value)
+                return false;
+    return next == count;
 }
 
 bool place_holds(const Watch *self, PyObject *place) {
@@ -226,6 +262,11 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
     self->functions = Py_NewRef(functions);
     self->missing = Py_NewRef(missing);
     self->watched = new Watched();
+    self->entries = PyList_New(0);
+    if (self->entries == nullptr) {
+        Py_DECREF(self);
+        return nullptr;
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dicts); i++) {
         PyObject *dict = PyTuple_GET_ITEM(dicts, i);
         if (!PyDict_Check(dict)) {
@@ -240,6 +281,13 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
         }
         self->watched->counters.push_back(version);
         self->watched->versions.push_back(*version);
+        if (!changes_unnoticed(dict))
+            continue;
+        self->watched->compared.push_back(dict);
+        if (!append_entries(self->entries, dict)) {
+            Py_DECREF(self);
+            return nullptr;
+        }
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++)
         self->watched->types.push_back(Py_TYPE(PyTuple_GET_ITEM(objects, i)));
@@ -267,7 +315,7 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
     PyObject **items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
     for (size_t i = 0; i < before.types.size(); i++)
         changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
-    if (changed)
+    if (changed || !entries_hold(self))
         Py_RETURN_FALSE;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++)
         if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
