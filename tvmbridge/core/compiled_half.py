@@ -225,7 +225,7 @@ def half_path(half: Half) -> Path:
 
 
 def build_halves() -> list[HalfState]:
-    """Compile every half that is missing, whatever failed before, and wait for all."""
+    """Compile every half that is missing or cannot be loaded, whatever failed before."""
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(_built, HALVES.values()))
 
@@ -233,9 +233,13 @@ def build_halves() -> list[HalfState]:
 def _built(half: Half) -> HalfState:
     try:
         _prepare_folder(halves_folder())
-        path = compile_half(half.source, half_path(half), again=True)
-        _module(half.name, path)
-    except HalfError as error:
+        path = half_path(half)
+        with contextlib.suppress(HalfError, FileNotFoundError):
+            _module(half.name, path)
+            return HalfState(half, path)
+        path.unlink(missing_ok=True)  # a file that cannot be used
+        _module(half.name, compile_half(half.source, path, again=True))
+    except (HalfError, OSError) as error:
         return HalfState(half, None, str(error))
     return HalfState(half, path)
 

@@ -159,6 +159,9 @@ def _packages(_probe: Probe) -> list[Finding]:
         elif package.found is None:
             advice = f"make sure that it is {package.needed}"
             row = Finding(package.name, Status.NOTE, detail, advice)
+        elif package.newer is not None:
+            advice = f"if results differ, install {package.name} {versions.NEWEST[package.name]}"
+            row = Finding(package.name, Status.NOTE, package.newer, advice)
         else:
             row = Finding(package.name, Status.OK, detail, essential=True)
         rows.append(row)
