@@ -1,6 +1,6 @@
 """The machine-dependent part of the suite, for machines of several kinds:
 
-    python -m tests.machines [--only NAME ...] [FOLDER ...]
+    python -m tests.machines [--only NAME]... [FOLDER ...]
 
 A machine is a processor in LLVM's words, a number of cores, and whether it has the compiled halves.
 One whose instructions this machine lacks is left out. The exit status is 1 where a test failed.
@@ -107,7 +107,9 @@ def main() -> int:
     """Run all machines one after the other."""
     parser = argparse.ArgumentParser(prog="python -m tests.machines")
     parser.add_argument("folders", nargs="*", default=list(FOLDERS), metavar="FOLDER")
-    parser.add_argument("--only", nargs="+", choices=[m.name for m in MACHINES], metavar="NAME")
+    parser.add_argument(
+        "--only", action="append", choices=[m.name for m in MACHINES], metavar="NAME"
+    )
     known = parser.parse_args()
     passed = True
     for machine in MACHINES:
