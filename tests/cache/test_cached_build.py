@@ -197,14 +197,30 @@ def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch) ->
     assert module(sample()).isfinite().all()
 
 
-def test_code_without_a_linker_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> bytes:
-        raise RuntimeError("no linker")
+def test_code_that_cannot_be_exported_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> bytes:
+        raise RuntimeError("no room")
 
     monkeypatch.setattr(cached_build, "exported", fail)
     module = make_block().eval()
     assert dispatched(module, sample()).endswith("it cannot be exported")
     assert module(sample()).isfinite().all()
+
+
+def test_a_linker_that_fails_leaves_bitcode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As gcc does where the C library's files for linking are missing."""
+    program = tmp_path / "cxx"
+    program.write_text("#!/bin/sh\necho cannot find crti.o >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    first, second = make_block().eval(), make_block().eval()
+    assert dispatched(first, sample()) == "miss: nothing is kept for this graph"
+    monkeypatch.delenv("CXX")
+    assert dispatched(second, sample()) == "hit"
+    assert torch.equal(first(sample()), second(sample()))
+    assert "cannot be exported" not in caplog.text
 
 
 def test_a_key_that_stands_for_another_spec_is_refused() -> None:

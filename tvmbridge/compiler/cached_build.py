@@ -29,7 +29,8 @@ from tvmbridge.compiler.build import (
     prepare,
     schedule,
 )
-from tvmbridge.compiler.exported import can_link, exported, module_of
+from tvmbridge.compiler.exported import exported, module_of
+from tvmbridge.core.errors import first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.core.types import PassRecord
@@ -169,11 +170,9 @@ class CachedBuild:
         ``key``: None where what it is made of has changed meanwhile.
         """
         try:
-            library = exported(code.executable)
-            module = module_of(library)
-        except Exception as error:  # a full disk, a folder that nothing may run from
-            why_not = error if can_link() else f"{error}; install g++ (apt install g++)"
-            logger.warning("compiled code is not kept: it cannot be exported: %s", why_not)
+            library, module = _exported_and_loaded(code.executable)
+        except Exception as error:  # a full disk, or no code of LLVM's
+            logger.warning("compiled code is not kept: it cannot be exported: %s", error)
             module = code.executable
             why += "; it cannot be exported"
         else:
@@ -186,6 +185,21 @@ class CachedBuild:
                 refusal = "settings have changed meanwhile"
             why += "" if refusal is None else f"; {refusal}"
         return load_code(code, module, self.target, self.device, why)
+
+
+def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
+    """The executable as bytes, and the module that is loaded from them.
+
+    A library where it can be linked and loaded; bitcode where there is no linker, or where nothing
+    may run from the folder of temporary files.
+    """
+    try:
+        library = exported(executable, linked=True)
+        return library, module_of(library)
+    except Exception as error:  # a linker fails in as many ways as there are linkers
+        logger.info("compiled code is kept as bitcode: %s", first_line(error))
+    bitcode = exported(executable, linked=False)
+    return bitcode, module_of(bitcode)
 
 
 def _description(

@@ -22,19 +22,23 @@ _EXECUTABLE: Final = "relax.VMExecutable"
 
 
 def can_link() -> bool:
-    """Whether TVM finds a compiler that links shared libraries."""
+    """Whether TVM finds a compiler that may link shared libraries."""
     return get_cc() is not None
 
 
-def exported(executable: Any) -> bytes:
-    """Return the executable, with its constants, as a shared library or as bitcode.
+def exported(executable: Any, linked: bool) -> bytes:
+    """Return the executable, with its constants: as a shared library if ``linked``, or as bitcode.
 
     Raises:
-        BuildError: part of it is no code of LLVM's, and there is no compiler.
+        BuildError: there is no compiler to link it, or part of it is no code of LLVM's.
+        RuntimeError: the compiler cannot link it.
+        OSError: the folder of temporary files cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
-        if not can_link():
+        if not linked:
             return _as_bitcode(executable.mod, Path(folder))
+        if not can_link():
+            raise BuildError("there is no C++ compiler to link it")
         path = Path(folder, "code.so")
         executable.export_library(str(path))
         return path.read_bytes()

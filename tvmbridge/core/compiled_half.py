@@ -27,10 +27,11 @@ from tvmbridge.core.half_build import (
     compiler_command,
     digest_of_half,
     failure_of,
+    prepare_folder,
     refuse_known_failure,
+    refuse_shared,
 )
 from tvmbridge.core.machine import cache_folder, caching_is_off
-from tvmbridge.core.own_files import distrust
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def compiled_half(name: str) -> Any:
     half = HALVES[name]
     try:
         module = _module(name, _path_of(half))
-    except HalfError as error:
+    except Exception as error:  # whatever is wrong with it: Python does the same
         module = None
         _reasons[name] = str(error)
         logger.info("%s is not used: %s", name, error)
@@ -180,7 +181,7 @@ def _compiler_to_use() -> list[str]:
         raise HalfError("it was not compiled before, and TVMBRIDGE_CACHE is off")
     if _forked:
         raise HalfError("it was not compiled before this process was forked")
-    _prepare_folder(halves_folder())
+    prepare_folder(halves_folder())
     return compiler_command()
 
 
@@ -232,14 +233,14 @@ def build_halves() -> list[HalfState]:
 
 def _built(half: Half) -> HalfState:
     try:
-        _prepare_folder(halves_folder())
+        prepare_folder(halves_folder())
         path = half_path(half)
         with contextlib.suppress(HalfError, FileNotFoundError):
             _module(half.name, path)
             return HalfState(half, path)
         path.unlink(missing_ok=True)  # a file that cannot be used
         _module(half.name, compile_half(half.source, path, again=True))
-    except (HalfError, OSError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return HalfState(half, None, str(error))
     return HalfState(half, path)
 
@@ -259,40 +260,17 @@ def _state(half: Half) -> HalfState:
         module = _loaded[half.name]
         path = None if module is None else Path(module.__file__)
         return HalfState(half, path, _reasons.get(half.name, ""))
-    path = half_path(half)
+    if word() == "off":
+        return HalfState(half, None, f"{SWITCH} is {os.environ.get(SWITCH)}")
     try:
-        if word() == "off":
-            return HalfState(half, None, f"{SWITCH} is {os.environ.get(SWITCH)}")
+        path = half_path(half)
         if path.is_file():
-            _refuse_shared(path)
+            refuse_shared(path)
             return HalfState(half, path)
         refuse_known_failure(path, _compiler_to_use())
         return HalfState(half, None, "nothing has used it yet, and its first use compiles it")
-    except (HalfError, OSError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         return HalfState(half, None, str(error))
-
-
-def _prepare_folder(folder: Path) -> None:
-    """Make the folder.
-
-    Raises:
-        HalfError: it cannot be made, or others may write into it.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        reason = distrust(folder.stat())
-    except (OSError, RuntimeError) as error:
-        raise HalfError(f"the folder for it cannot be made: {error}") from error
-    if reason is not None:
-        raise HalfError(f"{folder} {reason}")
-
-
-def _refuse_shared(path: Path) -> None:
-    """Raise HalfError where somebody else may have written the file."""
-    for each in (path.parent, path):
-        reason = distrust(each.stat())
-        if reason is not None:
-            raise HalfError(f"{each} {reason}")
 
 
 def _module(name: str, path: Path) -> Any:
@@ -302,7 +280,7 @@ def _module(name: str, path: Path) -> Any:
         HalfError: somebody else may have written the file, or it cannot be loaded.
     """
     try:
-        _refuse_shared(path)
+        refuse_shared(path)
         spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise HalfError(f"{path} is no module")

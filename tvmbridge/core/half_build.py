@@ -21,7 +21,7 @@ import torch
 import tvm_ffi
 
 from tvmbridge.core.errors import BridgeError
-from tvmbridge.core.own_files import MODE, replace_file
+from tvmbridge.core.own_files import MODE, distrust, replace_file
 
 try:
     import fcntl
@@ -49,7 +49,10 @@ def compiler_command() -> list[str]:
     """
     if sys.platform == "win32":
         raise HalfError("it is not compiled on Windows")
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise HalfError(f"CXX is no command: {error}") from error
     for command in [named] if named else [[name] for name in _COMPILERS]:
         found = shutil.which(command[0])
         if found is not None:
@@ -111,12 +114,41 @@ def compile_half(source: Path, path: Path, again: bool = False) -> Path:
     return path
 
 
+def prepare_folder(folder: Path) -> None:
+    """Make the folder.
+
+    Raises:
+        HalfError: it cannot be made, or others may write into it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        reason = distrust(folder.stat())
+    except (OSError, RuntimeError) as error:
+        raise HalfError(f"the folder for it cannot be made: {error}") from error
+    if reason is not None:
+        raise HalfError(f"{folder} {reason}")
+
+
+def refuse_shared(path: Path) -> None:
+    """Raise HalfError where somebody else may have written the file."""
+    for each in (path.parent, path):
+        reason = distrust(each.stat())
+        if reason is not None:
+            raise HalfError(f"{each} {reason}")
+
+
 def _compile(command: list[str], source: Path, path: Path) -> None:
     new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     whole = [*command, *_FLAGS, *_includes(), str(source), "-o", str(new), *_linked()]
     try:
         done = subprocess.run(
-            whole, capture_output=True, text=True, timeout=SECONDS, check=False, env=_environment()
+            whole,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
         )
         if done.returncode == 0:
             new.chmod(MODE)
@@ -133,10 +165,6 @@ def _compile(command: list[str], source: Path, path: Path) -> None:
     reason += f"; `{doctor()}` tries again"
     replace_file(failure_of(path), f"{_identity(command)}\n{reason}".encode())
     raise HalfError(reason)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "LC_ALL": "C"}
 
 
 def _error_in(text: str) -> str:
