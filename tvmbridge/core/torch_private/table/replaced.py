@@ -24,7 +24,7 @@ class _Applied(Function):
 def _is_known_by_its_context(_: Any) -> bool:
     """Each call of a custom function makes one, also of an ``apply`` that was bound before."""
     made: list[Any] = []
-    bound = _Applied.apply
+    bound: Any = _Applied.apply
     with mock.patch.object(
         BackwardCFunction, "__init__", lambda ctx: made.append(ctx._forward_cls)
     ):
