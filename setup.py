@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
@@ -83,49 +82,6 @@ def long_description() -> str:
     return readme.read_text(encoding="utf-8") if readme.is_file() else ""
 
 
-def extensions() -> list[Extension]:
-    """The compiled halves of guards, products and dropout's draws, for the PyTorch installed.
-
-    They are left out where PyTorch cannot be seen (pip builds in an environment of its own, unless
-    it is told ``--no-build-isolation``) and where compiling fails, that of the guards also where
-    Python has no versions of dictionaries: tvmbridge then compares and calls in Python, and
-    PyTorch draws.
-    """
-    try:
-        from torch.utils.cpp_extension import include_paths, library_paths
-    except ImportError:
-        return []
-    folders, libraries = include_paths(), ["c10", "torch_cpu", "torch_python"]
-    where = library_paths()
-    sources = {"tvmbridge.core._bernoulli": "tvmbridge/core/_bernoulli.cpp"}
-    if sys.version_info < (3, 13):
-        sources["tvmbridge.runtime._native"] = "tvmbridge/runtime/_native.cpp"
-    try:
-        from tvm_ffi import libinfo
-    except ImportError:
-        pass
-    else:
-        sources["tvmbridge.kernels._products"] = "tvmbridge/kernels/_products.cpp"
-        folders = [*folders, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
-        libraries = [*libraries, "tvm_ffi"]
-        where = [*where, str(Path(libinfo.find_libtvm_ffi()).parent)]
-    return [
-        Extension(
-            name,
-            [source],
-            include_dirs=folders,
-            library_dirs=where,
-            libraries=libraries,
-            extra_compile_args=["-std=c++20", "-O3"],
-            # Each is linked with what it calls.
-            extra_link_args=["-Wl,--as-needed"] * (sys.platform == "linux"),
-            language="c++",
-            optional=True,
-        )
-        for name, source in sources.items()
-    ]
-
-
 PACKAGES, FOLDERS = packages_and_folders()
 
 setup(
@@ -138,9 +94,9 @@ setup(
     python_requires=">=3.10,<3.14",
     packages=PACKAGES,
     package_dir=FOLDERS,
-    ext_modules=extensions(),
     package_data={
-        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js"],
+        # The C++ sources are compiled at their first use (core/compiled_half.py).
+        "": ["py.typed", "*.json", "*.csv", "*.tsv", "*.txt", "*.html", "*.css", "*.js", "*.cpp"],
         "tvmbridge": ["tuning_logs/*/*.json"],  # through a link, as passes/ is
     },
     install_requires=[*bound_requirements(), "numpy", "graphviz", "networkx", "rich"],

@@ -26,6 +26,7 @@ from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
 from tvmbridge import add_tvm_dispatch
 from tvmbridge.compiler.compiled import CompiledModule
+from tvmbridge.core import compiled_half
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.runtime import entry_compiler as compiler
 from tvmbridge.runtime.fallbacks import log_summaries
@@ -37,8 +38,22 @@ Apply = Callable[[RelaxPass, tvm.IRModule, PassReport], tvm.IRModule]
 atexit.unregister(log_summaries)
 
 
+# The C++ halves are the user's, also in tests that name a folder of their own for the cache.
+os.environ.setdefault(compiled_half.FOLDER, str(compiled_half.halves_folder()))
 # Tests compile what they test: neither code of the user's cache nor of an earlier test.
 os.environ["TVMBRIDGE_CACHE"] = "0"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the missing halves before any test runs, once for all workers."""
+    if compiled_half.word() == "build" and not hasattr(config, "workerinput"):
+        compiled_half.build_halves()
+        os.environ[compiled_half.SWITCH] = "load"
+
+
+def pytest_report_header() -> list[str]:
+    """Say which halves the tests run with."""
+    return [f"compiled half {state}" for state in compiled_half.states()]
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help="say which versions these are")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="say whether tvmbridge works on this machine")
+    doctor.add_argument(
+        "--build", action="store_true", help="compile the missing C++ halves, and check nothing"
+    )
     doctor.set_defaults(run=_doctor)
     # The demo has options of its own, --help among them.
     demo = commands.add_parser("demo", help="a trained BERT serves and learns", add_help=False)
@@ -232,8 +235,11 @@ def _cache(known: argparse.Namespace, _rest: list[str]) -> int:
     return 0
 
 
-def _doctor(_known: argparse.Namespace, _rest: list[str]) -> int:
+def _doctor(known: argparse.Namespace, _rest: list[str]) -> int:
     from tvmbridge.doctor import command as doctor
+
+    if known.build:
+        return doctor.build()
 
     return doctor.main()
 

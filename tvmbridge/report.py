@@ -12,6 +12,7 @@ from tvm.target import Target
 
 from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.packing import PackReport
+from tvmbridge.core.compiled_half import missing_halves
 from tvmbridge.core.types import PassRecord, ValueDescriptor
 from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
@@ -83,7 +84,8 @@ class DispatchReport:
     ``examples`` says more of the first fallback of a reason: which argument, and what was expected.
     ``dropped`` counts the code that gave way to newer code, ``unchecked`` the calls that
     were due for a check but could not be checked, by reason. ``under_way`` is what another process
-    compiles at this time.
+    compiles at this time. ``missing_halves`` says of each C++ half that this process lacks why it
+    is missing, and what that costs.
     """
 
     tvm_calls: int
@@ -95,10 +97,14 @@ class DispatchReport:
     unchecked: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
     under_way: tuple[str, ...] = ()
+    missing_halves: tuple[str, ...] = ()
 
     @property
     def share(self) -> float:
-        """The share of the calls so far that TVM served; 1 where there were none."""
+        """The share of the calls so far that TVM served; 0 where there were none.
+
+        Calls of the module's methods other than forward are not seen.
+        """
         return share(self.tvm_calls, sum(self.fallbacks.values()))
 
     @property
@@ -119,10 +125,15 @@ class DispatchReport:
 
         console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
         calls = self.tvm_calls + sum(self.fallbacks.values())
-        console.print(f"calls served by TVM: {self.tvm_calls} of {calls} ({self.share:.0%})")
+        if calls:
+            console.print(f"calls served by TVM: {self.tvm_calls} of {calls} ({self.share:.0%})")
+        else:
+            console.print("no call of forward yet; calls of other methods are not served by TVM")
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)
             console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
+        for half in self.missing_halves:
+            console.print(half, highlight=False, markup=False)
         for what in self.under_way:
             console.print(f"in the background: {what}", highlight=False)
         for reason, count in self.unchecked.items():
@@ -221,6 +232,7 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
         specializations=reports,
         packs=dispatcher.packing.reports(),
         under_way=dispatcher.background.under_way(),
+        missing_halves=tuple(map(str, missing_halves())),
         unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
     )
 

@@ -16,6 +16,7 @@ from tvmbridge import CompileOptions, add_tvm_dispatch, dispatch_report
 from tvmbridge.cache import CacheKey, surroundings
 from tvmbridge.compiler import cached_build
 from tvmbridge.compiler.cached_build import CachedBuild
+from tvmbridge.compiler.exported import can_link
 from tvmbridge.kernels import keys
 from tvmbridge.schedules.target import host_target
 
@@ -71,8 +72,17 @@ def _results(module: nn.Module) -> list[torch.Tensor]:
     return [*results, *module.buffers()]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_a_hit_returns_what_eager_pytorch_does(training: bool) -> None:
+@pytest.mark.parametrize(
+    ("training", "linker"), [(True, True), (True, False), (False, True)], ids=str
+)
+def test_a_hit_returns_what_eager_pytorch_does(
+    training: bool, linker: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not linker:
+        for name in ("CXX", "CC"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("PATH", "")
+        assert not can_link()
     eager = Everything().double().train(training)
     first, second = copy.deepcopy(eager), copy.deepcopy(eager)
     x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
@@ -174,27 +184,43 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_a_damaged_library_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is as it was written, and cannot be loaded all the same."""
     dispatched(make_block().eval(), sample())
-    genuine = cached_build._module_of
+    genuine = cached_build.module_of
     calls: list[bytes] = []
 
     def fail_first(library: bytes) -> object:
         calls.append(library)
         return genuine(library if len(calls) > 1 else b"no library")
 
-    monkeypatch.setattr(cached_build, "_module_of", fail_first)
+    monkeypatch.setattr(cached_build, "module_of", fail_first)
     module = make_block().eval()
     assert dispatched(module, sample()).startswith("miss: it cannot be loaded")
     assert module(sample()).isfinite().all()
 
 
-def test_code_without_a_linker_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object) -> bytes:
-        raise RuntimeError("no linker")
+def test_code_that_cannot_be_exported_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> bytes:
+        raise RuntimeError("no room")
 
-    monkeypatch.setattr(cached_build, "_exported", fail)
+    monkeypatch.setattr(cached_build, "exported", fail)
     module = make_block().eval()
     assert dispatched(module, sample()).endswith("it cannot be exported")
     assert module(sample()).isfinite().all()
+
+
+def test_a_linker_that_fails_leaves_bitcode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As gcc does where the C library's files for linking are missing."""
+    program = tmp_path / "cxx"
+    program.write_text("#!/bin/sh\necho cannot find crti.o >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", str(program))
+    first, second = make_block().eval(), make_block().eval()
+    assert dispatched(first, sample()) == "miss: nothing is kept for this graph"
+    monkeypatch.delenv("CXX")
+    assert dispatched(second, sample()) == "hit"
+    assert torch.equal(first(sample()), second(sample()))
+    assert "cannot be exported" not in caplog.text
 
 
 def test_a_key_that_stands_for_another_spec_is_refused() -> None:

@@ -129,6 +129,21 @@ def test_an_unknown_version_is_logged_and_let_pass(
     assert "the version of apache-tvm cannot be determined" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"), [("2.14.1+cu130", False), ("2.15.0", True), ("3.0.1", True)]
+)
+def test_a_torch_newer_than_was_tested_is_taken_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    version: str,
+    warned: bool,
+) -> None:
+    pretend(monkeypatch, tmp_path, metadata={**RIGHT, "torch": version})
+    versions.check_versions()
+    assert (f"torch {version} is newer than" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("text", ["__version__ = read()\n", "def broken(\n", "version = '1'\n"])
 def test_an_unreadable_version_file_says_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "_version.py").write_text(text)

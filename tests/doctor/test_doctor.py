@@ -16,6 +16,12 @@ from tvmbridge.doctor import probes
 from tvmbridge.doctor.command import Finding, ProbeResult, Status
 
 
+def half(path: str | None = "/cache/_native.so") -> dict[str, str | None]:
+    """What a probe says of one half."""
+    text = f"_native: {path}" if path else "_native is missing, because there is no compiler"
+    return {"name": "_native", "path": path, "text": text}
+
+
 class Machine:
     """Answers the doctor's probes as a machine with these facts would."""
 
@@ -23,6 +29,8 @@ class Machine:
         self.answers = {
             "torch": ProbeResult({"threads": 2, "cpu": "AVX2"}),
             "compiler": ProbeResult({"equal": True}),
+            "halves": ProbeResult({"halves": [half()]}),
+            "linker": ProbeResult({"linker": "/usr/bin/g++"}),
             "alignment": ProbeResult({"aligned": True}),
             "private_names": ProbeResult({"checked": 80, "problems": []}),
             "gpu": ProbeResult({"available": False}),
@@ -96,6 +104,39 @@ def test_what_a_gpu_lacks_is_told_and_leaves_the_cpu_path(monkeypatch: pytest.Mo
     assert doctor.cpu_path_works(findings)
     found = doctor.verdict(findings)
     assert found == "The CPU path works, but GPUs need nvcc or NVRTC and pictures need dot."
+
+
+def test_a_missing_half_is_told_and_leaves_the_cpu_path() -> None:
+    machine = Machine(halves=ProbeResult({"halves": [half(None)]}))
+    findings = doctor.examine(machine)
+    assert "there is no compiler" in finding(findings, "compiled halves").detail
+    assert "doctor --build" in finding(findings, "compiled halves").advice
+    assert doctor.cpu_path_works(findings)
+    assert "calls cost more without the compiled halves" in doctor.verdict(findings)
+
+
+def test_a_machine_without_a_linker_is_told() -> None:
+    findings = doctor.examine(Machine(linker=ProbeResult({"linker": None})))
+    assert finding(findings, "linker").status is Status.NOTE
+    assert doctor.cpu_path_works(findings)
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_building_says_of_each_half_whether_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], built: bool
+) -> None:
+    found = ProbeResult({"halves": [half(), half("/there" if built else None)]})
+    monkeypatch.setattr(doctor, "run_probe", lambda *_: found)
+    assert doctor.build() == (0 if built else 1)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_newer_torch_than_was_tested_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = versions.PackageVersion("torch", ">=2.11", True, "9.0.0", None)
+    monkeypatch.setattr(versions, "installed_versions", lambda: [newer])
+    findings = doctor.examine(Machine())
+    assert finding(findings, "torch").status is Status.NOTE
+    assert doctor.cpu_path_works(findings)
 
 
 def test_a_wrong_pin_shows_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import tvm_ffi
 
+from tvmbridge.core.compiled_half import compiled_half
 from tvmbridge.kernels import register_kernels
 from tvmbridge.kernels.keys import key_of
 from tvmbridge.kernels.matmul import (
@@ -20,7 +21,9 @@ from tvmbridge.kernels.matmul import (
     run_onednn_matmul,
 )
 
-pytest.importorskip("tvmbridge.kernels._products", reason="the compiled half was not built")
+pytestmark = pytest.mark.skipif(
+    compiled_half("tvmbridge.kernels._products") is None, reason="the compiled half is missing"
+)
 
 Case = tuple[tuple[int, ...], View, tuple[int, ...], View, tuple[int, ...]]
 # Shapes and views of both operands, shape of the result.

@@ -12,6 +12,22 @@ _SPELLING = "tests/runtime/guards/test_spelling.py"
 
 SERVING = (
     Plant(
+        "a compiled half that others may have written",
+        "runtime",
+        "tvmbridge.core.half_build",
+        "reason = distrust(each.stat())",
+        "reason = None",
+        ("tests/core/test_compiled_half.py", "-k", "others"),
+    ),
+    Plant(
+        "a custom function taken for its forward",
+        "rules",
+        "tvmbridge.differentiation.custom_functions",
+        'patched_here(BackwardCFunction, "__init__", applied),',
+        "",
+        ("tests/differentiation/test_custom_functions.py",),
+    ),
+    Plant(
         "a mutation not written back",
         "runtime",
         "tvmbridge.runtime.outputs",

@@ -49,9 +49,25 @@ def test_what_was_tuned_is_not_noted(tmp_path: Path) -> None:
 def test_only_who_asks_gets_a_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_tvm_dispatch(Softmax().eval(), sample())
     assert list((tmp_path / "cwd").iterdir()) == []
+    (tmp_path / "logs").mkdir()
     monkeypatch.setenv("TVMBRIDGE_TUNING_LOGS", str(tmp_path / "logs"))
     add_tvm_dispatch(Softmax().eval(), sample())
     assert len(read_pending(folder_in(tmp_path / "logs"))) == 1
+
+
+@pytest.mark.parametrize("by", ["option", "variable"])
+def test_a_mistyped_directory_is_named_and_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    mistyped = tmp_path / by / "no" / "such"
+    if by == "variable":
+        monkeypatch.setenv("TVMBRIDGE_TUNING_LOGS", str(mistyped))
+    options = {"tuning_logs": str(mistyped)} if by == "option" else {}
+    for _ in range(2):
+        module = add_tvm_dispatch(Softmax().eval(), sample(), options=options)
+    assert module(sample()).shape == sample().shape
+    assert not (tmp_path / by).exists()
+    assert caplog.text.count(f"there is no directory {mistyped}") == 1
 
 
 def test_a_list_that_cannot_be_written_costs_a_warning(

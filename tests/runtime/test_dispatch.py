@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import pickletools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -194,6 +196,35 @@ def test_an_unpickled_module_runs_its_own_forward(trained: nn.Module) -> None:
     add_tvm_dispatch(loaded, sample().requires_grad_())
     assert_same_step(loaded, eager(trained), sample())
     assert dispatch_report(loaded).tvm_calls == 1
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@pytest.mark.parametrize("kind", ["class", "instance", "outer", "method"])
+def test_a_pickle_of_a_dispatched_module_does_not_need_tvmbridge(
+    trained: nn.Module, kind: str
+) -> None:
+    pickled: Any = trained
+    if kind == "instance":
+        pickled = nn.Linear(3, 3)
+        pickled.forward = _scaled
+        add_tvm_dispatch(pickled)
+    elif kind == "outer":
+        pickled = nn.Sequential(trained, nn.Dropout(0.5))
+    elif kind == "method":
+        pickled = trained.forward
+    content = pickle.dumps(pickled)
+    words = [argument for _, argument, _ in pickletools.genops(content)]
+    assert not [w for w in words if isinstance(w, str) and w.startswith("tvmbridge")]
+    loaded = pickle.loads(content)
+    if kind == "instance":
+        assert loaded.forward is _scaled
+        return
+    module = loaded.__self__ if kind == "method" else loaded
+    module.eval()
+    torch.testing.assert_close(loaded(sample()), eager(trained).eval()(sample()))
 
 
 def test_hooks_of_the_module_itself_run(served: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """The files of the cache: one for each key, checked when it is read, written whole or not at all.
 
 A file is a line that says what it is, the digest of all that follows, the length of a description
-in JSON, the description, and a shared library. Nothing in it is unpickled: the library is code, and
+in JSON, the description, and a library or bitcode. Nothing is unpickled: the library is code, and
 for its sake only files that this user alone can have written are read, but a description that was
 damaged, or made by another version, must not become objects of any class.
 """
@@ -46,7 +46,7 @@ class DamagedFileError(BridgeError, ValueError):
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept for a key: a description in plain JSON, and a shared library."""
+    """What is kept for a key: a description in plain JSON, and a shared library or bitcode."""
 
     description: Mapping[str, Any]
     library: bytes

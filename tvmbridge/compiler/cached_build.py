@@ -8,11 +8,9 @@ process and a second one run the same instructions.
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,8 @@ from tvmbridge.compiler.build import (
     prepare,
     schedule,
 )
+from tvmbridge.compiler.exported import exported, module_of
+from tvmbridge.core.errors import first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.core.types import PassRecord
@@ -149,7 +149,7 @@ class CachedBuild:
             code, passes = _described(kept.description)
             if not adopt(dict(code.keys)):
                 return "kernels of this process have the keys of others of the code's"
-            module = _module_of(kept.library)
+            module = module_of(kept.library)
             built = load_code(code, module, self.target, self.device, HIT)
         except Exception as error:  # whatever is wrong with it: it is compiled again
             logger.warning("compiled code from the cache cannot be loaded: %s", error)
@@ -170,9 +170,8 @@ class CachedBuild:
         ``key``: None where what it is made of has changed meanwhile.
         """
         try:
-            library = _exported(code.executable)
-            module = _module_of(library)
-        except Exception as error:  # no linker, a full disk, a folder that nothing may run from
+            library, module = _exported_and_loaded(code.executable)
+        except Exception as error:  # a full disk, or no code of LLVM's
             logger.warning("compiled code is not kept: it cannot be exported: %s", error)
             module = code.executable
             why += "; it cannot be exported"
@@ -188,24 +187,19 @@ class CachedBuild:
         return load_code(code, module, self.target, self.device, why)
 
 
-def _exported(executable: Any) -> bytes:
-    """The executable as a shared library, which has its constants too."""
-    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
-        path = Path(folder, "code.so")
-        executable.export_library(str(path))
-        return path.read_bytes()
+def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
+    """The executable as bytes, and the module that is loaded from them.
 
-
-def _module_of(library: bytes) -> Any:
-    """The module in a shared library.
-
-    From a file of its own, each time: a system hands out one copy of a file that is loaded twice,
-    in which the second module would take the place of the first.
+    A library where it can be linked and loaded; bitcode where there is no linker, or where nothing
+    may run from the folder of temporary files.
     """
-    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
-        path = Path(folder, "code.so")
-        path.write_bytes(library)
-        return tvm.runtime.load_module(str(path))
+    try:
+        library = exported(executable, linked=True)
+        return library, module_of(library)
+    except Exception as error:  # a linker fails in as many ways as there are linkers
+        logger.info("compiled code is kept as bitcode: %s", first_line(error))
+    bitcode = exported(executable, linked=False)
+    return bitcode, module_of(bitcode)
 
 
 def _description(

@@ -1,18 +1,293 @@
-"""Compiled halves: modules of C++ that are built for one PyTorch, where they could be built."""
+"""Compiled halves: C++ modules that do in one call what tvmbridge otherwise does in Python.
+
+The sources are part of the package. A half is compiled once, at its first use, for the PyTorch
+that runs, and kept in a folder of the user's cache. Without a half tvmbridge computes the same,
+slower: :func:`states` says which half is missing, why, and what that costs.
+"""
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+import contextlib
+import importlib.util
+import logging
+import os
+import sys
+import sysconfig
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 
+from tvmbridge.core.half_build import (
+    HalfError,
+    compile_half,
+    compiler_command,
+    digest_of_half,
+    failure_of,
+    prepare_folder,
+    refuse_known_failure,
+    refuse_shared,
+)
+from tvmbridge.core.machine import cache_folder, caching_is_off
+
+logger = logging.getLogger(__name__)
+
+# "build": load a half, or compile it; "load": load what was compiled before; "off": use none.
+SWITCH = "TVMBRIDGE_HALVES"
+FOLDER = "TVMBRIDGE_HALVES_DIR"
+_WORDS: Final = ("build", "load", "off")
+_PACKAGE = Path(__file__).parents[1]
+_AT_ONCE = 2  # each takes up to a gigabyte of memory
+
+
+@dataclass(frozen=True)
+class Half:
+    """One compiled half.
+
+    name: the module's full name.
+    source: its file.
+    cost: what is slower without it.
+    """
+
+    name: str
+    source: Path
+    cost: str
+
+
+# In the order in which a first dispatch asks for them.
+HALVES: Final = {
+    half.name: half
+    for half in (
+        Half(
+            "tvmbridge.kernels._products",
+            _PACKAGE / "kernels" / "_products.cpp",
+            "each matrix product is called through Python, some microseconds more",
+        ),
+        Half(
+            "tvmbridge.runtime._native",
+            _PACKAGE / "runtime" / "_native.cpp",
+            "each call checks its guards in Python, which takes about 5 times as long",
+        ),
+        Half(
+            "tvmbridge.core._bernoulli",
+            _PACKAGE / "core" / "_bernoulli.cpp",
+            "PyTorch draws the masks of dropout, in up to 10 times the time",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class HalfState:
+    """Whether a half is there.
+
+    half: which one.
+    path: its file; None where it is missing.
+    reason: why it is missing; empty where it is there.
+    """
+
+    half: Half
+    path: Path | None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"{self.half.name}: {self.path}"
+        return f"{self.half.name} is missing, because {self.reason}: {self.half.cost}"
+
+
+_lock = threading.Lock()
+_loaded: dict[str, Any] = {}
+_reasons: dict[str, str] = {}
+_builds: dict[str, Future[Path]] | None = None
+_forked = False
+
 
 def compiled_half(name: str) -> Any:
-    """The module of this name; None where it could not be built, or was for another PyTorch."""
+    """Return the module of a half, or None where it is missing.
+
+    The first call in a process starts to compile every half that is missing, and waits for the
+    one that it asks for. The answer stays the same for as long as the process lives.
+    """
+    if name in _loaded:
+        return _loaded[name]
+    half = HALVES[name]
     try:
-        module: Any = importlib.import_module(name)
-    except ImportError:
-        return None
-    same = torch.__version__.split("+")[0] == module.TORCH_VERSION
-    return module if same else None
+        module = _module(name, _path_of(half))
+    except Exception as error:  # whatever is wrong with it: Python does the same
+        module = None
+        _reasons[name] = str(error)
+        logger.info("%s is not used: %s", name, error)
+    return _loaded.setdefault(name, module)
+
+
+def _path_of(half: Half) -> Path:
+    """The file of ``half``, which is compiled now if it is missing.
+
+    Raises:
+        HalfError: it cannot be compiled, or is not to be.
+    """
+    if word() == "off":
+        raise HalfError(f"{SWITCH} is {os.environ.get(SWITCH)}")
+    path = half_path(half)
+    if path.is_file():
+        return path
+    with _lock:
+        build = _started().get(half.name)
+    return build.result() if build is not None else _refuse_to_build(half)
+
+
+def _started() -> dict[str, Future[Path]]:
+    """The builds of all halves that were missing; they are started once in a process."""
+    global _builds
+    if _builds is not None:
+        return _builds
+    _builds = {}
+    missing = [half for half in HALVES.values() if not half_path(half).is_file()]
+    with contextlib.suppress(HalfError):  # the first half that is asked for says it
+        command = _compiler_to_use()
+        if not any(failure_of(half_path(half)).exists() for half in missing):
+            _say_that_it_begins(missing, command[0])
+        pool = ThreadPoolExecutor(_AT_ONCE, "tvmbridge-halves")
+        for half in missing:
+            _builds[half.name] = pool.submit(compile_half, half.source, half_path(half))
+        pool.shutdown(wait=False)
+    return _builds
+
+
+def _say_that_it_begins(halves: list[Half], compiler: str) -> None:
+    logger.warning(
+        "compiling %s with %s into %s: this happens once and takes about half a minute; "
+        "%s=load turns it off",
+        ", ".join(half.name for half in halves),
+        compiler,
+        halves_folder(),
+        SWITCH,
+    )
+
+
+def _compiler_to_use() -> list[str]:
+    """The compiler, if halves may be compiled in this process.
+
+    Raises:
+        HalfError: they may not, or cannot.
+    """
+    if word() != "build":
+        raise HalfError(f"it was not compiled before, and {SWITCH} is {word()}")
+    if caching_is_off() and not os.environ.get(FOLDER):
+        raise HalfError("it was not compiled before, and TVMBRIDGE_CACHE is off")
+    if _forked:
+        raise HalfError("it was not compiled before this process was forked")
+    prepare_folder(halves_folder())
+    return compiler_command()
+
+
+def _refuse_to_build(half: Half) -> Path:
+    _compiler_to_use()
+    raise HalfError(f"{half.name} was removed while the process ran")
+
+
+def _after_fork() -> None:
+    """The threads that compile are not in a forked process, and a lock may be held by one."""
+    global _lock, _builds, _forked
+    _lock, _builds, _forked = threading.Lock(), None, True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def word() -> str:
+    """What ``TVMBRIDGE_HALVES`` says; another word, which is logged once, counts as unset."""
+    named = os.environ.get(SWITCH, "").strip().lower() or "build"
+    named = {"0": "off", "1": "build"}.get(named, named)
+    if named in _WORDS:
+        return named
+    if SWITCH not in _reasons:
+        _reasons[SWITCH] = named
+        logger.warning("%s is %r; choose one of %s", SWITCH, named, ", ".join(_WORDS))
+    return "build"
+
+
+def halves_folder() -> Path:
+    """The folder of compiled halves: the variable's, or one in the user's cache."""
+    named = os.environ.get(FOLDER)
+    return Path(named).expanduser() if named else cache_folder() / "halves"
+
+
+def half_path(half: Half) -> Path:
+    """The file of ``half`` for this Python, PyTorch and TVM; it need not exist."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    short = half.name.rpartition(".")[2]
+    return halves_folder() / f"{short}-{digest_of_half(half.source)}{suffix}"
+
+
+def build_halves() -> list[HalfState]:
+    """Compile every half that is missing or cannot be loaded, whatever failed before."""
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(_built, HALVES.values()))
+
+
+def _built(half: Half) -> HalfState:
+    try:
+        prepare_folder(halves_folder())
+        path = half_path(half)
+        with contextlib.suppress(HalfError, FileNotFoundError):
+            _module(half.name, path)
+            return HalfState(half, path)
+        path.unlink(missing_ok=True)  # a file that cannot be used
+        _module(half.name, compile_half(half.source, path, again=True))
+    except (OSError, RuntimeError, ValueError) as error:
+        return HalfState(half, None, str(error))
+    return HalfState(half, path)
+
+
+def states() -> list[HalfState]:
+    """Say of each half whether it is there; nothing is compiled or loaded."""
+    return [_state(half) for half in HALVES.values()]
+
+
+def missing_halves() -> list[HalfState]:
+    """Say of each half that this process has asked for, and lacks, why it is missing."""
+    return [_state(HALVES[name]) for name, module in list(_loaded.items()) if module is None]
+
+
+def _state(half: Half) -> HalfState:
+    if half.name in _loaded:
+        module = _loaded[half.name]
+        path = None if module is None else Path(module.__file__)
+        return HalfState(half, path, _reasons.get(half.name, ""))
+    if word() == "off":
+        return HalfState(half, None, f"{SWITCH} is {os.environ.get(SWITCH)}")
+    try:
+        path = half_path(half)
+        if path.is_file():
+            refuse_shared(path)
+            return HalfState(half, path)
+        refuse_known_failure(path, _compiler_to_use())
+        return HalfState(half, None, "nothing has used it yet, and its first use compiles it")
+    except (OSError, RuntimeError, ValueError) as error:
+        return HalfState(half, None, str(error))
+
+
+def _module(name: str, path: Path) -> Any:
+    """Load the module ``name`` from ``path``.
+
+    Raises:
+        HalfError: somebody else may have written the file, or it cannot be loaded.
+    """
+    try:
+        refuse_shared(path)
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise HalfError(f"{path} is no module")
+        module: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:
+        raise HalfError(f"{path} cannot be loaded: {error}") from error
+    if torch.__version__.split("+")[0] != module.TORCH_VERSION:
+        raise HalfError(f"{path} was compiled for PyTorch {module.TORCH_VERSION}")
+    return sys.modules.setdefault(name, module)

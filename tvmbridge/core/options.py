@@ -20,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "combine_matmuls": ("auto", "always", "never"),
 }
+_SWITCHES = ("measure_kernels", "cuda_graphs", "tuning_records", "cache", "freeze")
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class CompileOptions:
         cuda_graphs: on a GPU, record the launches of a call once and replay them, where that is
             safe (docs/gpu.md).
         tuning_records: apply tuning records, where there are any for the target (docs/tuning.md).
-        tuning_logs: a directory of tuning records, looked into before the others; kernels without
-            a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS`` does the
-            same; None and no variable: records are only read, from those that came with
+        tuning_logs: an existing directory of tuning records, looked into before the others; kernels
+            without a record are noted in its pending list. The variable ``TVMBRIDGE_TUNING_LOGS``
+            does the same; None and no variable: records are only read, from those that came with
             tvmbridge, never from the working directory.
         cache: read compiled code from the cache on disk, and keep it there (``TVMBRIDGE_CACHE=0``
             turns that off as well, ``TVMBRIDGE_CACHE_DIR`` says where it is).
@@ -81,8 +82,8 @@ class CompileOptions:
 
     Raises:
         ValueError: a field has a value that is not among its choices.
-        TypeError: ``extra_passes`` or ``fx_passes`` is not a tuple of passes, or ``tuning_logs`` no
-            path.
+        TypeError: ``extra_passes`` or ``fx_passes`` is not a tuple of passes, ``tuning_logs`` no
+            path, or a switch neither True nor False.
     """
 
     joint: str = "auto"
@@ -108,6 +109,10 @@ class CompileOptions:
                 raise ValueError(
                     f"CompileOptions.{name} is {value!r}; choose one of {', '.join(choices)}"
                 )
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"CompileOptions.{name} is {value!r}; give True or False")
         try:
             CheckPolicy(self.check)
         except ValueError as error:

@@ -29,6 +29,10 @@ PINS: Final[Mapping[str, str]] = {
 MINIMUMS: Final[Mapping[str, str]] = {
     "torch": "2.11",
 }
+# The newest that was tested; with a newer one tvmbridge warns, and goes on.
+NEWEST: Final[Mapping[str, str]] = {
+    "torch": "2.14",
+}
 
 _MODULES: Final[Mapping[str, str]] = {
     "apache-tvm": "tvm",
@@ -71,6 +75,17 @@ class PackageVersion:
                 )
         return None
 
+    @property
+    def newer(self) -> str | None:
+        """In words, that the version is newer than the newest that was tested; None: it is not."""
+        newest = NEWEST.get(self.name)
+        if newest is None or self.found is None:
+            return None
+        parts = len(_release(newest))
+        if _release(self.found)[:parts] <= _release(newest):
+            return None
+        return f"{self.name} {self.found} is newer than {newest}, the newest that was tested"
+
 
 def fix_command() -> str:
     """The pip command that installs versions which work together."""
@@ -89,7 +104,8 @@ def installed_versions() -> list[PackageVersion]:
 def check_versions() -> None:
     """Raises :class:`VersionError` unless the pinned pair and a new enough torch are installed.
 
-    A version that cannot be determined is logged as a warning and let pass.
+    A version that cannot be determined, or is newer than those that were tested, is logged as a
+    warning and let pass.
     """
     packages = installed_versions()
     problems = [package.problem for package in packages if package.problem is not None]
@@ -103,6 +119,8 @@ def check_versions() -> None:
                 package.name,
                 package.needed,
             )
+        elif package.newer is not None:
+            _log.warning("%s; `python -m tvmbridge doctor` examines it", package.newer)
 
 
 def running_doctor() -> bool:

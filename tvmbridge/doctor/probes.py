@@ -1,7 +1,7 @@
 """The doctor's experiments, each run in a process of its own because it may crash.
 
-Run as a script, it prints one line of JSON. It imports nothing of tvmbridge, so that it also works
-with an installation that tvmbridge refuses.
+Run as a script, it prints one line of JSON. Only the probes of compiled halves import tvmbridge:
+the others also work with an installation that tvmbridge refuses.
 """
 
 from __future__ import annotations
@@ -47,6 +47,34 @@ def compiler() -> dict[str, Any]:
     call = relax.VirtualMachine(executable, tvm.cpu())["main"]
     x, y = (torch.randn(SHAPE) for _ in range(2))
     return {"equal": torch.equal(call(x, y), x + y)}
+
+
+def halves() -> dict[str, Any]:
+    """Which compiled halves there are, and why one is missing."""
+    from tvmbridge.core.compiled_half import states
+
+    return {"halves": _as_facts(states())}
+
+
+def build_halves() -> dict[str, Any]:
+    """Compile the halves that are missing; the rest as :func:`halves`."""
+    from tvmbridge.core.compiled_half import build_halves as build
+
+    return {"halves": _as_facts(build())}
+
+
+def _as_facts(states: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"name": s.half.name, "path": None if s.path is None else str(s.path), "text": str(s)}
+        for s in states
+    ]
+
+
+def linker() -> dict[str, Any]:
+    """The program that TVM links compiled code with; None where there is none."""
+    from tvm.support.cc import get_cc
+
+    return {"linker": get_cc()}
 
 
 def alignment() -> dict[str, Any]:
@@ -112,6 +140,9 @@ def private_names() -> dict[str, Any]:
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": torch_facts,
     "compiler": compiler,
+    "halves": halves,
+    "build_halves": build_halves,
+    "linker": linker,
     "alignment": alignment,
     "private_names": private_names,
     "gpu": gpu,

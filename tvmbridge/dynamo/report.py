@@ -74,7 +74,7 @@ class CompileReport:
 
     @property
     def share(self) -> float:
-        """The share of the calls of graphs that compiled code served; 1 where there were none."""
+        """The share of the calls of graphs that compiled code served; 0 where there were none."""
         eager = sum(sum(graph.eager_calls.values()) for graph in self.graphs)
         return share(sum(graph.calls for graph in self.graphs), eager)
 
@@ -85,9 +85,11 @@ class CompileReport:
 
         console = Console(file=io.StringIO(), force_terminal=False, force_jupyter=False, width=110)
         breaks = sum(self.breaks.values())
+        called = any(graph.calls or graph.eager_calls for graph in self.graphs)
+        served = f"{self.share:.0%}" if called else "none was called yet"
         console.print(
             f"graphs: {len(self.graphs)}, graph breaks: {breaks}, calls of graphs served by TVM: "
-            f"{self.share:.0%}",
+            f"{served}",
             highlight=False,
         )
         table = Table("graph", "operators", "by TVM", "by PyTorch", "because")

@@ -23,6 +23,7 @@ from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,
     forward_of_class,
+    pickled_forward,
     rebound,
 )
 from tvmbridge.runtime.guards.mode import Mode
@@ -133,8 +134,4 @@ class FxForward(StandsForForward):
         return FxForward(module, own, self.rewriting)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self.module, self.own)
-
-
-def _unpickled(module: nn.Module, own: Any) -> Any:
-    return own or forward_of_class(module)
+        return pickled_forward(self.module, self.own)

@@ -26,9 +26,36 @@ VARIABLE = "TVMBRIDGE_TUNING_LOGS"
 
 
 def named_log_dir(option: str | None) -> Path | None:
-    """The log directory that the user asked for: by the option, else by the variable."""
+    """The log directory that the user asked for: by the option, else by the variable.
+
+    None where it is not there, which is logged once: compilation makes no log directory, since its
+    name may be mistyped.
+    """
     named = option or os.environ.get(VARIABLE)
-    return Path(named) if named else None
+    if not named:
+        return None
+    path = Path(named)
+    if _is_missing(path):
+        _warn_of_missing(str(path), "the option tuning_logs" if option else VARIABLE)
+        return None
+    return path
+
+
+def _is_missing(path: Path) -> bool:
+    try:
+        return not path.exists()
+    except OSError:  # who may not look there is told when it is read
+        return False
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_of_missing(path: str, whose: str) -> None:
+    logger.warning(
+        "there is no directory %s, which %s names: no tuning record is read from it, and no kernel "
+        "is noted in it; correct the name, or make the directory",
+        path,
+        whose,
+    )
 
 
 def log_dirs(option: str | None) -> list[Path]:

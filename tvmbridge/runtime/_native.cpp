@@ -1,35 +1,96 @@
 // The compiled half of guards/watch.py: says in one call whether dictionaries, classes of objects and
-// tensors are what they were. Built where there is a C++ compiler and PyTorch's headers; without it the
-// same questions are asked in Python.
+// tensors are what they were. core/compiled_half.py compiles it; without it the same questions are asked in
+// Python.
 //
-// Dictionaries are compared by their version (PEP 509), which CPython has up to 3.12. The object is only
-// right for the PyTorch that it was built for: who imports it compares TORCH_VERSION first.
+// Dictionaries are compared by a version: up to Python 3.11 the one that CPython counts (PEP 509), from 3.12
+// on one that this file counts, which CPython notifies of each change. Python 3.13 does not notify of an
+// attribute that is set on an object whose dictionary shares the object's own memory: of these dictionaries
+// the keys and values are compared too. The object is only right for the
+// PyTorch that it was built for: core/compiled_half.py compares TORCH_VERSION first.
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/version.h>
 
 #include <cstdint>
 #include <new>
+#include <unordered_map>
 #include <vector>
-
-#if PY_VERSION_HEX >= 0x030D0000
-#error "dictionaries have no version from Python 3.13 on; guards/watch.py compares them itself"
-#endif
 
 namespace {
 
 constexpr uintptr_t kAlignment = 64;
 
-uint64_t version_of(PyObject *dict) {
+// Versions of dictionaries -------------------------------------------------------------------------
+
 #if PY_VERSION_HEX >= 0x030C0000
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-    // The lowest bits say who watches the dictionary.
-    return reinterpret_cast<PyDictObject *>(dict)->ma_version_tag >> 8;
-#pragma GCC diagnostic pop
+
+struct Counted {
+    uint64_t version;
+    size_t users;
+};
+
+// By dictionary, each of which a Watch keeps alive. Only read and written with the interpreter's lock.
+std::unordered_map<PyObject *, Counted> counted;
+int watcher = -1;
+
+int count_change(PyDict_WatchEvent, PyObject *dict, PyObject *, PyObject *) {
+    auto place = counted.find(dict);
+    if (place != counted.end())
+        ++place->second.version;
+    return 0;
+}
+
+bool start_counting() {
+    watcher = PyDict_AddWatcher(count_change);
+    return watcher >= 0;
+}
+
+// Where the version of `dict` is for as long as it is counted; nullptr with an exception set.
+const uint64_t *begin_to_count(PyObject *dict) {
+    if (PyDict_Watch(watcher, dict) < 0)
+        return nullptr;
+    Counted &place = counted[dict];
+    ++place.users;
+    return &place.version;
+}
+
+void stop_counting(PyObject *dict) {
+    auto place = counted.find(dict);
+    if (place == counted.end() || --place->second.users > 0)
+        return;
+    counted.erase(place);
+    if (PyDict_Unwatch(watcher, dict) < 0)
+        PyErr_Clear();
+}
+
 #else
-    return reinterpret_cast<PyDictObject *>(dict)->ma_version_tag;
+
+bool start_counting() { return true; }
+
+const uint64_t *begin_to_count(PyObject *dict) {
+    return &reinterpret_cast<PyDictObject *>(dict)->ma_version_tag;
+}
+
+void stop_counting(PyObject *) {}
+
 #endif
+
+// Whether the values of `dict` may change without a new version.
+bool changes_unnoticed([[maybe_unused]] PyObject *dict) {
+#if PY_VERSION_HEX >= 0x030D0000
+    return reinterpret_cast<PyDictObject *>(dict)->ma_values != nullptr;
+#else
+    return false;
+#endif
+}
+
+// Appends the keys and values of `dict` to a list.
+bool append_entries(PyObject *list, PyObject *dict) {
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);)
+        if (PyList_Append(list, key) < 0 || PyList_Append(list, value) < 0)
+            return false;
+    return true;
 }
 
 uintptr_t address_of(const c10::TensorImpl *impl) {
@@ -83,7 +144,9 @@ bool is_plain(PyObject *object) {
 // Watch ------------------------------------------------------------------------------------------
 
 struct Watched {
+    std::vector<const uint64_t *> counters; // of the first dictionaries, one each
     std::vector<uint64_t> versions;
+    std::vector<PyObject *> compared; // dictionaries of which the entries are compared
     std::vector<PyTypeObject *> types;
     std::vector<Properties> tensors;
     std::vector<uintptr_t> addresses;
@@ -97,6 +160,7 @@ struct Watch {
     PyObject *places;    // tuple of (dict, key, value)
     PyObject *functions; // tuple of (function, code, defaults or None)
     PyObject *missing;   // stands for no value at a place
+    PyObject *entries;   // list of the keys and values of the dictionaries that are compared
     Watched *watched;
 };
 
@@ -107,16 +171,28 @@ int watch_traverse(Watch *self, visitproc visit, void *arg) {
     Py_VISIT(self->places);
     Py_VISIT(self->functions);
     Py_VISIT(self->missing);
+    Py_VISIT(self->entries);
     return 0;
 }
 
+void forget_dicts(Watch *self) {
+    if (self->watched == nullptr)
+        return;
+    for (size_t i = 0; i < self->watched->counters.size(); i++)
+        stop_counting(PyTuple_GET_ITEM(self->dicts, i));
+    self->watched->counters.clear();
+    self->watched->versions.clear();
+}
+
 int watch_clear(Watch *self) {
+    forget_dicts(self);
     Py_CLEAR(self->dicts);
     Py_CLEAR(self->objects);
     Py_CLEAR(self->tensors);
     Py_CLEAR(self->places);
     Py_CLEAR(self->functions);
     Py_CLEAR(self->missing);
+    Py_CLEAR(self->entries);
     return 0;
 }
 
@@ -138,6 +214,18 @@ bool all_triples(PyObject *items, PyTypeObject *first) {
         }
     }
     return true;
+}
+
+// Whether the dictionaries that are compared have the same keys and values, in the same order.
+bool entries_hold(const Watch *self) {
+    Py_ssize_t next = 0, count = PyList_GET_SIZE(self->entries);
+    PyObject *key, *value;
+    for (PyObject *dict : self->watched->compared)
+        for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); next += 2)
+            if (next >= count || PyList_GET_ITEM(self->entries, next) != key ||
+                PyList_GET_ITEM(self->entries, next + 1) != value)
+                return false;
+    return next == count;
 }
 
 bool place_holds(const Watch *self, PyObject *place) {
@@ -174,6 +262,11 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
     self->functions = Py_NewRef(functions);
     self->missing = Py_NewRef(missing);
     self->watched = new Watched();
+    self->entries = PyList_New(0);
+    if (self->entries == nullptr) {
+        Py_DECREF(self);
+        return nullptr;
+    }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dicts); i++) {
         PyObject *dict = PyTuple_GET_ITEM(dicts, i);
         if (!PyDict_Check(dict)) {
@@ -181,7 +274,20 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
             Py_DECREF(self);
             return nullptr;
         }
-        self->watched->versions.push_back(version_of(dict));
+        const uint64_t *version = begin_to_count(dict);
+        if (version == nullptr) {
+            Py_DECREF(self);
+            return nullptr;
+        }
+        self->watched->counters.push_back(version);
+        self->watched->versions.push_back(*version);
+        if (!changes_unnoticed(dict))
+            continue;
+        self->watched->compared.push_back(dict);
+        if (!append_entries(self->entries, dict)) {
+            Py_DECREF(self);
+            return nullptr;
+        }
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(objects); i++)
         self->watched->types.push_back(Py_TYPE(PyTuple_GET_ITEM(objects, i)));
@@ -199,16 +305,17 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
 }
 
 PyObject *watch_unchanged(Watch *self, PyObject *) {
+    if (self->dicts == nullptr) // cleared by the garbage collector
+        Py_RETURN_FALSE;
     // Without branches, so that the loads, most of which miss the cache, overlap.
     uint64_t changed = 0;
     const Watched &before = *self->watched;
-    PyObject **items = reinterpret_cast<PyTupleObject *>(self->dicts)->ob_item;
     for (size_t i = 0; i < before.versions.size(); i++)
-        changed |= version_of(items[i]) ^ before.versions[i];
-    items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
+        changed |= *before.counters[i] ^ before.versions[i];
+    PyObject **items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
     for (size_t i = 0; i < before.types.size(); i++)
         changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
-    if (changed)
+    if (changed || !entries_hold(self))
         Py_RETURN_FALSE;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++)
         if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
@@ -345,7 +452,7 @@ PyMODINIT_FUNC PyInit__native(void) {
     AlikeType.tp_new = alike_new;
     AlikeType.tp_dealloc = reinterpret_cast<destructor>(alike_dealloc);
     AlikeType.tp_methods = alike_methods;
-    if (PyType_Ready(&WatchType) < 0 || PyType_Ready(&AlikeType) < 0)
+    if (!start_counting() || PyType_Ready(&WatchType) < 0 || PyType_Ready(&AlikeType) < 0)
         return nullptr;
     PyObject *module = PyModule_Create(&definition);
     if (module == nullptr)

@@ -24,7 +24,7 @@ from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,
     forward_of_class,
-    original_forward,
+    pickled_forward,
     rebound,
     references_of_a_call,
 )
@@ -221,7 +221,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         return duplicate
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return original_forward, (self.module, self.own)
+        return pickled_forward(self.module, self.own)
 
 
 @functools.cache

@@ -176,8 +176,8 @@ class Tally:
 
 
 def share(served: int, fallen: int) -> float:
-    """The share of the calls that TVM served."""
-    return served / (served + fallen) if served + fallen else 1.0
+    """The share of the calls that TVM served; 0 where there were none."""
+    return served / (served + fallen) if served + fallen else 0.0
 
 
 def forget_summaries() -> None:

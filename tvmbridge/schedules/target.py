@@ -8,6 +8,8 @@ import platform
 import torch
 from tvm.target import Target, codegen
 
+# What the suite takes for this machine, as "processor:cores" (tests/machines.py).
+_PRETENDED = "TVMBRIDGE_TESTED_MACHINE"
 # Names for instruction sets, for a host whose processor LLVM does not know by a name that has them.
 _GENERIC = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
 _WIDTHS = {"AVX512": "avx512f", "AVX2": "avx2"}
@@ -29,6 +31,9 @@ def core_count(target: Target) -> int:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
+    pretended = os.environ.get(_PRETENDED)
+    if pretended:
+        return int(pretended.partition(":")[2])
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -40,8 +45,11 @@ def host_target(cores: int | None = None) -> Target:
     LLVM names the processor by family and model, which a virtual machine may state wrongly in
     either direction; PyTorch looks at the instruction sets themselves, so its answer decides.
     """
-    name = codegen.llvm_get_system_cpu()
     attributes: dict[str, object] = {"kind": "llvm", "num-cores": cores or usable_cores()}
+    pretended = os.environ.get(_PRETENDED)
+    if pretended:
+        return Target({**attributes, "mcpu": pretended.partition(":")[0]})
+    name = codegen.llvm_get_system_cpu()
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return Target({**attributes, "mcpu": name})
     capability = torch.backends.cpu.get_cpu_capability()

@@ -1,56 +1,103 @@
-"""Watches compare alike with and without the compiled half."""
+"""Watches notice each way of changing a dictionary, on every Python, compiled and in Python."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-import torch
 from torch import nn
 
-from tvmbridge import add_tvm_dispatch
-from tvmbridge.runtime.guards import watch
+from tvmbridge.core.compiled_half import compiled_half
+from tvmbridge.core.contents import MISSING
+from tvmbridge.runtime.guards.watch import PythonWatch, dict_of_class
 
 
-@pytest.fixture(params=["compiled half", "Python"])
-def _half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "Python":
-        monkeypatch.setattr(watch, "_native", None)
-    elif watch._native is None:
-        pytest.skip("the compiled half of the guards was not built")
-
-
-@pytest.mark.usefixtures("_half")
-def test_one_tensor_may_be_given_twice() -> None:
-    x, y = torch.randn(3), torch.randn(3)
-    for check in (watch.alike([x, x]), watch.alike([x, y])):
-        assert check(x, y)
-        assert check(y, y)
-        assert not check(x, torch.randn(4))
-    assert watch.watch((), (), (x, y, x)).unchanged()
-
-
-class Loss(nn.Module):
-    """A loss of which the labels may be the inputs, and a weight stands in two places."""
+class Plain:
+    """An object with one attribute."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-        self.other = nn.Linear(4, 4)
-        self.other.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (self.other(self.one(x).tanh()) - labels).square().sum()
+        self.x = object()
 
 
-@pytest.mark.usefixtures("_half")
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-def test_calls_with_one_tensor_twice_take_the_fast_path(train: bool) -> None:
-    module, x = Loss().train(train), torch.randn(3, 4)
-    add_tvm_dispatch(module, (x, x))
-    for _ in range(3):
-        with torch.set_grad_enabled(train):
-            loss = module(x, x)
-        if train:
-            loss.backward()
-    ((fast, _),) = module.forward.fast_paths
-    with torch.set_grad_enabled(train):
-        assert fast.guard.check((x, x), {}) is not None
+def set_x(held: Any) -> None:
+    held.x = object()
+
+
+def set_many(held: Any) -> None:
+    for number in range(40):
+        setattr(held, f"a{number}", number)
+
+
+# By name: what is changed, and how.
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "an attribute": (Plain, set_x),
+    "an attribute of a module": (nn.ReLU, set_x),
+    "an attribute, past __setattr__": (Plain, lambda h: object.__setattr__(h, "x", 2)),
+    "a new attribute": (Plain, lambda h: setattr(h, "y", 1)),
+    "many new attributes": (Plain, set_many),
+    "a deleted attribute": (Plain, lambda h: delattr(h, "x")),
+    "an entry": (Plain, lambda h: h.__dict__.__setitem__("x", 2)),
+    "update": (Plain, lambda h: h.__dict__.update(x=2)),
+    "clear": (Plain, lambda h: h.__dict__.clear()),
+    "pop": (Plain, lambda h: h.__dict__.pop("x")),
+    "another order": (Plain, lambda h: h.__dict__.update(x=h.__dict__.pop("x"), y=1)),
+}
+
+
+@pytest.fixture(params=["compiled", "python"])
+def made(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Makes a watch of dictionaries."""
+    if request.param == "python":
+        return lambda *dicts: PythonWatch(dicts, (), ())
+    native = compiled_half("tvmbridge.runtime._native")
+    if native is None:
+        pytest.skip("the compiled half is missing")
+    return lambda *dicts: native.Watch(dicts, (), (), (), (), MISSING)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(made: Callable[..., Any], name: str) -> None:
+    make, change = CHANGES[name]
+    for _ in range(70):  # until CPython has specialised the code that changes it
+        changed, kept = make(), make()
+        first, second = made(changed.__dict__, kept.__dict__), made(kept.__dict__)
+        assert first.unchanged()
+        change(changed)
+        assert not first.unchanged()
+        assert second.unchanged()
+
+
+def test_attributes_of_classes_are_noticed(made: Callable[..., Any]) -> None:
+    class Changed:
+        x = 1
+
+    for change in (lambda: setattr(Changed, "x", 2), lambda: setattr(Changed, "y", 2)):
+        watch = made(dict_of_class(Changed))
+        assert watch.unchanged()
+        change()
+        assert not watch.unchanged()
+
+
+def test_a_value_that_takes_the_place_of_a_freed_one_is_noticed(made: Callable[..., Any]) -> None:
+    for _ in range(50):
+        held = Plain()
+        watch = made(held.__dict__)
+        held.x = None
+        held.x = object()  # at the same address, if nothing holds the first one
+        assert not watch.unchanged()
+
+
+def test_watches_end_in_any_order(made: Callable[..., Any]) -> None:
+    held = Plain()
+    watches = [made(held.__dict__) for _ in range(3)]
+    del watches[1]
+    gc.collect()
+    assert all(watch.unchanged() for watch in watches)
+    del watches[0]
+    set_x(held)
+    assert not watches[0].unchanged()
+    watches.clear()
+    set_x(held)  # nobody watches any more
+    assert made(held.__dict__).unchanged()

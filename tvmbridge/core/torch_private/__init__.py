@@ -17,7 +17,6 @@ import torch._C._dynamo.guards
 import torch._decomp
 import torch._dispatch.python
 import torch._export.utils
-import torch._functorch.utils
 import torch._higher_order_ops.wrap
 import torch._ops
 import torch._prims_common
@@ -35,7 +34,6 @@ import torch.utils._pytree
 pytree = torch.utils._pytree
 export_utils = torch._export.utils
 exported_program = torch.export.exported_program
-functorch_utils = torch._functorch.utils
 
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -79,8 +80,19 @@ def rebound(
 
 
 def original_forward(module: nn.Module, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The forward that a dispatched ``module`` is pickled with."""
+    """The forward that a dispatched ``module`` has where nothing is dispatched."""
     return own or forward_of_class(module)
+
+
+def pickled_forward(module: nn.Module, own: Callable[..., Any] | None) -> tuple[Any, ...]:
+    """What ``__reduce__`` of a dispatcher returns: ``module`` is pickled with its own forward.
+
+    The functions are of Python's own, so that the pickle is read where tvmbridge is missing. When
+    it is read, the module has no attributes yet: its forward is that of its class.
+    """
+    if own is None:
+        return getattr, (module, "forward")
+    return operator.getitem, ((own,), 0)
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

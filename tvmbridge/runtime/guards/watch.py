@@ -3,11 +3,13 @@
 A module's structure, attributes and hooks live in dictionaries. While none of these has changed,
 every tensor that was looked up in them is still the one to use, so that a call looks nothing up.
 The question is asked at each call: where ``runtime/_native.cpp`` could be compiled, in one call
-that compares versions of dictionaries; otherwise in Python, with PyTorch's ``TensorGuards``.
+that compares versions of dictionaries, which it counts itself from Python 3.12 on; otherwise in
+Python, with PyTorch's ``TensorGuards``.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import types
@@ -29,7 +31,12 @@ Code: TypeAlias = tuple[types.FunctionType, types.CodeType, tuple[Any, ...] | No
 _ALIGNMENT_MASK = 63
 _data_ptr = torch.Tensor.data_ptr
 _version = operator.attrgetter("_version")
-_native = compiled_half("tvmbridge.runtime._native")
+
+
+@functools.cache
+def _native() -> Any:
+    """The compiled half, asked for at the first use: it may have to be compiled."""
+    return compiled_half("tvmbridge.runtime._native")
 
 
 class Watch(Protocol):
@@ -111,10 +118,11 @@ def watch(
     Of dictionaries with other entries that do not matter, ``places`` are what does; ``functions``
     are remembered by their code and defaults.
     """
-    if _native is None:
+    native = _native()
+    if native is None:
         return PythonWatch(dicts, objects, tensors, places, functions)
     held = (tuple(dicts), tuple(objects), tuple(tensors), tuple(places), tuple(functions))
-    made: Watch = _native.Watch(*held, MISSING)
+    made: Watch = native.Watch(*held, MISSING)
     return made
 
 
@@ -134,8 +142,9 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
     One must begin at an aligned address (of 64 bytes) where the one here does.
     """
-    if _native is not None:
-        check: Callable[..., bool] = _native.Alike(*tensors).check
+    native = _native()
+    if native is not None:
+        check: Callable[..., bool] = native.Alike(*tensors).check
         return check
     # One for each: PyTorch's guard of several refuses a tensor that is given twice, as labels are
     # that are the inputs.
@@ -157,7 +166,8 @@ def versions_of(tensors: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     Raises:
         RuntimeError: one was made in inference mode, and has no version.
     """
-    if _native is None:
+    native = _native()
+    if native is None:
         return tuple(map(_version, tensors))
-    found: tuple[int, ...] = _native.versions(tensors)
+    found: tuple[int, ...] = native.versions(tensors)
     return found

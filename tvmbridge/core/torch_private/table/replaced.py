@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 
 from .checks import PrivateName, takes
 
 
-def _is_called_by_apply(_: Any) -> bool:
-    """Once by each custom function, whose class is found as a local variable of the caller."""
-    code = Function.apply.__func__.__code__  # type: ignore[attr-defined]
-    return "unwrap_dead_wrappers" in code.co_names and "cls" in code.co_varnames
+class _Applied(Function):
+    """Returns its input."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``x``."""
+        return x.clone()
+
+
+def _is_known_by_its_context(_: Any) -> bool:
+    """Each call of a custom function makes one, also of an ``apply`` that was bound before."""
+    made: list[Any] = []
+    bound: Any = _Applied.apply
+    with mock.patch.object(
+        BackwardCFunction, "__init__", lambda ctx: made.append(ctx._forward_cls)
+    ):
+        bound(torch.ones(1))
+    return made == [_Applied]
 
 
 REPLACED = (
@@ -29,9 +45,9 @@ REPLACED = (
         takes(None, None, None),
     ),
     PrivateName(
-        "torch._functorch.utils.unwrap_dead_wrappers",
+        "torch.autograd.function.Function._backward_cls._forward_cls",
         "noticing custom autograd functions",
-        _is_called_by_apply,
+        _is_known_by_its_context,
     ),
     PrivateName(
         "torch._export.utils._materialize_cpp_cia_ops", "preparing operators once", takes()

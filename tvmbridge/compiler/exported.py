@@ -1,0 +1,82 @@
+"""Executables as bytes: a shared library, or LLVM's bitcode where no compiler can link one.
+
+A library is loaded as it is. Bitcode has been optimized, and LLVM, which is part of TVM, makes
+machine code of it when it is loaded: that takes longer, and needs no program beside Python.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import tvm
+import tvm_ffi
+from tvm.support.cc import get_cc
+
+from tvmbridge.core.errors import BuildError
+
+_BITCODE: Final = b"tvmbridge bitcode 1\n"
+_LENGTH: Final = 8
+_EXECUTABLE: Final = "relax.VMExecutable"
+
+
+def can_link() -> bool:
+    """Whether TVM finds a compiler that may link shared libraries."""
+    return get_cc() is not None
+
+
+def exported(executable: Any, linked: bool) -> bytes:
+    """Return the executable, with its constants: as a shared library if ``linked``, or as bitcode.
+
+    Raises:
+        BuildError: there is no compiler to link it, or part of it is no code of LLVM's.
+        RuntimeError: the compiler cannot link it.
+        OSError: the folder of temporary files cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+        if not linked:
+            return _as_bitcode(executable.mod, Path(folder))
+        if not can_link():
+            raise BuildError("there is no C++ compiler to link it")
+        path = Path(folder, "code.so")
+        executable.export_library(str(path))
+        return path.read_bytes()
+
+
+def module_of(content: bytes) -> Any:
+    """Return the module that :func:`exported` has made ``content`` of.
+
+    From a file of its own, each time: a system hands out one copy of a library that is loaded
+    twice, in which the second module would take the place of the first.
+    """
+    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+        if content.startswith(_BITCODE):
+            return _of_bitcode(content[len(_BITCODE) :], Path(folder))
+        path = Path(folder, "code.so")
+        path.write_bytes(content)
+        return tvm.runtime.load_module(str(path))
+
+
+def _as_bitcode(module: Any, folder: Path) -> bytes:
+    kinds = [imported.kind for imported in module.imports]
+    if module.kind != _EXECUTABLE or kinds != ["llvm"]:
+        raise BuildError(f"only a C++ compiler can link code of {', '.join(kinds) or 'no'} kind")
+    module.imports[0].write_to_file(str(folder / "code.bc"), "bc")
+    module.write_to_file(str(folder / "code.relax"), _EXECUTABLE)
+    bitcode, executable = ((folder / f"code.{end}").read_bytes() for end in ("bc", "relax"))
+    return _BITCODE + len(bitcode).to_bytes(_LENGTH, "big") + bitcode + executable
+
+
+def _of_bitcode(content: bytes, folder: Path) -> Any:
+    end = _LENGTH + int.from_bytes(content[:_LENGTH], "big")
+    code, executable = folder / "code.bc", folder / "code.relax"
+    code.write_bytes(content[_LENGTH:end])
+    executable.write_bytes(content[end:])
+    module = _loader(_EXECUTABLE)(str(executable))
+    module.import_module(_loader("ll")(str(code), "bc"))
+    return module
+
+
+def _loader(kind: str) -> Any:
+    return tvm_ffi.get_global_func(f"ffi.Module.load_from_file.{kind}")
