@@ -99,7 +99,12 @@ class QuestionWatch(TorchFunctionMode):
             torch.Tensor.is_contiguous,
             torch.Tensor.stride,
             torch.Tensor.as_strided,
+            torch.Tensor.as_strided_,
+            torch.Tensor.dim_order,
             torch.as_strided,
+            torch.as_strided_,
+            torch.as_strided_copy,
+            torch.as_strided_scatter,
         }
     )
     _OF_AUTOGRAD = frozenset(
