@@ -253,5 +253,5 @@ def copied_results(
     """Outputs, and gradients, that share memory with another tensor, of functions laid out."""
     count = lowered.num_outputs
     outputs = shared["forward"].intersection(range(count))
-    outputs |= shared_residuals(mod, lowered.layouts.outputs, count)
+    outputs |= shared_residuals(mod, count)
     return outputs, frozenset() if parts is None else shared["backward"]

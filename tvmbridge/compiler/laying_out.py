@@ -63,10 +63,8 @@ def _moved(layouts: Mapping[int, Layout]) -> dict[int, Permuted]:
     return {n: Permuted(n, v.order, v.shape) for n, v in layouts.items() if v.moves}
 
 
-def shared_residuals(
-    mod: tvm.IRModule, layouts: Mapping[int, Layout], num_outputs: int
-) -> frozenset[int]:
-    """Outputs that, permuted, are a residual: who writes into one must not change the other."""
+def shared_residuals(mod: tvm.IRModule, num_outputs: int) -> frozenset[int]:
+    """Outputs that are a residual too: who writes into one must not change the other."""
     roots = storage_roots(mod["forward"])
-    residuals = set(roots[num_outputs:])
-    return frozenset(number for number in layouts if roots[number] in residuals)
+    residuals = set(roots[num_outputs:]) - {None}
+    return frozenset(n for n, root in enumerate(roots[:num_outputs]) if root in residuals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,12 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.coloring import Coloring
 from tvmbridge.coloring.operators import operator_name
+from tvmbridge.compiler.readers import Readers, readers_of
 from tvmbridge.core.types import TensorSpec, ValueDescriptor
 from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.differentiate import JointModule
+from tvmbridge.differentiation.saved import SavedMemory
+from tvmbridge.kernels.aten_call import call_overload
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
@@ -31,6 +34,8 @@ class SplitModule:
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
     ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
+    Primals and outputs that eager PyTorch does not save are residuals with memory of their own;
+    ``readers`` says which cotangents read the others (None: each reads all).
     """
 
     mod: tvm.IRModule
@@ -44,6 +49,7 @@ class SplitModule:
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
     functions: tuple[AppliedFunction, ...] = ()
+    readers: Readers | None = None
 
     @property
     def residual_bytes(self) -> int:
@@ -65,15 +71,28 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
     cotangents = function.params[len(joint.primals) :]
     outputs = results[: joint.num_outputs]
     bound = {b.var: b.value for b in coloring.forward}
-    kept, residuals = _separate_outputs(coloring, outputs)
-    forward = build_function("forward", primals, coloring.forward, [*outputs, *residuals])
-    inputs = [*coloring.reads, *kept, *residuals, *cotangents]
+    saved = joint.saved or SavedMemory({}, {})
+    copies = {v: _copy_of(v) for v in coloring.reads if v.name in saved.unsaved_primals}
+    reads = [v for v in coloring.reads if v not in copies]
+    kept, residuals = _separate_outputs(coloring, outputs, saved.unsaved_outputs)
+    forward = build_function(
+        "forward",
+        primals,
+        [*coloring.forward, *copies.values()],
+        [*outputs, *residuals, *(copy.var for copy in copies.values())],
+    )
+    residuals += copies
+    bound |= {v: copy.value for v, copy in copies.items()}
+    readers = None
+    if joint.saved is not None and not joint.functions:
+        readers = readers_of(coloring, cotangents, reads, kept, joint.saved)
+    inputs = [*reads, *kept, *residuals, *cotangents]
     backward = build_function("backward", inputs, coloring.backward, results[joint.num_outputs :])
     return SplitModule(
         mod=tvm.IRModule({"forward": forward, "backward": backward}),
         primals=joint.primals,
         num_outputs=joint.num_outputs,
-        reads=tuple(v.name for v in coloring.reads),
+        reads=tuple(v.name for v in reads),
         kept_outputs=tuple((number, shape_of(v) or ()) for v, number in kept.items()),
         residuals=tuple(_describe(v, bound) for v in residuals),
         cotangent_of=joint.cotangent_of,
@@ -82,7 +101,14 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
         drawn=tuple(_describe(v, bound) for v in coloring.drawn),
         functions=joint.functions,
+        readers=readers,
     )
+
+
+def _copy_of(primal: relax.Var) -> relax.Binding:
+    """A copy that no pass takes for the primal itself."""
+    copy = call_overload("aten.clone.default", [{"tensor": 0}], [primal], primal.ty)
+    return relax.VarBinding(relax.DataflowVar(f"{primal.name}_copy", primal.ty), copy)
 
 
 def _gradient_reads(
@@ -98,18 +124,19 @@ def _gradient_reads(
 
 
 def _separate_outputs(
-    coloring: Coloring, outputs: Sequence[relax.Expr]
+    coloring: Coloring, outputs: Sequence[relax.Expr], unsaved: Collection[int]
 ) -> tuple[dict[relax.Var, int], list[relax.Var]]:
     """Residuals that share memory with an output (and which), and the others.
 
     The user may write into an output before backward; only the output itself has the version
-    counter by which autograd notices.
+    counter by which autograd notices. Outputs that are ``unsaved`` in eager PyTorch may be written:
+    they are copied before they are returned.
     """
     bound = {b.var: b.value for b in coloring.forward}
     owner: dict[relax.Var, int] = {}
     for number, output in enumerate(outputs):
         root = storage_root(output, bound)
-        if root is not None:
+        if root is not None and number not in unsaved:
             owner.setdefault(root, number)
     kept: dict[relax.Var, int] = {}
     others = []

@@ -12,9 +12,9 @@ are contiguous nothing is asked, and the results of products always are.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
@@ -59,13 +59,24 @@ _MOST_ELEMENTS = 2**27
 _MOST_KNOWN = 2**14
 
 _known: dict[Any, _Strides | None] = {}
+# Operators of the trace whose kernels gave no answer.
+_unanswered: ContextVar[dict[str, None] | None] = ContextVar("_unanswered", default=None)
 
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
     """Within it results of fake kernels have the strides of real ones."""
-    with patched_here(FakeTensorMode, "dispatch", _dispatched):
-        yield
+    token = _unanswered.set({})
+    try:
+        with patched_here(FakeTensorMode, "dispatch", _dispatched):
+            yield
+    finally:
+        _unanswered.reset(token)
+
+
+def unanswered() -> tuple[str, ...]:
+    """Operators of the trace so far whose results may have other strides than their fakes."""
+    return tuple(_unanswered.get() or ())
 
 
 def _dispatched(
@@ -87,10 +98,14 @@ def _dispatched(
         return results
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in given):
         return results
-    strides = _strides_of(func, given, structure, made)
+    fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
+    strides = _strides_of(func, given, structure, made) if fits else None
     if strides is None:
+        noted = _unanswered.get()
+        if noted is not None:
+            noted[str(func)] = None
         return results
-    owned = {storage_key(operand): None for operand in operands}
+    owned = {storage_key(operand) for operand in operands}
     with mode:
         laid = [
             leaf if stride is None else _laid(leaf, stride, storage_key(leaf) in owned)
@@ -102,10 +117,14 @@ def _dispatched(
 def _may_be_asked(func: Any) -> bool:
     if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
-    # A draw would move the generator.
-    if torch.Tag.nondeterministic_seeded in func.tags or func._schema.is_mutable:
+    # A draw without a generator of its own would move PyTorch's.
+    if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         return False
-    return func._schema.name not in _NEVER_ASKED
+    return not func._schema.is_mutable and func._schema.name not in _NEVER_ASKED
+
+
+def _takes_generator(func: OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
 def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
@@ -113,9 +132,7 @@ def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor
     tensors = (*operands, *results)
     if not all(type(t) in (FakeTensor, torch.Tensor) and _is_plain(t) for t in tensors):
         return False
-    if all(t.stride() == make_contiguous_strides_for(t.shape) for t in tensors):
-        return False
-    return sum(math.prod(t.shape) for t in tensors) <= _MOST_ELEMENTS
+    return any(t.stride() != make_contiguous_strides_for(t.shape) for t in tensors)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -154,6 +171,8 @@ def _asked(
         for fill in (0, 1):
             operands = [_filled(leaf, fill) for leaf in given]
             args, kwargs = pytree.tree_unflatten(operands, structure)
+            if _takes_generator(func):
+                kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
             try:
                 with torch.no_grad():
                     found = pytree.tree_leaves(func(*args, **kwargs))

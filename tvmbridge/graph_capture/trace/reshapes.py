@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import OpOverload, pytree, storage_key
 from tvmbridge.core.writes import written_by
 from tvmbridge.graph_capture.memory.views import in_order_of_memory
@@ -87,7 +87,7 @@ def _give_memory(graph: fx.Graph, node: fx.Node, may_copy: bool) -> None:
     """Have ``node`` read a contiguous tensor with the elements in the order of memory.
 
     Raises:
-        UnsupportedOperatorError: its operand does not fill its memory, or lies in another order
+        CaptureError: its operand does not fill its memory, or lies in another order
             and is written or scattered into.
     """
     operand = node.args[0]
@@ -99,7 +99,10 @@ def _give_memory(graph: fx.Graph, node: fx.Node, may_copy: bool) -> None:
     movable = may_copy and node.target is not aten.as_strided_scatter.default
     whole = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
     if order is None or not whole or not (movable or contiguous):
-        raise UnsupportedOperatorError(f"{node.target} depends on the strides of its input")
+        raise CaptureError(
+            f"{node.target} depends on the strides of its input, which is expanded, a part of a "
+            "larger tensor, or in another order of memory and written"
+        )
     if not may_copy:
         return
     with graph.inserting_before(node):
