@@ -7,7 +7,9 @@ layouts. A trace sees the strides of fake tensors, so they must be those of PyTo
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -87,7 +89,7 @@ def differences(op: Any, limit: int) -> list[Difference]:
 def _with_more_dimensions(case: Case) -> Iterator[Case]:
     """``case`` with four dimensions, new ones in front and behind."""
     rank = max((t.dim() for t in case.tensors), default=0)
-    if not 1 <= rank < 4:
+    if not 1 <= rank < 4 or not all(t.layout is torch.strided for t in case.tensors):
         return
     sizes = (2, 3, 2)[: 4 - rank]
     grown: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -160,6 +162,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="operators; by default all of OpInfo")
     parser.add_argument("--samples", type=int, default=6, help="of each operator")
     options = parser.parse_args(arguments)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)  # PyTorch logs each operator that a fake tensor refuses.
     known = operators()
     chosen = {n: op for n, op in known.items() if not options.names or n in options.names}
     count = 0

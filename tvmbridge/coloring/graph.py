@@ -53,9 +53,9 @@ class JointGraph:
         self.movable = self._movable()
         self._also = frozenset(also)
         saved = joint.saved
-        copied = frozenset() if saved is None else saved.unsaved_primals
+        copied = frozenset() if saved is None else saved.copied_primals
         self._copied = frozenset(p for p in self.primals if p.name in copied)
-        unsaved = frozenset() if saved is None else saved.unsaved_outputs
+        unsaved = frozenset() if saved is None else saved.copied_outputs
         kept = [o for number, o in enumerate(self.outputs) if number not in unsaved]
         self._output_roots = {storage_root(o, self.bound) for o in kept} - {None}
         self.fragile = self._fragile()

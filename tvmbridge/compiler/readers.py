@@ -7,7 +7,7 @@ A write there changes no gradient, and eager PyTorch does not visit the formulas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import relax
 
@@ -43,8 +43,11 @@ def readers_of(
 
     The gradients must be linear in the cotangents.
     """
-    met = _met(coloring, cotangents, [*reads, *kept])
-    outputs = {n: met[v] | saved.outputs.get(n, frozenset()) for v, n in kept.items()}
+    met = met_by(coloring, cotangents, [*reads, *kept])
+    outputs: dict[int, frozenset[int]] = {}
+    for var, number in kept.items():
+        if number in saved.outputs:
+            outputs[number] = outputs.get(number, saved.outputs[number]) | met[var]
     names = {v.name for v in reads}
     return Readers(
         primals={v.name: met[v] | saved.primals[v.name] for v in reads if v.name in saved.primals},
@@ -54,7 +57,30 @@ def readers_of(
     )
 
 
-def _met(
+def with_more_copies(
+    coloring: Coloring,
+    cotangents: Sequence[relax.Var],
+    reads: Sequence[relax.Var],
+    kept: Mapping[relax.Var, int],
+    saved: SavedMemory,
+) -> SavedMemory | None:
+    """``saved``, where what a cotangent meets that it does not meet in eager PyTorch is copied.
+
+    None: there is nothing more to copy.
+    """
+    met = met_by(coloring, cotangents, [*reads, *kept])
+    primals = {v.name for v in reads if met[v] - saved.primals.get(v.name, met[v])}
+    outputs = {n for v, n in kept.items() if met[v] - saved.outputs.get(n, met[v])}
+    if primals <= saved.copied_primals and outputs <= saved.copied_outputs:
+        return None
+    return replace(
+        saved,
+        copied_primals=saved.copied_primals | primals,
+        copied_outputs=saved.copied_outputs | outputs,
+    )
+
+
+def met_by(
     coloring: Coloring, cotangents: Sequence[relax.Var], values: Sequence[relax.Var]
 ) -> dict[relax.Var, frozenset[int]]:
     """For each of ``values`` the cotangents that are multiplied by what is computed of it."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.coloring import Coloring
+from tvmbridge.coloring import Coloring, color
 from tvmbridge.coloring.operators import operator_name
-from tvmbridge.compiler.readers import Readers, readers_of
+from tvmbridge.compiler.readers import Readers, readers_of, with_more_copies
 from tvmbridge.core.types import TensorSpec, ValueDescriptor
 from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.differentiate import JointModule
@@ -71,10 +71,10 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
     cotangents = function.params[len(joint.primals) :]
     outputs = results[: joint.num_outputs]
     bound = {b.var: b.value for b in coloring.forward}
-    saved = joint.saved or SavedMemory({}, {})
-    copies = {v: _copy_of(v) for v in coloring.reads if v.name in saved.unsaved_primals}
+    saved = joint.saved or SavedMemory.of({}, {})
+    copies = {v: _copy_of(v) for v in coloring.reads if v.name in saved.copied_primals}
     reads = [v for v in coloring.reads if v not in copies]
-    kept, residuals = _separate_outputs(coloring, outputs, saved.unsaved_outputs)
+    kept, residuals = _separate_outputs(coloring, outputs, saved.copied_outputs)
     forward = build_function(
         "forward",
         primals,
@@ -103,6 +103,28 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         functions=joint.functions,
         readers=readers,
     )
+
+
+def colored(
+    joint: JointModule, policy: str, recompute: Collection[str]
+) -> tuple[JointModule, Coloring]:
+    """The coloring of ``joint``, which says what of the user's memory is copied; see ``color``.
+
+    A copy costs its bytes. What a policy reads for nothing, for a cotangent that does not read it
+    in eager PyTorch, costs them as well, and the policy decides again.
+    """
+    while True:
+        coloring = color(joint, policy, recompute)
+        if joint.saved is None or joint.functions:
+            return joint, coloring
+        function = joint.mod["joint"]
+        cotangents = function.params[len(joint.primals) :]
+        outputs = flat_results(function)[: joint.num_outputs]
+        kept, _ = _separate_outputs(coloring, outputs, joint.saved.copied_outputs)
+        saved = with_more_copies(coloring, cotangents, coloring.reads, kept, joint.saved)
+        if saved is None:
+            return joint, coloring
+        joint = replace(joint, saved=saved)
 
 
 def _copy_of(primal: relax.Var) -> relax.Binding:

@@ -101,7 +101,7 @@ def _saved_memory(
     primals = [readers.get(storage_key(t), nobody) for t in rehearsal.stand_ins]
     # The values that are written into buffers and arguments are nobody's but the call's.
     held = [o.kind is OutputKind.USER or o.rebinds for o in rehearsal.outputs]
-    return SavedMemory(
+    return SavedMemory.of(
         primals=dict(zip(names, primals, strict=True)),
         outputs={
             i: readers.get(storage_key(output), nobody)

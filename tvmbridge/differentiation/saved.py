@@ -22,20 +22,26 @@ class SavedMemory:
 
     ``primals``: by name, the numbers of the cotangents; of none where it is not saved.
     ``outputs``: the same, by the number of the output.
+    ``copied_primals``: names of primals that compiled backward must read as copies.
+    ``copied_outputs``: numbers of outputs whose memory compiled backward must not read.
     """
 
     primals: Mapping[str, frozenset[int]]
     outputs: Mapping[int, frozenset[int]]
+    copied_primals: frozenset[str]
+    copied_outputs: frozenset[int]
 
-    @property
-    def unsaved_primals(self) -> frozenset[str]:
-        """Primals that backward must read as copies."""
-        return frozenset(name for name, readers in self.primals.items() if not readers)
-
-    @property
-    def unsaved_outputs(self) -> frozenset[int]:
-        """Outputs that must be no memory that backward reads."""
-        return frozenset(number for number, readers in self.outputs.items() if not readers)
+    @classmethod
+    def of(
+        cls, primals: Mapping[str, frozenset[int]], outputs: Mapping[int, frozenset[int]]
+    ) -> SavedMemory:
+        """What is saved for no cotangent is copied."""
+        return cls(
+            primals,
+            outputs,
+            frozenset(name for name, readers in primals.items() if not readers),
+            frozenset(number for number, readers in outputs.items() if not readers),
+        )
 
 
 def readers_by_storage(outputs: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
