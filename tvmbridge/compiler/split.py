@@ -17,7 +17,6 @@ from tvmbridge.core.types import TensorSpec, ValueDescriptor
 from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.differentiation.saved import SavedMemory
-from tvmbridge.kernels.aten_call import call_overload
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
@@ -34,8 +33,8 @@ class SplitModule:
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
     ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
-    Primals and outputs that eager PyTorch does not save are residuals with memory of their own;
-    ``readers`` says which cotangents read the others (None: each reads all).
+    Primals and outputs that eager PyTorch does not save are residuals, which ``OwnResiduals``
+    copies; ``readers`` says which cotangents read the others (None: each reads all).
     """
 
     mod: tvm.IRModule
@@ -72,17 +71,11 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
     outputs = results[: joint.num_outputs]
     bound = {b.var: b.value for b in coloring.forward}
     saved = joint.saved or SavedMemory.of({}, {})
-    copies = {v: _copy_of(v) for v in coloring.reads if v.name in saved.copied_primals}
-    reads = [v for v in coloring.reads if v not in copies]
+    copied = [v for v in coloring.reads if v.name in saved.copied_primals]
+    reads = [v for v in coloring.reads if v not in copied]
     kept, residuals = _separate_outputs(coloring, outputs, saved.copied_outputs)
-    forward = build_function(
-        "forward",
-        primals,
-        [*coloring.forward, *copies.values()],
-        [*outputs, *residuals, *(copy.var for copy in copies.values())],
-    )
-    residuals += copies
-    bound |= {v: copy.value for v, copy in copies.items()}
+    residuals += copied
+    forward = build_function("forward", primals, coloring.forward, [*outputs, *residuals])
     readers = None
     if joint.saved is not None and not joint.functions:
         readers = readers_of(coloring, cotangents, reads, kept, joint.saved)
@@ -99,7 +92,7 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
         wanted=joint.wanted,
         gradient_reads=joint.gradient_reads
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
-        drawn=tuple(_describe(v, bound) for v in coloring.drawn),
+        drawn=tuple(replace(_describe(v, bound), made_by="draw") for v in coloring.drawn),
         functions=joint.functions,
         readers=readers,
     )
@@ -127,12 +120,6 @@ def colored(
         joint = replace(joint, saved=saved)
 
 
-def _copy_of(primal: relax.Var) -> relax.Binding:
-    """A copy that no pass takes for the primal itself."""
-    copy = call_overload("aten.clone.default", [{"tensor": 0}], [primal], primal.ty)
-    return relax.VarBinding(relax.DataflowVar(f"{primal.name}_copy", primal.ty), copy)
-
-
 def _gradient_reads(
     coloring: Coloring, cotangents: Sequence[relax.Var], gradients: Sequence[relax.Expr]
 ) -> tuple[frozenset[int], ...]:
@@ -151,8 +138,7 @@ def _separate_outputs(
     """Residuals that share memory with an output (and which), and the others.
 
     The user may write into an output before backward; only the output itself has the version
-    counter by which autograd notices. Outputs that are ``unsaved`` in eager PyTorch may be written:
-    they are copied before they are returned.
+    counter by which autograd notices. Outputs that are ``unsaved`` in eager PyTorch may be written.
     """
     bound = {b.var: b.value for b in coloring.forward}
     owner: dict[relax.Var, int] = {}
@@ -176,7 +162,7 @@ def _describe(var: relax.Var, bound: Mapping[relax.Var, relax.Expr]) -> ValueDes
     while isinstance(made_by, relax.TupleGetItem | relax.Var):
         source = made_by.tuple_value if isinstance(made_by, relax.TupleGetItem) else made_by
         made_by = bound.get(source)
-    return ValueDescriptor(var.name, _spec(var), operator_name(made_by) or "draw")
+    return ValueDescriptor(var.name, _spec(var), operator_name(made_by) or "input")
 
 
 def _spec(var: relax.Var) -> TensorSpec:
