@@ -7,13 +7,13 @@ import pytest
 from tests.conformance.strides import differences, operators
 
 # Their fake kernels alone give other strides, or their kernels look at the layout.
-QUICK = ["roll", "xlogy", "nn.functional.logsigmoid", "copysign", "diff", "nn.functional.relu6"]
+QUICK = ["roll", "xlogy", "copysign"]
 NAMES = list(operators())
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_strides_of_operators(name: str) -> None:
-    assert differences(operators()[name], 2) == []
+    assert differences(operators()[name], 1) == []
 
 
 @pytest.mark.slow

@@ -145,11 +145,7 @@ def test_strides_in_training(asks: bool) -> None:
     reference = Rolled(asks)
     x = torch.randn(2, 5, 2, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
     ours = copy.deepcopy(reference)
-    if asks:
-        add_tvm_dispatch(ours, x)
-    else:  # PyTorch's own derivative of as_strided reads strides too.
-        with pytest.raises(BridgeError, match="depends on its strides"):
-            add_tvm_dispatch(ours, x)
+    add_tvm_dispatch(ours, x)
     ours(x).square().sum().backward()
     reference(x).square().sum().backward()
     for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
