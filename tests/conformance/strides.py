@@ -148,9 +148,7 @@ def _strides(op: Any, leaves: Any, spec: Any) -> tuple[tuple[int, ...], ...] | N
             results = pytree.tree_leaves(op.op(*args, **kwargs))
     except Exception:
         return None
-    strided = [
-        r for r in results if isinstance(r, torch.Tensor) and r.layout is torch.strided
-    ]
+    strided = [r for r in results if isinstance(r, torch.Tensor) and r.layout is torch.strided]
     if any(isinstance(n, torch.SymInt) for r in strided for n in (*r.shape, *r.stride())):
         return None
     return tuple(r.stride() for r in strided)

@@ -19,8 +19,8 @@ from tvmbridge.kernels import register_kernels
 from tvmbridge.passes.base import shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.declare_results import DeclareResults
-from tvmbridge.passes.relax.own_residuals import OwnResiduals
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
+from tvmbridge.passes.relax.own_residuals import OwnResiduals
 from tvmbridge.pipeline import AnyPass, pass_name, run_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS

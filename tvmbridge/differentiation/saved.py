@@ -71,7 +71,8 @@ def _nodes_of(output: torch.Tensor) -> Iterator[Any]:
 
 
 def _storages_of(node: Any) -> Iterator[int]:
-    for name in _names_of_saved(type(node)):
+    kind: Any = type(node)
+    for name in _names_of_saved(kind):
         try:
             saved = getattr(node, name)
         except (RuntimeError, AttributeError):  # Written since, or freed: eager raises as well.
@@ -82,6 +83,6 @@ def _storages_of(node: Any) -> Iterator[int]:
 
 
 @functools.cache
-def _names_of_saved(kind: type) -> tuple[str, ...]:
+def _names_of_saved(kind: Any) -> tuple[str, ...]:
     """The attributes in which nodes of a class have what they save."""
     return tuple(n for n in dir(kind) if n.startswith("_saved_") or n == "saved_tensors")

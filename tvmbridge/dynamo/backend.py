@@ -15,8 +15,8 @@ from tvmbridge.core.torch_private import skipped_frame
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.graphs import DynamoGraph, read_graph
 from tvmbridge.dynamo.report import forget, keep
-from tvmbridge.dynamo.strides import node_with_other_strides
 from tvmbridge.dynamo.stops import captured_graph, differentiated_graph
+from tvmbridge.dynamo.strides import node_with_other_strides
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ _ASKING = frozenset({"dim_order", "is_contiguous", "stride", "suggest_memory_for
 
 
 def node_with_other_strides(graph_module: fx.GraphModule) -> str | None:
-    """The first node of a graph whose strides PyTorch's kernels give otherwise than Dynamo has them.
+    """The first node of a graph that has other strides for Dynamo than PyTorch's kernels give.
 
     None: there is none, or what Dynamo captures asks for no strides.
     """
@@ -82,6 +82,4 @@ def _anew(value: object) -> object:
     """A fake tensor like ``value``, which a graph may write."""
     if not isinstance(value, FakeTensor) or value.layout is not torch.strided:
         return value
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=value.dtype, device=value.device
-    )
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

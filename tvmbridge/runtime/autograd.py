@@ -22,9 +22,9 @@ from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
+from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
-from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.step import Held, Step
 
 # Arguments of the autograd function that are no tensors.

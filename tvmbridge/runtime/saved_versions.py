@@ -54,8 +54,7 @@ class SavedVersions:
         guarded = {
             position[name]: who
             for name, who in readers.guarded_primals.items()
-            if kinds[position[name]] is not InputKind.BUFFER
-            and position[name] not in overwritten
+            if kinds[position[name]] is not InputKind.BUFFER and position[name] not in overwritten
         }
         self.parameters = [i for i in guarded if kinds[i] is InputKind.PARAMETER]
         self._all_guarded = guarded
