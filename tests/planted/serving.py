@@ -100,6 +100,22 @@ SERVING = (
         ("tests/runtime/test_modules.py", "-k", "replaced_buffer"),
     ),
     Plant(
+        "a residual in memory that the user holds",
+        "runtime",
+        "tvmbridge.passes.relax.own_residuals",
+        "storage_root(residual, bound) in users",
+        "storage_root(residual, bound) in ()",
+        ("tests/runtime/test_written_before_backward.py", "-k", "does_not_see"),
+    ),
+    Plant(
+        "strides of fake kernels",
+        "runtime",
+        "tvmbridge.graph_capture.trace.kernel_strides",
+        "    if result.stride() == stride:",
+        "    if True:",
+        ("tests/graph_capture/trace/test_kernel_strides.py", "-k", "in_training"),
+    ),
+    Plant(
         "the generator advanced twice",
         "runtime",
         "tvmbridge.graph_capture.draw_noise",

@@ -52,7 +52,12 @@ class JointGraph:
         self.backward, self.early, self.needed = self._backward(function.params)
         self.movable = self._movable()
         self._also = frozenset(also)
-        self._output_roots = {storage_root(o, self.bound) for o in self.outputs} - {None}
+        saved = joint.saved
+        copied = frozenset() if saved is None else saved.copied_primals
+        self._copied = frozenset(p for p in self.primals if p.name in copied)
+        unsaved = frozenset() if saved is None else saved.copied_outputs
+        kept = [o for number, o in enumerate(self.outputs) if number not in unsaved]
+        self._output_roots = {storage_root(o, self.bound) for o in kept} - {None}
         self.fragile = self._fragile()
 
     def may_repeat(self, var: relax.Var) -> bool:
@@ -71,14 +76,15 @@ class JointGraph:
         """Bytes that are held from forward to backward if ``var`` is kept; None: it cannot be.
 
         Only tensors cross the border, and early variables only where they are movable.
-        Inputs, parameters and buffers live anyway, and so do the outputs; draws do not.
+        Inputs, parameters and buffers live anyway, and so do the outputs; draws do not, and what
+        the user may write where eager PyTorch does not save it is copied.
         """
         if not isinstance(var.ty, relax.TensorType):
             return None
         if var in self.early and var not in self.movable:
             return None
         if var in self._inputs:
-            return tensor_bytes(var) if var in self.drawn else 0
+            return tensor_bytes(var) if var in self.drawn or var in self._copied else 0
         return 0 if storage_root(var, self.bound) in self._output_roots else tensor_bytes(var)
 
     def kept(self, repeated: Collection[relax.Var]) -> dict[relax.Var, None]:

@@ -20,6 +20,7 @@ from tvmbridge.passes.base import shared_results
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.passes.relax.declare_results import DeclareResults
 from tvmbridge.passes.relax.name_specs import NameSpecs, specs_by_key
+from tvmbridge.passes.relax.own_residuals import OwnResiduals
 from tvmbridge.pipeline import AnyPass, pass_name, run_passes
 from tvmbridge.records import Coverage, Library, Task, apply_records, coverage_of
 from tvmbridge.records.library import EMPTY as NO_RECORDS
@@ -234,8 +235,10 @@ def schedule(
         applied = apply_records(fused.mod, library if backend.tuned else NO_RECORDS)
         mod = backend.schedule(applied.mod, target)
         coverage = coverage_of(mod, applied.tuned)
-        last = [] if bundle is None else [bundle]
-        mod = run_passes(mod, [DeclareResults(), *last], records)
+        passes: list[AnyPass] = [DeclareResults()]
+        if bundle is not None:
+            passes = [OwnResiduals(bundle.num_outputs), *passes, bundle]
+        mod = run_passes(mod, passes, records)
     unaligned = dict(fused.unaligned)
     if bundle is not None and "backward" in unaligned:
         first, count = bundle.first, bundle.count

@@ -17,7 +17,7 @@ from tvmbridge.compiler.combining import Packs
 from tvmbridge.compiler.durations import Stages
 from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
-from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on, shared_residuals
+from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
@@ -215,7 +215,7 @@ def assembled(
 ) -> CompiledModule:
     """What was lowered, laid out (``mod``, ``parts``) and built, without partial backwards."""
     derivation, imported = lowered.derivation, lowered.imported
-    copied_outputs, copied_gradients = copied_results(lowered, mod, parts, built.shared)
+    copied_outputs, copied_gradients = copied_results(lowered, parts, built.shared)
     gradients = None
     if parts is not None and wholes_of(mod["backward"]):
         gradients = Pieces(mod["backward"])
@@ -246,12 +246,9 @@ def assembled(
 
 def copied_results(
     lowered: LoweredModule,
-    mod: tvm.IRModule,
     parts: SplitModule | None,
     shared: Mapping[str, frozenset[int]],
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Outputs, and gradients, that share memory with another tensor, of functions laid out."""
-    count = lowered.num_outputs
-    outputs = shared["forward"].intersection(range(count))
-    outputs |= shared_residuals(mod, lowered.layouts.outputs, count)
+    """Outputs, and gradients, that share memory with another tensor."""
+    outputs = shared["forward"].intersection(range(lowered.num_outputs))
     return outputs, frozenset() if parts is None else shared["backward"]

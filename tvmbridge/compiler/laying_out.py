@@ -12,7 +12,6 @@ from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.memory.layouts import Layout, Strides
 from tvmbridge.graph_capture.memory.views import laid_out
-from tvmbridge.passes.base import storage_roots
 from tvmbridge.passes.relax.lay_out import Permuted
 from tvmbridge.pipeline import layout_passes, run_passes
 
@@ -61,12 +60,3 @@ def lay_out_functions(
 
 def _moved(layouts: Mapping[int, Layout]) -> dict[int, Permuted]:
     return {n: Permuted(n, v.order, v.shape) for n, v in layouts.items() if v.moves}
-
-
-def shared_residuals(
-    mod: tvm.IRModule, layouts: Mapping[int, Layout], num_outputs: int
-) -> frozenset[int]:
-    """Outputs that, permuted, are a residual: who writes into one must not change the other."""
-    roots = storage_roots(mod["forward"])
-    residuals = set(roots[num_outputs:])
-    return frozenset(number for number in layouts if roots[number] in residuals)

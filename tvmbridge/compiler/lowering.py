@@ -11,11 +11,11 @@ import tvm
 from torch import nn
 
 from tvmbridge.backends import resolve_target
-from tvmbridge.coloring import color, policy_for
+from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
 from tvmbridge.compiler.packing import Packing
-from tvmbridge.compiler.split import SplitModule, split
+from tvmbridge.compiler.split import SplitModule, colored, split
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.options import CompileOptions
@@ -164,7 +164,7 @@ def _forward_and_backward(
     joint, packs = combining.joint(derivation.joint)
     joint = replace(joint, mod=run_extra_passes(joint.mod, passes, combining.records))
     policy = policy_for(options.residual_policy, derivation.captured.device)
-    return split(joint, color(joint, policy, options.recompute)), packs
+    return split(*colored(joint, policy, options.recompute)), packs
 
 
 def _forward(

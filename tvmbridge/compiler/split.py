@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvmbridge.coloring import Coloring
+from tvmbridge.coloring import Coloring, color
 from tvmbridge.coloring.operators import operator_name
+from tvmbridge.compiler.readers import Readers, readers_of, with_more_copies
 from tvmbridge.core.types import TensorSpec, ValueDescriptor
 from tvmbridge.differentiation.custom_functions import AppliedFunction
 from tvmbridge.differentiation.differentiate import JointModule
+from tvmbridge.differentiation.saved import SavedMemory
 from tvmbridge.kernels.dtypes import from_relax_dtype
 from tvmbridge.passes.base import dtype_of, flat_results, shape_of, storage_root
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
@@ -31,6 +33,8 @@ class SplitModule:
     output of each cotangent and ``wanted`` the primal of each gradient. ``gradient_reads`` are the
     numbers of the cotangents that each gradient depends on: without any of them there is none.
     ``drawn`` are the random draws among the ``reads``. ``functions``: see :class:`JointModule`.
+    Primals and outputs that eager PyTorch does not save are residuals, which ``OwnResiduals``
+    copies; ``readers`` says which cotangents read the others (None: each reads all).
     """
 
     mod: tvm.IRModule
@@ -44,6 +48,7 @@ class SplitModule:
     gradient_reads: tuple[frozenset[int], ...]
     drawn: tuple[ValueDescriptor, ...] = ()
     functions: tuple[AppliedFunction, ...] = ()
+    readers: Readers | None = None
 
     @property
     def residual_bytes(self) -> int:
@@ -65,24 +70,54 @@ def split(joint: JointModule, coloring: Coloring) -> SplitModule:
     cotangents = function.params[len(joint.primals) :]
     outputs = results[: joint.num_outputs]
     bound = {b.var: b.value for b in coloring.forward}
-    kept, residuals = _separate_outputs(coloring, outputs)
+    saved = joint.saved or SavedMemory.of({}, {})
+    copied = [v for v in coloring.reads if v.name in saved.copied_primals]
+    reads = [v for v in coloring.reads if v not in copied]
+    kept, residuals = _separate_outputs(coloring, outputs, saved.copied_outputs)
+    residuals += copied
     forward = build_function("forward", primals, coloring.forward, [*outputs, *residuals])
-    inputs = [*coloring.reads, *kept, *residuals, *cotangents]
+    readers = None
+    if joint.saved is not None and not joint.functions:
+        readers = readers_of(coloring, cotangents, reads, kept, joint.saved)
+    inputs = [*reads, *kept, *residuals, *cotangents]
     backward = build_function("backward", inputs, coloring.backward, results[joint.num_outputs :])
     return SplitModule(
         mod=tvm.IRModule({"forward": forward, "backward": backward}),
         primals=joint.primals,
         num_outputs=joint.num_outputs,
-        reads=tuple(v.name for v in coloring.reads),
+        reads=tuple(v.name for v in reads),
         kept_outputs=tuple((number, shape_of(v) or ()) for v, number in kept.items()),
         residuals=tuple(_describe(v, bound) for v in residuals),
         cotangent_of=joint.cotangent_of,
         wanted=joint.wanted,
         gradient_reads=joint.gradient_reads
         or _gradient_reads(coloring, cotangents, results[joint.num_outputs :]),
-        drawn=tuple(_describe(v, bound) for v in coloring.drawn),
+        drawn=tuple(replace(_describe(v, bound), made_by="draw") for v in coloring.drawn),
         functions=joint.functions,
+        readers=readers,
     )
+
+
+def colored(
+    joint: JointModule, policy: str, recompute: Collection[str]
+) -> tuple[JointModule, Coloring]:
+    """The coloring of ``joint``, which says what of the user's memory is copied; see ``color``.
+
+    A copy costs its bytes. What a policy reads for nothing, for a cotangent that does not read it
+    in eager PyTorch, costs them as well, and the policy decides again.
+    """
+    while True:
+        coloring = color(joint, policy, recompute)
+        if joint.saved is None or joint.functions:
+            return joint, coloring
+        function = joint.mod["joint"]
+        cotangents = function.params[len(joint.primals) :]
+        outputs = flat_results(function)[: joint.num_outputs]
+        kept, _ = _separate_outputs(coloring, outputs, joint.saved.copied_outputs)
+        saved = with_more_copies(coloring, cotangents, coloring.reads, kept, joint.saved)
+        if saved is None:
+            return joint, coloring
+        joint = replace(joint, saved=saved)
 
 
 def _gradient_reads(
@@ -98,18 +133,18 @@ def _gradient_reads(
 
 
 def _separate_outputs(
-    coloring: Coloring, outputs: Sequence[relax.Expr]
+    coloring: Coloring, outputs: Sequence[relax.Expr], unsaved: Collection[int]
 ) -> tuple[dict[relax.Var, int], list[relax.Var]]:
     """Residuals that share memory with an output (and which), and the others.
 
     The user may write into an output before backward; only the output itself has the version
-    counter by which autograd notices.
+    counter by which autograd notices. Outputs that are ``unsaved`` in eager PyTorch may be written.
     """
     bound = {b.var: b.value for b in coloring.forward}
     owner: dict[relax.Var, int] = {}
     for number, output in enumerate(outputs):
         root = storage_root(output, bound)
-        if root is not None:
+        if root is not None and number not in unsaved:
             owner.setdefault(root, number)
     kept: dict[relax.Var, int] = {}
     others = []
@@ -127,7 +162,7 @@ def _describe(var: relax.Var, bound: Mapping[relax.Var, relax.Expr]) -> ValueDes
     while isinstance(made_by, relax.TupleGetItem | relax.Var):
         source = made_by.tuple_value if isinstance(made_by, relax.TupleGetItem) else made_by
         made_by = bound.get(source)
-    return ValueDescriptor(var.name, _spec(var), operator_name(made_by) or "draw")
+    return ValueDescriptor(var.name, _spec(var), operator_name(made_by) or "input")
 
 
 def _spec(var: relax.Var) -> TensorSpec:

@@ -256,7 +256,7 @@ class ValueDescriptor:
     """A named tensor that crosses the border between forward and backward.
 
     ``made_by`` is the operator that computes it: its name in Relax, or the overload of an ATen
-    call; ``draw`` for a random draw.
+    call; ``draw`` for a random draw, ``input`` for a copy of an input.
     """
 
     name: str

@@ -96,6 +96,7 @@ def trace_joint(
             gradient_reads=facts.gradient_reads,
             drawn=tuple(i.name for i in drawn),
             functions=functions,
+            saved=facts.saved,
         ),
         noise=noise,
         imported=imported,

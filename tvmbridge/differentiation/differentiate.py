@@ -15,6 +15,7 @@ from tvmbridge.core.admission import note_use
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.types import PassRecord
 from tvmbridge.differentiation.custom_functions import AppliedFunction
+from tvmbridge.differentiation.saved import SavedMemory
 from tvmbridge.gradients import dtypes_of, install_rules, is_admitted, rule_name
 from tvmbridge.passes.base import dtype_of, flat_results, free_prefix
 from tvmbridge.passes.relax.append_cotangents import COTANGENT_PREFIX, AppendCotangents
@@ -32,7 +33,8 @@ class JointModule:
     which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
     those that it is computed from. ``drawn`` are the primals that are random draws. ``functions``
     are the custom autograd functions, in the order in which their borders are numbered; without any
-    the gradients are linear in the cotangents, as PyTorch's own formulas are.
+    the gradients are linear in the cotangents, as PyTorch's own formulas are. ``saved``: what eager
+    PyTorch saves of primals and outputs; None: all of it.
     """
 
     mod: tvm.IRModule
@@ -44,6 +46,7 @@ class JointModule:
     gradient_reads: tuple[frozenset[int], ...] | None = None
     drawn: tuple[str, ...] = ()
     functions: tuple[AppliedFunction, ...] = ()
+    saved: SavedMemory | None = None
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import OutputKind
 from tvmbridge.differentiation.custom_functions import FunctionWatch
 from tvmbridge.differentiation.draws import captured_draw
 from tvmbridge.differentiation.flow import AutogradWatch, FlowWatch
 from tvmbridge.differentiation.reached import reached_by_gradients
 from tvmbridge.differentiation.rehearsal import Rehearsal
+from tvmbridge.differentiation.saved import SavedMemory, readers_by_storage
 from tvmbridge.graph_capture.memory.layouts import Layout
 from tvmbridge.graph_capture.noise import OTHER_DRAWS
 
@@ -37,7 +39,8 @@ class GradientFacts:
     of the primals that get one, and ``gradient_reads`` says for each of these from which
     cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
     ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
-    ``draws`` counts the random draws of forward.
+    ``draws`` counts the random draws of forward. ``saved``: what autograd saves of the user's
+    memory.
     """
 
     lost: tuple[str, ...]
@@ -46,6 +49,7 @@ class GradientFacts:
     gradient_reads: tuple[frozenset[int], ...]
     layouts: Mapping[int, Layout]
     draws: int
+    saved: SavedMemory
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
@@ -68,6 +72,7 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         differentiable = [i for i, o in enumerate(outputs) if o.requires_grad]
         if not differentiable:
             raise NothingToDifferentiateError("no computed output requires a gradient")
+        saved = _saved_memory(rehearsal, outputs, differentiable)
         layouts: dict[int, Layout | None] = {}
         reached = reached_by_gradients(
             rehearsal, leaves, [outputs[i] for i in differentiable], layouts
@@ -82,6 +87,27 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
         gradient_reads=tuple(reached[i] for i in flowing),
         layouts={n: v for n, i in enumerate(flowing) if (v := layouts[i]) is not None},
         draws=len(watch.draws),
+        saved=saved,
+    )
+
+
+def _saved_memory(
+    rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], differentiable: Sequence[int]
+) -> SavedMemory:
+    """What autograd has saved in a rehearsal of the memory that the user holds."""
+    readers = readers_by_storage([outputs[i] for i in differentiable])
+    nobody: frozenset[int] = frozenset()
+    names = [d.name for d in rehearsal.inputs]
+    primals = [readers.get(storage_key(t), nobody) for t in rehearsal.stand_ins]
+    # The values that are written into buffers and arguments are nobody's but the call's.
+    held = [o.kind is OutputKind.USER or o.rebinds for o in rehearsal.outputs]
+    return SavedMemory.of(
+        primals=dict(zip(names, primals, strict=True)),
+        outputs={
+            i: readers.get(storage_key(output), nobody)
+            for i, output in enumerate(outputs)
+            if held[i]
+        },
     )
 
 

@@ -105,7 +105,12 @@ def _by_relax(
             "PyTorch lets a gradient through outputs in which the captured graph shows none"
         )
     given = sum(d.kind is not InputKind.CONSTANT for d in captured.inputs)
-    joint = replace(joint, gradient_reads=facts.gradient_reads, drawn=joint.primals[given:])
+    joint = replace(
+        joint,
+        gradient_reads=facts.gradient_reads,
+        drawn=joint.primals[given:],
+        saved=facts.saved,
+    )
     return Derivation(joint, captured, imported, "relax", "", facts.layouts, facts)
 
 

@@ -58,6 +58,8 @@ class Rehearsal:
         self.originals = [self._original(d) for d in self.inputs]
         self.written = {o.target for o in captured.outputs if o.kind is OutputKind.INPUT_MUTATION}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # What stood for the primals in the last run: forward may write into clones.
+        self.stand_ins: list[torch.Tensor] = []
 
     @property
     def wanted(self) -> list[int]:
@@ -90,9 +92,11 @@ class Rehearsal:
         """
         leaves = list(self.leaves)
         held: dict[int, torch.Tensor] = {}
+        self.stand_ins = []
         for descriptor, original, primal in zip(self.inputs, self.originals, primals, strict=True):
             if descriptor.kind is InputKind.BUFFER or descriptor.name in self.written:
                 primal = _cloned(primal)
+            self.stand_ins.append(primal)
             if descriptor.kind is InputKind.USER:
                 leaves[descriptor.position or 0] = primal
             else:

@@ -11,10 +11,12 @@ from torch import fx
 
 from tvmbridge.core.errors import first_line
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.torch_private import skipped_frame
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
 from tvmbridge.dynamo.graphs import DynamoGraph, read_graph
 from tvmbridge.dynamo.report import forget, keep
 from tvmbridge.dynamo.stops import captured_graph, differentiated_graph
+from tvmbridge.dynamo.strides import node_with_other_strides
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ def _called(
     chosen = BackendOptions.of(options)
     if mode is not None:
         raise ValueError(f"mode={mode!r} is not known to tvmbridge; give options instead")
+    _check_strides(graph_module)
     try:
         graph = read_graph(graph_module)
     except Exception as error:
@@ -92,6 +95,26 @@ def _called(
         reason = f"it has fewer than {chosen.smallest_graph} operators"
         return keep(EagerGraph(graph.name, graph.operators, graph_module.forward, reason))
     return keep(compiled(graph, chosen.compile))
+
+
+def _check_strides(graph_module: fx.GraphModule) -> None:
+    """Refuse what Dynamo took for other strides than eager PyTorch has.
+
+    Raises:
+        SkipFrame: the function runs in eager PyTorch.
+    """
+    try:
+        node = node_with_other_strides(graph_module)
+    except Exception:
+        logger.debug("strides of a graph cannot be compared", exc_info=True)
+        return
+    if node is not None:
+        reason = (
+            f"forward asks for strides, and TorchDynamo takes those of {node} for others than "
+            "PyTorch's kernel gives: the function runs in eager PyTorch"
+        )
+        logger.warning("%s", reason)
+        raise skipped_frame(reason)
 
 
 def tvmbridge_eager(

@@ -14,11 +14,11 @@ import tvm
 from torch import nn
 from tvm import relax
 
-from tvmbridge.coloring import Coloring, color, policy_for
+from tvmbridge.coloring import Coloring, policy_for
 from tvmbridge.compiler.combining import Combining
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
 from tvmbridge.compiler.packing import Packing
-from tvmbridge.compiler.split import split
+from tvmbridge.compiler.split import colored, split
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.differentiation.differentiate import JointModule
@@ -105,7 +105,7 @@ class Stages:
         """The joint function, colored."""
         joint = self._joint
         gradients = dict(enumerate(map(self._titled, joint.wanted), joint.num_outputs))
-        return Drawable(joint.mod["joint"], self._coloring(joint), gradients)
+        return Drawable(joint.mod["joint"], self._colored()[1], gradients)
 
     def forward(self) -> Drawable:
         """Forward as it is built."""
@@ -119,12 +119,11 @@ class Stages:
         return Drawable(self._split("backward"), gradients=gradients)
 
     def _split(self, name: str) -> relax.Function:
-        joint = self._joint
-        return split(joint, self._coloring(joint)).mod[name]
+        return split(*self._colored()).mod[name]
 
-    def _coloring(self, joint: JointModule) -> Coloring:
+    def _colored(self) -> tuple[JointModule, Coloring]:
         policy = policy_for(self.options.residual_policy, self._lowered.captured.device)
-        return color(joint, policy, self.options.recompute)
+        return colored(self._joint, policy, self.options.recompute)
 
     def _titled(self, name: str) -> str:
         """What the user calls a parameter or an input of the joint function."""

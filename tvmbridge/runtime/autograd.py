@@ -22,6 +22,7 @@ from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import watch
 from tvmbridge.runtime.output_hooks import let_hooks_wait
 from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refuse_hooks
+from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
 from tvmbridge.runtime.step import Held, Step
@@ -72,6 +73,7 @@ class TrainingCall:
             i for i in range(parts.num_outputs) if i not in set(parts.cotangent_of)
         ]
         self.readers = readers_of(compiled.captured, parts.cotangent_of)
+        self.versions = SavedVersions(compiled, self.reads, self.overwritten)
         self.cotangent_specs = [computed[i].spec for i in parts.cotangent_of]
 
     def __call__(
@@ -123,8 +125,11 @@ class TrainingCall:
         read = [p for p, t in zip(self.reads, there, strict=True) if t is not None] + self.guarded
         # Packed weights, the last primals, have no versions of their own.
         count = self.num_primals - len(self.compiled.packs)
-        watched = tuple(primals[p] for p in read if p < count)
-        return Held(forward, backward, saved, there, watched, watch((), (), watched))
+        watched = {p: primals[p] for p in read if p < count}
+        addresses = watch((), (), tuple(watched.values()))
+        watched |= {p: primals[p] for p in self.versions.parameters if p in primals}
+        readers = tuple(map(self.versions.readers_of_primal, watched))
+        return Held(forward, backward, saved, there, tuple(watched.values()), readers, addresses)
 
     def as_read(self, values: list[Any]) -> list[Any]:
         """``values`` that backward reads before the cotangents, kept outputs as it takes them."""
@@ -197,6 +202,7 @@ def _backward_to_differentiate(
     step: Step = ctx.step
     with torch.no_grad():
         saved = ctx.saved_tensors
+    step.refuse_written(cotangents)
     again = step.again
     reason = again if isinstance(again, str) else again.refused(_wanted(ctx))
     if reason is None:
@@ -238,6 +244,7 @@ def _gradients(
     step: Step, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
     """The gradients, of what autograd has saved."""
+    step.refuse_written(cotangents)
     with region(f"{step.call.compiled.origin} backward"):
         held = step.unchanged()
         if held is not None:  # it keeps memory alive that parameters are moved from

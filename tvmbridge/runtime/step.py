@@ -15,12 +15,13 @@ from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.cuda_graphs import Replayed
 from tvmbridge.runtime.guards.watch import Watch, versions_of
+from tvmbridge.runtime.saved_versions import NotedVersion
 from tvmbridge.runtime.second_order import SecondOrderCall
 
 _WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace "
-    "operation: compiled code reads parameters and inputs in backward, and hooks on saved tensors "
-    "kept them without a copy"
+    "operation: backward reads it, in eager PyTorch too, or hooks on saved tensors kept it without "
+    "a copy"
 )
 
 
@@ -30,8 +31,9 @@ class Held:
 
     ``saved`` are the numbers of what backward reads that is not among them, ``there`` has those
     that are at their numbers, and None for the others. Autograd is not told of them: ``watched``
-    are those whose versions must not change until backward has run, and ``addresses`` tells whether
-    their memory is the same. ``partial`` are they for backwards without some of the cotangents,
+    are those whose versions must not change until backward has run of the cotangents that
+    ``readers`` gives for each (None: of any), and ``addresses`` tells whether the memory of what
+    backward reads is the same. ``partial`` are they for backwards without some of the cotangents,
     ``outdated`` is memory that calls under way may still read.
     """
 
@@ -40,6 +42,7 @@ class Held:
     saved: Sequence[int]
     there: Sequence[torch.Tensor | None]
     watched: tuple[torch.Tensor, ...]
+    readers: tuple[frozenset[int] | None, ...]
     addresses: Watch
     partial: weakref.WeakKeyDictionary[LoadedModule, Bound] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -86,6 +89,7 @@ class Step:
         self.marks: tuple[torch.Tensor, ...] = ()
         # Autograd does not ask for the versions of what hooks keep, which may be what they got.
         self.signs: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self.noted: list[NotedVersion] = []
 
     def run(self) -> list[Any]:
         """The results of forward: outputs, and behind them the residuals; asked for once."""
@@ -104,13 +108,15 @@ class Step:
         if held is not None:
             self.residuals = residuals
             self.versions = versions_of(held.watched)
-            return [*(call.kept_primal(self.primals, call.reads[i]) for i in held.saved), *kept]
+            places = [call.reads[i] for i in held.saved]
+            read = [call.kept_primal(self.primals, i) for i in places]
+            return call.versions.noted(self, places, read, outputs, kept)
         read = [call.kept_primal(self.primals, i) for i in call.reads]
         # They are saved so that autograd notices writes into them.
         guards = [self.primals[i] for i in call.guarded]
         if saved_tensors_hooks_in_force(True) is None:
             self.residuals = residuals
-            return [*read, *kept, *guards]
+            return [*call.versions.noted(self, call.reads, read, outputs, kept), *guards]
         self.marks = call.marks()
         self.signs = [(weakref.ref(t), version_of(t)) for t in read]
         return [*self.marks, *read, *kept, *tensors_of(residuals), *guards]
@@ -123,8 +129,6 @@ class Step:
         """
         call, held = self.call, self.held
         if held is not None:
-            if versions_of(held.watched) != self.versions:
-                raise RuntimeError(_WRITTEN)
             values: list[Any] = list(held.there)
             for i, value in zip(held.saved, saved, strict=False):
                 values[i] = value
@@ -136,6 +140,27 @@ class Step:
         count = len(call.reads) + len(call.parts.kept_outputs)
         return [*read[:count], tuple(read[count:])]
 
+    def refuse_written(self, cotangents: Sequence[torch.Tensor | None]) -> None:
+        """Refuse a backward from ``cotangents``, of all outputs, that reads what was written.
+
+        Raises:
+            RuntimeError: as eager PyTorch does.
+        """
+        held = self.held
+        same = held is None or versions_of(held.watched) == self.versions
+        if same and all(version_of(noted.tensor) == noted.version for noted in self.noted):
+            return
+        numbers = enumerate(self.call.parts.cotangent_of)
+        present = {i for i, number in numbers if cotangents[number] is not None}
+        if held is not None:
+            versions = versions_of(held.watched)
+            changed = zip(held.readers, versions, self.versions, strict=True)
+            if any(a != b and (r is None or r & present) for r, a, b in changed):
+                raise RuntimeError(_WRITTEN)
+        for noted in self.noted:
+            if version_of(noted.tensor) != noted.version and noted.readers & present:
+                raise RuntimeError(_WRITTEN)
+
     def unchanged(self) -> Held | None:
         """What was converted once; None: there is nothing, or the addresses may be others now."""
         held = self.held
@@ -144,6 +169,7 @@ class Step:
     def free(self) -> None:
         """Free the residuals."""
         self.residuals = None
+        self.noted = []
         if self.lease is not None:
             self.lease.end()
 

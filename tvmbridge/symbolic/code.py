@@ -224,7 +224,7 @@ def _merged(lowered: Sequence[_Lowered], sizes: Sizes) -> _Described:
 
 def _refuse_other_copies(lowered: Sequence[_Lowered], built: Built) -> None:
     """Refuse that at some sizes other results share memory."""
-    copied = [copied_results(e.lowered, e.mod, e.parts, built.shared) for e in lowered]
+    copied = [copied_results(e.lowered, e.parts, built.shared) for e in lowered]
     if any(other != copied[0] for other in copied[1:]):
         raise DifferentCodeError("at other sizes, other results share memory")
 

@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 from tests.graph_capture.trace.test_opaque_ops import Called
-from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
+from tvmbridge.graph_capture.trace import kernel_strides
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -98,3 +99,86 @@ def test_shapes_that_depend_on_values_are_left_as_they_are() -> None:
     with FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True) as mode, strides_of_kernels():
         rows = torch.nonzero(mode.from_tensor(torch.ones(4)))
         assert isinstance((rows + rows).shape[0], torch.SymInt)
+
+
+class Rolled(nn.Module):
+    """It asks how a rolled tensor lies, or reads the memory of that."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(5, 5, 1)
+        self.asks = asks
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.roll(x, 1, 0)
+        if not self.asks:
+            return y.as_strided((2, 3), (4, 1), 1) * self.layer.bias[0]
+        if y.is_contiguous(memory_format=torch.channels_last):
+            return self.layer(y)
+        return self.layer(y) * 0
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("door", ["add", "compile"])
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_forward_branches_on_strides_as_in_eager(
+    asks: bool, door: str, layout: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    reference = Rolled(asks).eval()
+    x = torch.randn(2, 5, 2, 5, dtype=torch.float64).to(memory_format=layout)
+    ours: Any = copy.deepcopy(reference)
+    if door == "add":
+        add_tvm_dispatch(ours, x)
+    else:
+        torch._dynamo.reset()
+        ours = torch.compile(ours, backend="tvmbridge")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), reference(x))
+    if door == "add":
+        assert not dispatch_report(ours).fallbacks
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_strides_in_training(asks: bool) -> None:
+    reference = Rolled(asks)
+    x = torch.randn(2, 5, 2, 5, dtype=torch.float64).to(memory_format=torch.channels_last)
+    ours = copy.deepcopy(reference)
+    add_tvm_dispatch(ours, x)
+    ours(x).square().sum().backward()
+    reference(x).square().sum().backward()
+    for mine, theirs in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda y: y[1:].as_strided((2, 3), (4, 1)),
+        lambda y: (y.as_strided((2, 3), (4, 1)).add_(1), y)[1],
+        lambda y: torch.as_strided_scatter(y, y[0, 0, 0, :2] * 3, (2,), (3,)),
+    ],
+)
+def test_memory_that_compiled_code_has_otherwise_is_refused(
+    taken: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
+    with pytest.raises(BridgeError, match="depends on the strides of its input"):
+        add_tvm_dispatch(Called(lambda x: taken(torch.roll(x, 1, 0)) * 2), x)
+
+
+def test_strides_that_no_kernel_tells_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_strides, "_MOST_ELEMENTS", 8)
+    x = torch.randn(2, 5, 2, 5).to(memory_format=torch.channels_last)
+    with pytest.raises(BridgeError, match=r"strides behind aten\.roll\.default"):
+        add_tvm_dispatch(Called(lambda x: x * torch.roll(x, 1, 0).stride(1)), x)
+
+
+def test_no_kernel_that_is_asked_draws_numbers() -> None:
+    x = torch.randn(2, 3, 4).mT
+    before = torch.get_rng_state()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, strides_of_kernels():
+        fake = torch.normal(mode.from_tensor(x), mode.from_tensor(x.abs()))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert fake.stride() == torch.normal(x, x.abs()).stride()

@@ -45,7 +45,6 @@ tag_activation_checkpoint = torch._higher_order_ops.wrap.tag_activation_checkpoi
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
 make_contiguous_strides_for = torch._prims_common.make_contiguous_strides_for
-suggest_memory_format = torch._prims_common.suggest_memory_format
 from_dlpack_capsule = torch._C._from_dlpack
 has_storage = torch._C._has_storage
 storage_use_count = torch._C._storage_Use_Count
@@ -165,6 +164,17 @@ def captured_in() -> str:
     first = root.f_locals.get(names[0]) if names else None
     name = type(first).__name__ if isinstance(first, torch.nn.Module) else root.f_code.co_name
     return name if name.isidentifier() else "graph"
+
+
+def traced_code() -> list[Any]:
+    """The code of all functions that TorchDynamo has followed in what it captures now."""
+    return list(importlib.import_module("torch._guards").TracingContext.get_traced_code() or ())
+
+
+def skipped_frame(reason: str) -> Exception:
+    """What a backend raises to have TorchDynamo leave a function to Python."""
+    error: Exception = importlib.import_module("torch._dynamo.exc").SkipFrame(reason)
+    return error
 
 
 def free_cublas_workspaces() -> None:

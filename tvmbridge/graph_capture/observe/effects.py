@@ -21,6 +21,7 @@ from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.trace.callers import calling_python_module
 from tvmbridge.graph_capture.trace.generators import Generators
+from tvmbridge.graph_capture.trace.kernel_strides import unanswered
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
@@ -99,7 +100,12 @@ class QuestionWatch(TorchFunctionMode):
             torch.Tensor.is_contiguous,
             torch.Tensor.stride,
             torch.Tensor.as_strided,
+            torch.Tensor.as_strided_,
+            torch.Tensor.dim_order,
             torch.as_strided,
+            torch.as_strided_,
+            torch.as_strided_copy,
+            torch.as_strided_scatter,
         }
     )
     _OF_AUTOGRAD = frozenset(
@@ -128,6 +134,8 @@ class QuestionWatch(TorchFunctionMode):
             self.asks.add(Question.GRADIENTS)
         if func in self._LAYOUT:
             self.asks.add(Question.LAYOUT)
+            for operator in unanswered():
+                self.complaints[f"asks for strides behind {operator}, which are not known"] = None
         if func is torch.Tensor.storage_offset and not is_called_by_library(1):
             self.asks.add(Question.OFFSET)
         if switches_gradients(func, args, kwargs or {}):

@@ -1,111 +1,82 @@
 """Strides of results as PyTorch's kernels give them, where its fake kernels differ.
 
 Strides decide how outputs lie, and whether ``reshape`` or ``contiguous()`` is a view: with other
-strides a mutation would reach an alias in the trace alone, or in eager PyTorch alone.
+strides a mutation would reach an alias in the trace alone, or in eager PyTorch alone. Forward may
+also ask for them, and ``as_strided`` reads memory by them.
+
+No table of rules is complete, so the kernel itself is asked: it runs once on zeros with the sizes
+and strides of the operands, and the fake results get its strides. Where all operands and results
+are contiguous nothing is asked, and the results of products always are.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeAlias
 
 import torch
 
 from tvmbridge.core.torch_private import (
+    DisablePythonDispatcher,
+    DisableTorchFunction,
+    FakeTensor,
     FakeTensorMode,
     OpOverload,
+    disable_current_modes,
     make_contiguous_strides_for,
-    suggest_memory_format,
+    pytree,
+    storage_key,
 )
 from tvmbridge.graph_capture.trace.patches import patched_here
 
+logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
-# Their first result is contiguous, or channels_last where the input is.
-_NORMS = (
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten._native_batch_norm_legit.no_stats,
-    aten._native_batch_norm_legit_no_training.default,
-    aten._batch_norm_with_update.default,
-    aten._batch_norm_no_update.default,
+# By result; None: no tensor.
+_Strides: TypeAlias = tuple[tuple[int, ...] | None, ...]
+
+# Products take long, and what they make is contiguous whatever they are given. ``as_strided`` is
+# given its strides. Of a dimension of stride 0 the kernels of medians read past the memory.
+_NEVER_ASKED = frozenset(
+    {
+        "aten::addmm",
+        "aten::addmv",
+        "aten::as_strided",
+        "aten::baddbmm",
+        "aten::bmm",
+        "aten::dot",
+        "aten::median",
+        "aten::mm",
+        "aten::mv",
+        "aten::nanmedian",
+    }
 )
-# So is their only result.
-_MOVES = (
-    aten.channel_shuffle.default,
-    aten.native_channel_shuffle.default,
-    aten.max_unpool2d.default,
-    aten.reflection_pad2d.default,
-    aten.reflection_pad3d.default,
-    aten.replication_pad2d.default,
-    aten.replication_pad3d.default,
-)
-# Their result lies as the tensor that a number is combined with.
-_WITH_NUMBERS = (aten.copysign.Scalar, aten.floor_divide.Scalar, aten.div.Scalar_mode)
-# Their result lies as a sum of the same operands does; where one of them is broadcast their
-# fake kernels expand it first.
-_BROADCAST = (
-    aten.heaviside.default,
-    aten.logaddexp.default,
-    aten.logaddexp2.default,
-    aten.logical_and.default,
-    aten.logical_or.default,
-    aten.logical_xor.default,
-)
-# They are pointwise though they are not said to be.
-_POINTWISE = (aten.hardswish.default, aten.mse_loss.default, aten.pow.Tensor_Scalar)
-# Their result lies as their argument in every case.
-_AS_ARGUMENT = (
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.copy.default,
-    aten.hardtanh.default,
-    aten.relu6.default,
-    aten.rrelu.default,
-    aten.nan_to_num.default,
-    aten.deg2rad.default,
-    aten.rad2deg.default,
-)
+# Kernels are asked about tensors of so many elements in all, or their zeros would not fit.
+_MOST_ELEMENTS = 2**27
+_MOST_KNOWN = 2**14
 
-
-def _in_memory_format(result: torch.Tensor, x: torch.Tensor, *_: Any) -> Sequence[int]:
-    return torch.empty_like(result, memory_format=suggest_memory_format(x)).stride()
-
-
-def _contiguous(result: torch.Tensor, *_: Any) -> Sequence[int]:
-    strides: tuple[int, ...] = make_contiguous_strides_for(result.shape)
-    return strides
-
-
-def _as_normed(result: torch.Tensor, x: torch.Tensor, *_: Any) -> Sequence[int]:
-    # Strides of one channel or one pixel fit both formats.
-    return _contiguous(result) if x.is_contiguous() else _in_memory_format(result, x)
-
-
-def _as_first(_: torch.Tensor, x: torch.Tensor, *__: Any) -> Sequence[int]:
-    return torch.empty_like(x).stride()
-
-
-def _as_sum(_: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *__: Any) -> Sequence[int]:
-    return (torch.empty_like(x) + torch.empty_like(y)).stride()
-
-
-# Overload -> the strides of its first result.
-_STRIDES: dict[Any, Callable[..., Sequence[int]]] = {
-    **dict.fromkeys(_NORMS, _as_normed),
-    **dict.fromkeys(_MOVES, _in_memory_format),
-    **dict.fromkeys(_WITH_NUMBERS, _as_first),
-    **dict.fromkeys(_BROADCAST, _as_sum),
-}
+_known: dict[Any, _Strides | None] = {}
+# Operators of the trace whose kernels gave no answer.
+_unanswered: ContextVar[dict[str, None] | None] = ContextVar("_unanswered", default=None)
 
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
     """Within it results of fake kernels have the strides of real ones."""
-    with patched_here(FakeTensorMode, "dispatch", _dispatched):
-        yield
+    token = _unanswered.set({})
+    try:
+        with patched_here(FakeTensorMode, "dispatch", _dispatched):
+            yield
+    finally:
+        _unanswered.reset(token)
+
+
+def unanswered() -> tuple[str, ...]:
+    """Operators of the trace so far whose results may have other strides than their fakes."""
+    return tuple(_unanswered.get() or ())
 
 
 def _dispatched(
@@ -117,48 +88,120 @@ def _dispatched(
     kwargs: Any = None,
 ) -> Any:
     results = genuine(mode, func, types, args, kwargs or {})
-    strides_of = _STRIDES.get(func)
-    if strides_of is None and _is_pointwise(func) and _all_contiguous(func, args, kwargs or {}):
-        strides_of = _contiguous
-    if strides_of is None:
+    if not _may_be_asked(func):
         return results
+    given, structure = pytree.tree_flatten((args, kwargs or {}))
+    made, structure_of_results = pytree.tree_flatten(results)
+    operands = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in made if isinstance(leaf, torch.Tensor)]
+    if not operands or not tensors or not _may_differ(operands, tensors):
+        return results
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in given):
+        return results
+    fits = sum(t.numel() for t in (*operands, *tensors)) <= _MOST_ELEMENTS
+    strides = _strides_of(func, given, structure, made) if fits else None
+    if strides is None:
+        noted = _unanswered.get()
+        if noted is not None:
+            noted[str(func)] = None
+        return results
+    owned = {storage_key(operand) for operand in operands}
     with mode:
-        if isinstance(results, torch.Tensor):
-            return _laid(results, strides_of(results, *args))
-        first, *others = results
-        return (_laid(first, strides_of(first, *args)), *others)
+        laid = [
+            leaf if stride is None else _laid(leaf, stride, storage_key(leaf) in owned)
+            for leaf, stride in zip(made, strides, strict=True)
+        ]
+    return pytree.tree_unflatten(laid, structure_of_results)
 
 
-@functools.cache
-def _is_pointwise(func: Any) -> bool:
-    """Whether TensorIterator computes it: of contiguous operands of one shape the result is
-    contiguous, though their strides may fit another memory format too.
-    """
-    if func in _POINTWISE:
-        return True
-    if not isinstance(func, OpOverload):
+def _may_be_asked(func: Any) -> bool:
+    if not isinstance(func, OpOverload) or func.namespace != "aten":
         return False
-    if torch.Tag.pointwise not in func.tags or func._schema.is_mutable or func in _AS_ARGUMENT:
+    # A draw without a generator of its own would move PyTorch's.
+    if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         return False
-    # A number is an operand there, a tensor of another shape.
-    numbers = "scalar" in func._overloadname.lower()
-    return len(func._schema.returns) == 1 and not numbers
+    return not func._schema.is_mutable and func._schema.name not in _NEVER_ASKED
 
 
-def _all_contiguous(func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> bool:
-    """Whether all operands are contiguous and of one shape."""
-    declared = zip(func._schema.arguments, args, strict=False)
-    given = [*declared, *((a, named[a.name]) for a in func._schema.arguments if a.name in named)]
-    operands = [v for argument, v in given if "Tensor" in str(argument.type) and v is not None]
-    if not all(isinstance(operand, torch.Tensor) for operand in operands):
-        return False  # a number is a tensor of another shape
-    if any(isinstance(size, torch.SymInt) for operand in operands for size in operand.shape):
-        return False  # it depends on values: nothing is known of it
-    shapes = {operand.shape for operand in operands}
-    return len(shapes) == 1 and all(operand.is_contiguous() for operand in operands)
+def _takes_generator(func: OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
 
 
-def _laid(result: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    if result.stride() == tuple(strides):
+def _may_differ(operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel can be asked, and a fake kernel may give other strides than that."""
+    tensors = (*operands, *results)
+    if not all(type(t) in (FakeTensor, torch.Tensor) and _is_plain(t) for t in tensors):
+        return False
+    return any(t.stride() != make_contiguous_strides_for(t.shape) for t in tensors)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.device.type in ("cpu", "cuda") and all(type(n) is int for n in tensor.shape)
+
+
+def _strides_of(
+    func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any]
+) -> _Strides | None:
+    """What the kernel answers for such operands; None where it cannot be asked."""
+    key = (func, structure, *map(_described, given))
+    try:
+        if key in _known:
+            return _known[key]
+    except TypeError:  # An argument has no hash.
+        return _asked(func, given, structure, made)
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    strides = _known[key] = _asked(func, given, structure, made)
+    return strides
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), leaf
+
+
+def _asked(
+    func: OpOverload, given: Sequence[Any], structure: Any, made: Sequence[Any]
+) -> _Strides | None:
+    with disable_current_modes(), DisablePythonDispatcher(), DisableTorchFunction():
+        # Zeros are valid indices, and ones valid divisors.
+        for fill in (0, 1):
+            operands = [_filled(leaf, fill) for leaf in given]
+            args, kwargs = pytree.tree_unflatten(operands, structure)
+            if _takes_generator(func):
+                kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
+            try:
+                with torch.no_grad():
+                    found = pytree.tree_leaves(func(*args, **kwargs))
+            except Exception:
+                logger.debug("the kernel of %s refuses tensors of %s", func, fill, exc_info=True)
+                continue
+            if _shapes(found) != _shapes(made):
+                return None
+            return tuple(t.stride() if isinstance(t, torch.Tensor) else None for t in found)
+    return None
+
+
+def _filled(leaf: Any, fill: int) -> Any:
+    """A real tensor with the sizes and strides of a fake one."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    steps = zip(leaf.shape, leaf.stride(), strict=True)
+    extent = 1 + sum((size - 1) * stride for size, stride in steps) if leaf.numel() else 0
+    memory = torch.zeros(extent, dtype=leaf.dtype, device=leaf.device)
+    return (memory.fill_(fill) if fill else memory).as_strided(leaf.shape, leaf.stride())
+
+
+def _shapes(leaves: Sequence[Any]) -> list[Any]:
+    return [t.shape if isinstance(t, torch.Tensor) else None for t in leaves]
+
+
+def _laid(result: torch.Tensor, stride: tuple[int, ...], shares: bool) -> torch.Tensor:
+    if result.stride() == stride:
         return result
-    return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
+    if shares:
+        return result.as_strided(result.shape, stride, result.storage_offset())
+    return torch.empty_strided(result.shape, stride, dtype=result.dtype, device=result.device)

@@ -7,6 +7,9 @@ was recorded is then an error; a ``reshape`` copies.
 
 For memory that is mutated it matters whether a ``reshape`` is a view or a copy: there it is made
 the one that it was when it was recorded.
+
+``as_strided`` reads the memory of its operand. It gets a contiguous copy of that memory, in the
+order that was recorded, whatever the decompositions make of the operand.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import OpOverload, pytree, storage_key
 from tvmbridge.core.writes import written_by
+from tvmbridge.graph_capture.memory.views import in_order_of_memory
 
 aten = torch.ops.aten
 
@@ -31,6 +36,12 @@ _VIEW_OR_COPY = (
     aten.flatten.using_ints,
     aten.ravel.default,
     aten.contiguous.default,
+)
+
+_BY_STRIDES = (
+    aten.as_strided.default,
+    aten.as_strided_copy.default,
+    aten.as_strided_scatter.default,
 )
 
 
@@ -50,6 +61,9 @@ def reshape_instead_of_view(program: ExportedProgram) -> None:
             for node in graph.find_nodes(op="call_function", target=target):
                 if not written.isdisjoint((*_storages(node), *_storages(node.args[0]))):
                     _decide(graph, node)
+        for target in _BY_STRIDES:
+            for node in graph.find_nodes(op="call_function", target=target):
+                _give_memory(graph, node, written.isdisjoint(_storages(node.args[0])))
 
 
 def _decide(graph: fx.Graph, node: fx.Node) -> None:
@@ -67,6 +81,38 @@ def _decide(graph: fx.Graph, node: fx.Node) -> None:
     view.meta = dict(node.meta)
     node.replace_all_uses_with(view)
     graph.erase_node(node)
+
+
+def _give_memory(graph: fx.Graph, node: fx.Node, may_copy: bool) -> None:
+    """Have ``node`` read a contiguous tensor with the elements in the order of memory.
+
+    Raises:
+        CaptureError: its operand does not fill its memory, or lies in another order
+            and is written or scattered into.
+    """
+    operand = node.args[0]
+    assert isinstance(operand, fx.Node)
+    fake = operand.meta["val"]
+    contiguous = fake.is_contiguous()
+    order = tuple(range(fake.dim())) if contiguous else in_order_of_memory(fake)
+    # What ``as_strided_scatter`` returns has the shape of its operand.
+    movable = may_copy and node.target is not aten.as_strided_scatter.default
+    whole = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
+    if order is None or not whole or not (movable or contiguous):
+        raise CaptureError(
+            f"{node.target} depends on the strides of its input, which is expanded, a part of a "
+            "larger tensor, or in another order of memory and written"
+        )
+    if not may_copy:
+        return
+    with graph.inserting_before(node):
+        permuted = graph.call_function(aten.permute.default, (operand, list(order)))
+        permuted.meta = {**node.meta, "val": fake.permute(order)}
+        memory = graph.call_function(
+            aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format}
+        )
+        memory.meta = dict(permuted.meta)
+    node.replace_input_with(operand, memory)
 
 
 def _written_by(node: fx.Node) -> Iterator[int]:

@@ -105,11 +105,6 @@ ATTRIBUTES = (
         lambda schema: schema.name == "aten::sin" and not schema.is_mutable,
     ),
     PrivateName(
-        "torch.ops.aten.add.Scalar._overloadname",
-        "overloads for numbers",
-        lambda name: name == "Scalar",
-    ),
-    PrivateName(
         "torch.ops.aten.sin.default._dispatch_cache",
         "setting a kernel of an operator aside in a trace",
         lambda cache: isinstance(cache, dict) and isinstance(_SIN.py_kernels, dict),

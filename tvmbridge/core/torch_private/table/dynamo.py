@@ -40,4 +40,14 @@ DYNAMO = (
         "the name of the module whose forward Dynamo captures",
         has("current_tx"),
     ),
+    PrivateName(
+        "torch._guards.TracingContext",
+        "whether a function that Dynamo captures asks for strides",
+        has("get_traced_code"),
+    ),
+    PrivateName(
+        "torch._dynamo.exc.SkipFrame",
+        "leaving a function to Python that Dynamo captures with other strides",
+        lambda error: issubclass(error, Exception),
+    ),
 )

@@ -134,11 +134,6 @@ IMPORTED = (
         lambda strides: strides((2, 3)) == (3, 1),
     ),
     PrivateName(
-        "torch._prims_common.suggest_memory_format",
-        "the strides that kernels give",
-        lambda suggest: suggest(torch.ones(2, 3)) is torch.contiguous_format,
-    ),
-    PrivateName(
         "torch._C._from_dlpack",
         "handing tensors to kernels",
         lambda take: take(torch.ones(2).__dlpack__()).tolist() == [1, 1],

@@ -1,0 +1,92 @@
+"""Residuals have memory of their own: those that are an argument or an output are copied.
+
+Before, with one output::
+
+    def forward(x):
+        lv = R.sigmoid(x)
+        gv = (lv, lv, x)
+        return gv
+
+After::
+
+    def forward(x):
+        lv = R.sigmoid(x)
+        lv1 = clone(lv)                     # calls of PyTorch's kernel
+        lv2 = clone(x)
+        gv = (lv, lv1, lv2)
+        return gv
+
+The user may write into arguments and outputs before backward reads the residuals.
+
+Requires: one dataflow block; forward returns a tuple. Guarantees: no residual shares memory with an
+argument or an output; the order of results. Runs after: fusion, which makes some operators views.
+Runs before: DeclareResults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.relax.utils import copy_with_new_vars
+
+from tvmbridge.kernels.aten_call import call_overload
+from tvmbridge.passes.base import (
+    PassReport,
+    RelaxPass,
+    flat_results,
+    storage_root,
+    storage_roots,
+)
+
+
+@dataclass(frozen=True)
+class OwnResiduals(RelaxPass):
+    """Copy the residuals of ``forward`` that the user could write.
+
+    Args:
+        num_outputs: how many results of ``forward`` come before the residuals.
+    """
+
+    num_outputs: int
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        functions = dict(mod.functions_items())
+        for name, function in functions.items():
+            if name.name_hint == "forward":
+                functions[name] = self._copying(function, report)
+        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+    def _copying(self, function: relax.Function, report: PassReport) -> relax.Function:
+        (block,) = function.body.blocks
+        bound = {b.var: b.value for b in block.bindings}
+        users = {*function.params, *storage_roots(function)[: self.num_outputs]} - {None}
+        results = flat_results(function)
+        outputs, residuals = results[: self.num_outputs], results[self.num_outputs :]
+        copies: dict[relax.Expr, relax.Var] = {}
+        for residual in residuals:
+            if residual not in copies and storage_root(residual, bound) in users:
+                copies[residual] = relax.DataflowVar("copy", residual.ty)
+                report.rewrote()
+        if not copies:
+            return function
+        result = relax.Var("results", function.ret_ty)
+        bindings = [
+            *(b for b in block.bindings if b.var != function.body.body),
+            *(_bound(copy, _clone(residual)) for residual, copy in copies.items()),
+            _bound(result, relax.Tuple([*outputs, *(copies.get(r, r) for r in residuals)])),
+        ]
+        body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+        parameters, type_ = function.params, function.ret_ty
+        return copy_with_new_vars(
+            relax.Function(parameters, body, type_, function.is_pure, function.attrs)
+        )
+
+
+def _clone(tensor: relax.Expr) -> relax.Call:
+    return call_overload("aten.clone.default", [{"tensor": 0}], [tensor], tensor.ty)
+
+
+def _bound(var: relax.Var, value: relax.Expr) -> relax.Binding:
+    return relax.VarBinding(var, relax.BlockBuilder().normalize(value))
