@@ -41,6 +41,7 @@ from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.graph_capture.symbols import dynamic_shapes, has_odd_names, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
+from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
@@ -227,6 +228,7 @@ def _exported(
         without_hooks(module),
         kept_whole_under_autograd(),
         export_in_linear_time(),
+        only_switched_off(),
         warnings.catch_warnings(),
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.

@@ -29,6 +29,11 @@ REPLACED = (
         takes(None, None, None),
     ),
     PrivateName(
+        "torch.export._trace._ignore_backend_decomps",
+        "switching libraries off in a trace, without a change of the precision",
+        takes(),
+    ),
+    PrivateName(
         "torch._functorch.utils.unwrap_dead_wrappers",
         "noticing custom autograd functions",
         _is_called_by_apply,
