@@ -24,6 +24,7 @@ from tvmbridge.kernels.borders import enters, leaves
 # Operators of ours, which have PyTorch's own formulas for a backward.
 _OURS = "GeneratedBackwardFor_tvmbridge_"
 _Edge = tuple[Any, int]
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,7 @@ class FunctionWatch:
         """Within it they are noted, also those whose ``apply`` was bound before."""
 
         def applied(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            # The patch's call and its stub stand between this function and Function.apply.
-            cls = sys._getframe(3).f_locals.get("cls")
-            name = getattr(cls, "__name__", "unnamed")
+            name = getattr(_applied_class(), "__name__", "unnamed")
             self._reasons[f"the custom autograd function {name} has a backward of its own"] = None
             return unwrap(args)
 
@@ -80,6 +79,14 @@ class FunctionWatch:
     def bordered(self, outputs: Sequence[torch.Tensor]) -> Bordered:
         """Those behind ``outputs``, whose cotangents are numbered so, with borders from now on."""
         return Bordered(outputs, set(map(id, self._bare)))
+
+
+def _applied_class() -> Any:
+    """The custom function whose ``apply`` is running: patches stand between it and the caller."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_locals.get("cls")
 
 
 class Bordered:

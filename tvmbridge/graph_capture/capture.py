@@ -164,6 +164,7 @@ def capture_staged(
         constant_tensors=constant_tensors,
         convention=convention,
         assumptions=assumptions,
+        outside=stage.outside,
         prologue=cut_prologue(program.graph, noise, constant_tensors),
         epilogue=forward.epilogue,
     )

@@ -18,6 +18,7 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Epilogue, IntermediateBase
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
+from tvmbridge.graph_capture.trace.adopted import adopted_are_read
 from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
 from tvmbridge.graph_capture.trace.exchanges import exchanges_written
@@ -77,7 +78,8 @@ class TracedForward:
                 stack.enter_context(norms_put_back(self.module))
             stack.enter_context(as_captured(self.is_compiling))
             stack.enter_context(under_autocast(self.autocast))
-            return self._forward(*args, **kwargs)
+            adopted = stack.enter_context(adopted_are_read(self.module))
+            return adopted.in_results(self._forward(*args, **kwargs))
 
     @contextmanager
     def in_place(self, structure: pytree.TreeSpec | None = None) -> Iterator[None]:
