@@ -142,7 +142,7 @@ def _staged(
             in_place = values_read(actor, {_split(name) for name in seen.writes})
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
-        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
+        raise CaptureError(error.at(user_line(error))) from error
     except BridgeError:
         raise
     except Exception as error:
