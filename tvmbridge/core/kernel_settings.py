@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias
 
@@ -90,9 +91,9 @@ def gpu_settings() -> tuple[Any, ...]:
     return (*precisions, *map(_flag, _CUDNN))
 
 
-def onednn_precision() -> str | None:
-    """The precision of oneDNN's float32 products, read at each call on the CPU."""
-    return _precision("mkldnn.matmul.fp32_precision")
+def precision_reader(device: str) -> Callable[[], str | None]:
+    """What returns the precision of float32 products on a type of device, for each call."""
+    return partial(_precision, _PRODUCTS["CUDA" if device == "cuda" else "oneDNN"])
 
 
 def reduced_precisions() -> Reduced:

@@ -113,7 +113,7 @@ def _compiled(
     return function
 
 
-class _Text(StrPrinter):  # type: ignore[misc]
+class _Text(StrPrinter):
     """Writes expressions of sizes with names of its own: a symbol's name may be a user's."""
 
     def __init__(self, names: Mapping[Any, str]) -> None:

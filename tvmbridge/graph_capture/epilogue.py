@@ -51,7 +51,8 @@ _FIXED = (
     "keep the size fixed, by torch.where or masked_fill in place of an index by a mask, or compute "
     "this part outside of the module"
 )
-_OUT_OF_PLACE = "write y = y + 1 in place of y += 1"
+_OUTSIDE = "compute this part outside of the module"
+_OUT_OF_PLACE = "use the function that returns a new tensor: y = y + 1 in place of y += 1"
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 
 

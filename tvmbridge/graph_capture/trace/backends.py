@@ -32,10 +32,10 @@ def _switched_off(genuine: Callable[..., Any]) -> AbstractContextManager[None]:
 def _off() -> Iterator[None]:
     before = mkldnn_enabled()
     set_mkldnn_enabled(False)
-    (nnpack,) = torch.backends.nnpack.set_flags(False)  # type: ignore[no-untyped-call]
+    (nnpack,) = torch.backends.nnpack.set_flags(False)
     try:
         with cudnn_switched_off():
             yield
     finally:
-        torch.backends.nnpack.set_flags(nnpack)  # type: ignore[no-untyped-call]
+        torch.backends.nnpack.set_flags(nnpack)
         set_mkldnn_enabled(before)

@@ -22,7 +22,7 @@ from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.generated import Scope
-from tvmbridge.core.kernel_settings import onednn_precision
+from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.core.torch_private import (
     GlobalStateGuard,
     dispatch_mode_count,
@@ -202,10 +202,10 @@ class FastGuard:
 
     def _emit_surroundings(self, signature: Signature, records_writes: bool) -> None:
         self._refuse_if(_DISPATCHED)
-        if any(device.type == "cpu" for *_, device in signature.tensors):
-            # PyTorch's own guard, same_state, compares that of CUDA's products.
-            known = self._name("precision", onednn_precision())
-            self._refuse_if(f"{self._name('onednn', onednn_precision)}() != {known}")
+        for device in sorted({device.type for *_, device in signature.tensors}):
+            read = precision_reader(device)
+            known, now = self._name("precision", read()), self._name("read", read)
+            self._refuse_if(f"{now}() != {known}")
         if any(device.type == "cuda" for *_, device in signature.tensors):
             self._scope.set("attention_off", attention_switched_off)
             self._refuse_if(f"attention_off() != {self._name('off', attention_switched_off())}")

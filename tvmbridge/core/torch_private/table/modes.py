@@ -121,7 +121,7 @@ def _switches_cudnn(switch: Any) -> bool:
 
 
 def _reads_precision(ask: Any) -> bool:
-    return bool(ask("mkldnn", "matmul") == torch.backends.mkldnn.matmul.fp32_precision)
+    return bool(ask("mkldnn", "matmul") in ("none", "ieee", "tf32", "bf16"))
 
 
 MODES = (
