@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import tvm
 from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvmbridge.core.kernel_settings import reduced_precisions
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.schedules.gpu.few_rows import few_row_product, fits
 
@@ -33,8 +33,9 @@ class FewRowProducts(RelaxPass):
     """Replace products of few rows."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        if torch.get_float32_matmul_precision() != "highest":
-            report.decline("matmul", "the precision of float32 products is not the highest")
+        reduced = dict(reduced_precisions()).get("CUDA")
+        if reduced is not None:
+            report.decline("matmul", f"the precision of float32 products is {reduced}")
             return mod
         rewriter = _ProductMutator(mod, report)
         rewritten = with_functions(mod, rewriter)

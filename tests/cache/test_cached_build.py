@@ -144,6 +144,9 @@ def test_settings_and_variables_are_in_the_key(monkeypatch: pytest.MonkeyPatch) 
     torch.set_float32_matmul_precision("high")
     assert before.differing(_entries()) == ("settings",)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.conv.fp32_precision = "bf16"
+    assert before.differing(_entries()) == ("settings",)
+    torch.backends.mkldnn.conv.fp32_precision = "none"
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
     assert before.differing(_entries()) == ("variables",)
     monkeypatch.undo()

@@ -63,8 +63,11 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
-    "a branch": (_branch, "data-dependent value decides .what gt returned.*in _branch"),
-    "the type": (_type, "asks for the type of .*what __getitem__ returned"),
+    "a branch": (_branch, "branches by .*the result of a comparison, at .*in _branch.*torch.where"),
+    "the type": (
+        _type,
+        "size or number depends on data, the result of an index that is a mask.*fixed",
+    ),
     "an augmented assignment": (_added, "in place"),
     "a method in place": (lambda x: x[x > 0].add_(1), "calls add_ .*in place"),
     "a write before the epilogue": (_written_later, "has read"),
@@ -75,7 +78,10 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "autocast": (_autocast, "autocast"),
     "a loop": (lambda x: sum(row for row in x[x > 0]), "loops over"),
     "a number": (lambda x: x * len(x[x > 0]), "Python number"),
-    "a size": (lambda x: torch.zeros(x.long().unique().shape[0]), "asks for the type"),
+    "a size": (
+        lambda x: torch.zeros(x.long().unique().shape[0]),
+        "must be known.*torch.where",
+    ),
 }
 
 

@@ -17,6 +17,7 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tvmbridge.cache.key import digest_of
+from tvmbridge.core.kernel_settings import kernel_settings
 from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model, threads
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
 from tvmbridge.records.library import log_dirs, named_log_dir
@@ -128,20 +129,13 @@ def _settings() -> str:
     backends = torch.backends
     values = {
         "threads": threads(),
-        "mkldnn": (backends.mkldnn.is_available(), backends.mkldnn.enabled),
+        "mkldnn": backends.mkldnn.is_available(),
         "mkl": backends.mkl.is_available(),
         "openmp": backends.openmp.is_available(),
-        "precision": torch.get_float32_matmul_precision(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            backends.mkldnn.deterministic,
-        ),
         "dtype": str(torch.get_default_dtype()),
-        "denormal": float(torch.tensor(1e-40) * 1.0) != 0.0,
         "platform": sys.platform,
     }
-    return json.dumps(values)
+    return json.dumps({**values, **kernel_settings()})
 
 
 def _variables() -> str:

@@ -22,7 +22,7 @@ import tvm
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.split import SplitModule, build_function
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.torch_private import has_storage
 from tvmbridge.core.turns import compiling
 from tvmbridge.differentiation.custom_functions import called
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 _NO_BATCHES = (
     "tvmbridge does not support gradients of a batch of cotangents (is_grads_batched, "
-    "vectorize=True). Call remove_tvm_dispatch(module), or run the module's own forward"
+    f"vectorize=True): {LEAVE_TO_EAGER}"
 )
 _FOR_ANY_SIZE = (
     "backward without a gradient for some outputs meets infinite derivatives, for which code is "
@@ -46,7 +46,7 @@ _FOR_ANY_SIZE = (
 )
 _NO_LAYOUT = (
     "tvmbridge does not support a cotangent of the layout {layout}: pass gradient.to_dense(), or "
-    "call remove_tvm_dispatch(module)"
+    f"{LEAVE_TO_EAGER}"
 )
 
 # Of more patterns of absent cotangents the one that was compiled first is forgotten.
@@ -163,7 +163,7 @@ class PartialBackwards:
                     unused = [self._parts.cotangent_of[number] for number in sorted(absent)]
                     raise type(error)(
                         f"backward without a gradient for the outputs {unused}: {error}. Use all "
-                        "outputs (add 0 * output.sum()), or call remove_tvm_dispatch(module)"
+                        f"outputs (add 0 * output.sum()), or {LEAVE_TO_EAGER}"
                     ) from error
                 if len(self._patterns) >= _MAX_PATTERNS:
                     del self._patterns[next(iter(self._patterns))]

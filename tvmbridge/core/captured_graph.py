@@ -75,9 +75,10 @@ class CapturedGraph:
     """A module's functional graph with a description of every input and output.
 
     ``noise`` are its random draws, which are inputs. ``constant_tensors`` are the tensors that the
-    program holds itself. ``prologue`` makes the draws where one of them reads values (None where
-    none does), and ``epilogue`` is what runs eagerly after the compiled code, on the last of the
-    outputs.
+    program holds itself. ``outside`` are the tensors that forward reads though the module has no
+    name for them, by the names that the inputs have as their targets. ``prologue`` makes the draws
+    where one of them reads values (None where none does), and ``epilogue`` is what runs eagerly
+    after the compiled code, on the last of the outputs.
     """
 
     program: ExportedProgram
@@ -87,6 +88,7 @@ class CapturedGraph:
     constant_tensors: Mapping[str, torch.Tensor]
     convention: CallingConvention
     assumptions: Assumptions
+    outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     prologue: EagerPrologue | None = None
     epilogue: Epilogue | None = None
 

@@ -88,6 +88,13 @@ class VersionError(BridgeError, ImportError):
     """
 
 
+# What to do about a module that compiled code cannot serve, by the door that it came in by.
+LEAVE_TO_EAGER = (
+    "leave the module to eager PyTorch: remove_tvm_dispatch(module) after add_tvm_dispatch, "
+    "torch.compiler.disable(module) under torch.compile"
+)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its type where it has none, as a bare ``assert``."""
     lines = str(error).strip().splitlines()

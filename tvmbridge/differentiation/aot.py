@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError, first_line
+from tvmbridge.core.torch_private import storage_key
 from tvmbridge.core.types import NoiseDescriptor, PassRecord, TensorSpec
 from tvmbridge.differentiation.custom_functions import AppliedFunction, FunctionWatch
 from tvmbridge.differentiation.differentiate import JointModule
@@ -150,7 +151,30 @@ def _record(
             aten.native_batch_norm.default: _batch_norm,
             aten.sort.default: sort_as_eager,
         }
-        return _traced(joint, fakes, table), tuple(functions)
+        traced = _traced(joint, fakes, table)
+    if functions:
+        _refuse_unsaved(traced, rehearsal)
+    return traced, tuple(functions)
+
+
+def _refuse_unsaved(traced: fx.GraphModule, rehearsal: Rehearsal) -> None:
+    """Refuse tensors that the backward of a custom function reads past what forward has saved.
+
+    Raises:
+        UnsupportedOperatorError: there is one, whose changes compiled code would not see.
+    """
+    known = {storage_key(t) for t in rehearsal.captured.constant_tensors.values()}
+    for node in traced.graph.find_nodes(op="get_attr"):
+        tensor = getattr(traced, str(node.target), None)
+        if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in known:
+            continue
+        # PyTorch lifts the tensors that backward itself makes of numbers.
+        if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
+            raise UnsupportedOperatorError(
+                "the backward of a custom autograd function reads a tensor of shape "
+                f"{tuple(tensor.shape)} that is neither saved by its forward nor made by it: pass "
+                "the tensor to apply(), and save it by ctx.save_for_backward"
+            )
 
 
 def _traced(

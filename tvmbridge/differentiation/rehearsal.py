@@ -18,6 +18,7 @@ from torch import nn
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
+from tvmbridge.core.kernel_settings import cudnn_switched_off
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import FakeTensorMode, pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind, TensorSpec
@@ -107,7 +108,7 @@ class Rehearsal:
             stack.enter_context(without_autocast())
             stack.enter_context(torch.enable_grad())
             # cuDNN's batch norm writes statistics that its schema does not declare.
-            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(cudnn_switched_off())
             stack.enter_context(functions_replaced(self.module, on_fakes=True))
             stack.enter_context(tensors_replaced(self.module, held))
             forward = TracedForward(

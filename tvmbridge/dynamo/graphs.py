@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx, nn
 
+from tvmbridge.core.generated import Scope
 from tvmbridge.core.torch_private import captured_in
 from tvmbridge.dynamo.spelling import as_python_writes
 
@@ -74,14 +75,13 @@ class DynamoGraph:
 
         It is None where the captured model holds others in the call.
         """
-        names = {f"t{i}": tensor for i, tensor in enumerate(tensors)}
-        same = [f"args[{place}] is t{i}" for i, place in enumerate(self.held)]
+        scope = Scope()
+        held = zip(self.held, tensors, strict=True)
+        same = [f"args[{place}] is {scope.bind('t', tensor)}" for place, tensor in held]
         given = [f"args[{p}].item()" if p in self.numbers else f"args[{p}]" for p in self.given]
+        body = f"({', '.join([*given, ''])}) if {' and '.join(same) or True} else None"
         found: Given
-        found = eval(
-            f"lambda args: ({', '.join([*given, ''])}) if {' and '.join(same) or True} else None",
-            names,
-        )
+        found = scope.function("given", f"given = lambda args: {body}", "<given>")
         return found
 
 
@@ -107,13 +107,12 @@ def _running(
             if hasattr(owner, first):
                 constants[first] = _constant(first, getattr(owner, first))
     code = graph.python_code("self")
-    body = dict(code.globals)
     file = f"<tvmbridge graph {next(_numbers)} of {name}>"
-    exec(compile(code.src, file, "exec"), body)
+    forward = Scope(code.globals).function("forward", code.src, file)
     linecache.cache[file] = (len(code.src), None, code.src.splitlines(keepends=True), file)
     # Operators that take a region read these two of it.
     read = {"graph": graph, "meta": getattr(owner, "meta", {})}
-    return type(name, (nn.Module,), {"forward": body["forward"], **read}), constants
+    return type(name, (nn.Module,), {"forward": forward, **read}), constants
 
 
 def _constant(name: str, value: Any) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from sympy.printing.str import StrPrinter  # type: ignore[import-untyped]
 
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.generated import Scope
 from tvmbridge.graph_capture.observe.plain import PLAIN
 from tvmbridge.graph_capture.relations import Relations
 
@@ -81,31 +83,42 @@ def _compiled(
     relations: Relations, degenerate: Collection[int]
 ) -> Callable[[Sequence[Any]], str | None]:
     """A function that holds sizes against the relations."""
-    names: dict[str, str] = {}
+    names: dict[Any, str] = {}
+    text = _Text(names)
     lines: list[str] = []
-    late: list[tuple[str, str]] = []
-    small: set[str] = set()
+    late: list[tuple[str, Any]] = []
+    small: set[Any] = set()
     for leaf, shape in relations.shapes.items():
         for dim, expression in enumerate(shape):
             size = f"shapes[{leaf}][{dim}]"
-            if isinstance(expression, sympy.Symbol) and str(expression) not in names:
-                names[str(expression)] = size
+            if isinstance(expression, sympy.Symbol) and expression not in names:
+                names[expression] = f"size{len(names)}"
                 if leaf in degenerate:
-                    small.add(str(expression))
-                lines.append(f"{expression} = {size}")
+                    small.add(expression)
+                lines.append(f"{names[expression]} = {size}")
             else:
-                late.append((size, str(expression)))
+                late.append((size, expression))
     what = "the shape of an input differs"
-    lines += [f"if {size} != {expected}: return {what!r}" for size, expected in late]
+    lines += [f"if {size} != {text.doprint(other)}: return {what!r}" for size, other in late]
     for symbol, (least, most) in relations.bounds.items():
-        if str(symbol) in names:
-            least = 0 if str(symbol) in small else least
-            lines.append(f"if not {least} <= {symbol} <= {most}: return {what!r}")
+        if symbol in names:
+            least = 0 if symbol in small else least
+            lines.append(f"if not {least} <= {names[symbol]} <= {most}: return {what!r}")
     for guard in relations.guards:
-        if {str(s) for s in guard.free_symbols} <= names.keys():
-            lines.append(f"if not ({guard}): return {what!r}")
+        if guard.free_symbols <= names.keys():
+            lines.append(f"if not ({text.doprint(guard)}): return {what!r}")
     source = "def fits(shapes):\n" + "".join(f"    {line}\n" for line in lines)
-    scope = dict(_FUNCTIONS)
-    exec(compile(source, "<sizes>", "exec"), scope)
-    function: Callable[[Sequence[Any]], str | None] = scope["fits"]
+    function: Callable[[Sequence[Any]], str | None]
+    function = Scope(_FUNCTIONS).function("fits", source, "<sizes>")
     return function
+
+
+class _Text(StrPrinter):
+    """Writes expressions of sizes with names of its own: a symbol's name may be a user's."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def _print_Symbol(self, symbol: Any) -> str:
+        return self._names[symbol]

@@ -239,4 +239,5 @@ def _described(
         constant_tensors=constants,
         convention=CallingConvention(in_spec=spec.in_spec, out_spec=spec.out_spec),
         assumptions=assumptions,
+        outside=stage.outside,
     )

@@ -15,6 +15,7 @@ from torch.export.graph_signature import InputKind
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import CaptureError, NotApartError, PassError, UnsupportedOperatorError
+from tvmbridge.core.generated import plain_text
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
@@ -37,9 +38,10 @@ from tvmbridge.graph_capture.observe.staging import Stage, staged
 from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
-from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
+from tvmbridge.graph_capture.symbols import dynamic_shapes, has_odd_names, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
+from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import (
     decomposition_table,
@@ -70,7 +72,10 @@ def normalize_sample(
         raise TypeError(
             f"sample_kwargs must be a dict of keyword arguments, not {type(sample_kwargs).__name__}"
         )
-    return args, dict(sample_kwargs or {})
+    return args, {
+        plain_text(name) if isinstance(name, str) else name: value
+        for name, value in (sample_kwargs or {}).items()
+    }
 
 
 def capture(
@@ -159,6 +164,7 @@ def capture_staged(
         constant_tensors=constant_tensors,
         convention=convention,
         assumptions=assumptions,
+        outside=stage.outside,
         prologue=cut_prologue(program.graph, noise, constant_tensors),
         epilogue=forward.epilogue,
     )
@@ -223,6 +229,7 @@ def _exported(
         without_hooks(module),
         kept_whole_under_autograd(),
         export_in_linear_time(),
+        only_switched_off(),
         warnings.catch_warnings(),
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
@@ -237,11 +244,16 @@ def _exported(
                 exported=True,
                 autocast=stage.autocast,
             )
-            with forward.in_place():
-                given, named = without_repetitions((args, dict(kwargs)))
+            given, named = without_repetitions((args, dict(kwargs)))
+            structure = None
+            if has_odd_names((given, named)):
+                leaves, structure = pytree.tree_flatten((given, named))
+                given, named = tuple(leaves), {}
+            with forward.in_place(structure):
                 dynamic = None
-                if symbolic is not None:
+                if symbolic is not None or structure is not None:
                     module.forward.__dict__["__signature__"] = spelled_out(given, named)
+                if symbolic is not None:
                     dynamic = dynamic_shapes(module, given, named, symbolic)
                 program = torch.export.export(
                     module, given, named, dynamic_shapes=dynamic, strict=False

@@ -28,12 +28,26 @@ _BY_TENSOR: Mapping[Any, int] = {
     for name, place in (("narrow", 2), ("tensor_split", 1), ("repeat_interleave", 1))
 }
 
+BRANCHES = "use torch.where in place of the branch, or decide outside of the module"
+AS_NUMBER = "keep it as a tensor, or pass the number as an argument of forward"
+
 
 class DependenceError(CaptureError):
-    """Forward uses a data-dependent value in a way that the eager epilogue cannot repeat."""
+    """Forward uses a data-dependent value in a way that the eager epilogue cannot repeat.
 
-    def __init__(self, what: str) -> None:
+    Args:
+        what: forward does.
+        advice: what the user can do about it.
+    """
+
+    def __init__(self, what: str, advice: str = "") -> None:
         super().__init__(f"forward {what}")
+        self.advice = advice
+
+    def at(self, line: str | None) -> str:
+        """The text with the ``line`` of forward, if that is known, and the advice."""
+        place = "" if line is None else f", at {line}"
+        return f"{self}{place}" + (f"; {self.advice}" if self.advice else "")
 
 
 def is_known(arguments: Any) -> bool:

@@ -21,12 +21,38 @@ from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import DEFERRED, Epilogue
-from tvmbridge.graph_capture.dependence import DependenceError, Ranges, depends_on_data, is_known
+from tvmbridge.graph_capture.dependence import (
+    AS_NUMBER,
+    BRANCHES,
+    DependenceError,
+    Ranges,
+    depends_on_data,
+    is_known,
+)
 
 # So much that little of forward is left to be compiled.
 _LONGEST = 64
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "rrelu", "poisson", "gumbel")
+# Methods and functions that are not called by their names.
+_WRITTEN = {
+    "__getitem__": "an index that is a mask or a tensor",
+    "getitem": "an index",
+    "item": ".item()",
+    "tolist": ".tolist()",
+    "gt": "a comparison",
+    "lt": "a comparison",
+    "ge": "a comparison",
+    "le": "a comparison",
+    "eq": "a comparison",
+    "ne": "a comparison",
+}
+_FIXED = (
+    "keep the size fixed, by torch.where or masked_fill in place of an index by a mask, or compute "
+    "this part outside of the module"
+)
+_OUTSIDE = "compute this part outside of the module"
+_OUT_OF_PLACE = "use the function that returns a new tensor: y = y + 1 in place of y += 1"
 _IN_PLACE = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift imatmul"
 
 
@@ -106,10 +132,13 @@ class _Recorder(TracerBase):
         if torch.is_autocast_enabled("cpu"):
             reason = "under autocast"
         if reason:
-            raise DependenceError(f"calls {title} on a data-dependent value, {reason}")
+            raise DependenceError(
+                f"calls {title} on a value that depends on data, {reason}", _FIXED
+            )
         self._functions[title] += 1
         if sum(self._functions.values()) > _LONGEST:
-            raise DependenceError(f"calls more than {_LONGEST} functions on data-dependent values")
+            what = f"calls more than {_LONGEST} functions on values that depend on data"
+            raise DependenceError(what, _FIXED)
         return self.graph.create_node(kind, target, args, kwargs, name, type_expr)
 
     def proxy(self, node: fx.Node) -> _Deferred:
@@ -133,15 +162,18 @@ class _Recorder(TracerBase):
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Control flow depends on a deferred value."""
-        raise DependenceError(f"takes a way that a data-dependent value decides{_made_by(obj)}")
+        what = f"branches by a value that depends on data, {_made_by(obj)}"
+        raise DependenceError(what, BRANCHES)
 
     def iter(self, obj: fx.Proxy) -> Any:
         """A loop iterates over a deferred value."""
-        raise DependenceError(f"loops over a data-dependent value{_made_by(obj)}")
+        what = f"loops over a value whose length depends on data, {_made_by(obj)}"
+        raise DependenceError(what, _FIXED)
 
     def keys(self, obj: fx.Proxy) -> Any:
         """A deferred value is used as a mapping."""
-        raise DependenceError("takes a data-dependent value for a mapping")
+        what = f"takes a value that depends on data for a mapping, {_made_by(obj)}"
+        raise DependenceError(what, _FIXED)
 
     def _first(self) -> fx.Node:
         """The first node that is no placeholder."""
@@ -168,7 +200,11 @@ def _title(target: Any) -> str:
 
 
 def _made_by(deferred: fx.Proxy) -> str:
-    return f" (what {_title(deferred.node.target)} returned)"
+    """What has returned a deferred value, as a user would write it."""
+    title = _title(deferred.node.target)
+    if title == "getattr":
+        return f"the attribute {deferred.node.args[1]} of a result"
+    return f"the result of {_WRITTEN.get(title) or f'{title}()'}"
 
 
 def _reason_against(title: str, kwargs: Mapping[str, Any]) -> str:
@@ -187,7 +223,11 @@ class _Deferred(fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        raise DependenceError(f"asks for the type of a data-dependent value{_made_by(self)}")
+        raise DependenceError(
+            f"uses a value whose size or number depends on data, {_made_by(self)}, where its type "
+            "or size must be known",
+            _FIXED,
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(torch.Tensor, name):
@@ -208,11 +248,15 @@ class _Deferred(fx.Proxy):
 
 
 def _refuse_in_place(self: _Deferred, other: Any) -> Any:
-    raise DependenceError("changes a data-dependent value in place")
+    raise DependenceError(
+        f"changes a value that depends on data in place, {_made_by(self)}", _OUT_OF_PLACE
+    )
 
 
 def _refuse_number(self: _Deferred) -> Any:
-    raise DependenceError(f"needs a data-dependent value as a Python number{_made_by(self)}")
+    raise DependenceError(
+        f"needs a value that depends on data as a Python number, {_made_by(self)}", AS_NUMBER
+    )
 
 
 for _name in _IN_PLACE.split():

@@ -1,8 +1,9 @@
-"""Symbols: how torch.export is told which sizes of the arguments are to be symbolic."""
+"""Symbols: how torch.export is given the arguments, and told which of their sizes are symbolic."""
 
 from __future__ import annotations
 
 import inspect
+import keyword
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,22 @@ def spelled_out(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> inspect.Sig
     kinds = inspect.Parameter
     positional = [kinds(f"argument_{i}", kinds.POSITIONAL_ONLY) for i in range(len(args))]
     return inspect.Signature([*positional, *(kinds(k, kinds.KEYWORD_ONLY) for k in kwargs)])
+
+
+def has_odd_names(arguments: Any) -> bool:
+    """Whether a keyword of ``(args, kwargs)``, or a key of a dict among them, is no identifier.
+
+    torch.export writes keywords and keys into source that it runs, as they are.
+    """
+    if isinstance(arguments, Mapping):
+        return not all(map(_is_written_safely, arguments)) or has_odd_names([*arguments.values()])
+    return isinstance(arguments, list | tuple) and any(map(has_odd_names, arguments))
+
+
+def _is_written_safely(key: Any) -> bool:
+    if type(key) is str:
+        return key.isidentifier() and not keyword.iskeyword(key)
+    return type(key) is int
 
 
 def dynamic_shapes(

@@ -13,9 +13,12 @@ from torch import nn
 
 from tvmbridge.core.assumptions import Answer, Check
 from tvmbridge.core.autocast import Autocast, under_autocast
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Epilogue, IntermediateBase
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
+from tvmbridge.graph_capture.trace.adopted import adopted_are_read
 from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
 from tvmbridge.graph_capture.trace.exchanges import exchanges_written
@@ -75,17 +78,23 @@ class TracedForward:
                 stack.enter_context(norms_put_back(self.module))
             stack.enter_context(as_captured(self.is_compiling))
             stack.enter_context(under_autocast(self.autocast))
-            return self._forward(*args, **kwargs)
+            adopted = stack.enter_context(adopted_are_read(self.module))
+            return adopted.in_results(self._forward(*args, **kwargs))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Within it it is the ``forward`` of the module."""
+    def in_place(self, structure: pytree.TreeSpec | None = None) -> Iterator[None]:
+        """Within it it is the ``forward`` of the module.
+
+        With a ``structure`` of the arguments, that forward takes their leaves by position.
+        """
         held = self.module.__dict__
         own = held.get("forward")
 
         # torch.export reads the signature, and the code, of a function.
         @wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if structure is not None:
+                args, kwargs = unflatten(args, structure)
             return self(*args, **kwargs)
 
         held["forward"] = forward

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.errors import LEAVE_TO_EAGER, UnsupportedOperatorError
 from tvmbridge.kernels.dtypes import as_pairs, from_relax_dtype
 
 Tensors = tuple[torch.Tensor, ...]
 
 _ADVICE = (
     "compiled code would read it wrongly. Correct the operator's fake kernel "
-    "(torch.library.register_fake) or its schema, or call remove_tvm_dispatch(module)"
+    f"(torch.library.register_fake) or its schema, or {LEAVE_TO_EAGER}"
 )
 
 

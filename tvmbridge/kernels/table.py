@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from tvmbridge.core.kernel_settings import kernel_settings
 from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model, threads
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
 
@@ -136,10 +137,8 @@ def _surroundings() -> str:
         torch.__version__,
         str(torch.version.git_version),
         backends.mkldnn.is_available(),
-        backends.mkldnn.enabled,
         backends.mkl.is_available(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
+        kernel_settings(),
         variables,
     )
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.devices import gpu_index
+from tvmbridge.core.kernel_settings import gpu_settings
 from tvmbridge.core.torch_private import (
     current_raw_stream,
     foreach_mul,
@@ -96,13 +97,13 @@ class ReplayedCall:
             return "the call itself is being captured"
         if self._graph is not None and self._stream != current_raw_stream(self._index):
             return "it is on another stream than the calls before"
-        if self._graph is not None and self._precision != torch.get_float32_matmul_precision():
-            return "the precision of float32 products is another than it was"
+        if self._graph is not None and self._settings != gpu_settings():
+            return "a setting of cuBLAS or cuDNN, such as fp32_precision, is another than it was"
         return ""
 
     def _captured(self, inputs: Tensors) -> bool:
         self._stream = current_raw_stream(self._index)
-        self._precision = torch.get_float32_matmul_precision()
+        self._settings = gpu_settings()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.no_grad(), torch.cuda.device(self._index):

@@ -18,7 +18,7 @@ from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
-from tvmbridge.runtime.fallbacks import COMPILING, Tally
+from tvmbridge.runtime.fallbacks import COMPILING, OTHER_NAMES, Tally
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
@@ -29,7 +29,7 @@ from tvmbridge.runtime.guards.forwards import (
     references_of_a_call,
 )
 from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.runtime.guards.signature import nearest
+from tvmbridge.runtime.guards.signature import has_plain_names, nearest, with_plain_names
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.in_process import register
 from tvmbridge.runtime.module_code import ModuleCode
@@ -100,6 +100,11 @@ class Dispatcher(ModuleCode, StandsForForward):
         reason = refused_now()
         if reason is not None:
             return self._fall_back(reason, args, kwargs)
+        if not has_plain_names(kwargs):
+            named = with_plain_names(kwargs, self.original)
+            if named is None:
+                return self._fall_back(OTHER_NAMES, args, kwargs)
+            kwargs = named
         with self.packing:
             return self._call(args, kwargs)
 

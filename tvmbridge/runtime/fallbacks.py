@@ -27,6 +27,7 @@ _ADD = "call add_tvm_dispatch with these arguments too"
 _AGAIN = "call add_tvm_dispatch again, which compiles for the module as it is now"
 _FREEZE = "call add_tvm_dispatch with freeze=True again"
 _THAW = "call the module in eval mode under torch.no_grad(), or dispatch it without freeze=True"
+_PLAIN_NAMES = "pass str(name) in place of np.str_, an enum member or another subclass of str"
 # What to do, by how a reason begins or by a part of it.
 _ADVICE = (
     ("the shape of an input", f"pad inputs to one shape, or {_ADD}"),
@@ -35,6 +36,7 @@ _ADVICE = (
     ("does not fit the arguments", "name in dynamic_shapes the arguments that calls have"),
     ("the dtype of an input", f"convert the input, or {_ADD}"),
     ("the device of an input", "move the input to the device that code is compiled for"),
+    ("the name of a keyword", _PLAIN_NAMES),
     (STRUCTURE, f"pass the same arguments in each call, or {_ADD}"),
     (TENSOR, f"pass the same kinds of arguments in each call, or {_ADD}"),
     (CONSTANT, f"if it is a number that changes, pass a 0-dimensional tensor; otherwise {_ADD}"),
@@ -56,6 +58,8 @@ _ADVICE = (
     ("laid out", "make the input contiguous"),
     ("is active", "call the module outside of it, where calls are many"),
 )
+# Why a call with the keyword ``np.str_("scale")``, say, is not served.
+OTHER_NAMES = "the name of a keyword argument is not a plain str, and forward can see its class"
 _OTHERWISE = "tvmbridge.explain(module, sample) says what would become of it"
 # The example of a reason that needs nothing to be done.
 _SETTLES = "forward sets it at the first call, and further calls find it set"

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputKind
 
 _NO_GRADIENT_FOR_HOOK = (
     "a hook on {name} would be called without a gradient, where eager PyTorch does not call it: no "
     "output that this backward starts from depends on {name}. Remove the hook, use the output that "
-    "does, or call remove_tvm_dispatch(module)"
+    f"does, or {LEAVE_TO_EAGER}"
 )
 
 

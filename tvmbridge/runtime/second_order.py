@@ -16,7 +16,7 @@ import torch
 
 from tvmbridge.core.autocast import under_autocast, without_autocast
 from tvmbridge.core.captured_graph import CapturedGraph
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.structure import opened, unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import InputKind, OutputKind
@@ -227,6 +227,5 @@ class _Refused(torch.autograd.Function):
         raise BridgeError(
             "tvmbridge does not support double backward here: its compiled backward has no "
             f"derivative, and the module's own forward cannot be run again, because {ctx.reason}. "
-            "Call remove_tvm_dispatch(module), or run the module's own forward, for "
-            "create_graph=True"
+            f"For create_graph=True, {LEAVE_TO_EAGER}"
         )

@@ -20,7 +20,7 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tvmbridge.core.captured_graph import CapturedGraph
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import LEAVE_TO_EAGER, BridgeError
 from tvmbridge.core.torch_private import engine_run_backward
 
 # Its arguments behind the outputs: cotangents, retain_graph, create_graph, inputs.
@@ -30,13 +30,13 @@ _UNSEEN = (
     "output {number} of a dispatched module has a hook or retain_grad, and another output is "
     "computed from it: tvmbridge's compiled code does not hand over the gradient that flows "
     "between them. Dispatch the submodules before and behind that output, each for itself, or "
-    "call remove_tvm_dispatch(module)"
+    f"{LEAVE_TO_EAGER}"
 )
 _NO_PATH = (
     "a gradient is asked for by output {number} of a dispatched module, which another output is "
     "computed from: tvmbridge's compiled code does not hand over the gradient that flows between "
-    "them. Dispatch the submodules before and behind that output, each for itself, or call "
-    "remove_tvm_dispatch(module)"
+    "them. Dispatch the submodules before and behind that output, each for itself, or "
+    f"{LEAVE_TO_EAGER}"
 )
 
 

@@ -35,11 +35,6 @@ REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[
     "frozen": (lambda m, x: m.held["a"](x), lambda: {"a": copy.deepcopy(TEACHER)}, "runs a Linear"),
     "global": (lambda m, x: TEACHER(x), lambda: None, "runs a Linear"),
     "of two modes": (lambda m, x: m.held[0](x), lambda: [nn.Dropout(0.5)], "runs a Dropout"),
-    "parameter": (
-        lambda m, x: x * m.held[0],
-        lambda: [nn.Parameter(torch.ones(6))],
-        "requires a gradient",
-    ),
 }
 
 
@@ -60,31 +55,6 @@ def test_modules_that_forward_makes_or_that_hold_nothing_are_served() -> None:
     add_tvm_dispatch(module, x)
     assert torch.allclose(module(x), expected, atol=1e-6)
     assert dispatch_report(module).tvm_calls == 1
-
-
-def _write(p: torch.Tensor) -> None:
-    with torch.no_grad():
-        p.mul_(2)
-
-
-CHANGES: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
-    "written": (_write, "as a constant was written"),
-    "exchanged": (lambda p: setattr(p, "data", torch.full((6,), 3.0)), "as a constant was written"),
-    "learning": (lambda p: p.requires_grad_(), "requires_grad of a tensor that forward has"),
-}
-
-
-@pytest.mark.parametrize("kind", CHANGES)
-def test_a_frozen_parameter_in_a_list_is_watched(kind: str) -> None:
-    change, reason = CHANGES[kind]
-    frozen = nn.Parameter(torch.ones(6), requires_grad=False)
-    module = Reads(lambda m, x: x * m.held[0], [frozen]).train()
-    x = torch.randn(2, 6)
-    add_tvm_dispatch(module, x)
-    module(x)
-    change(frozen)
-    assert torch.equal(module(x), eager(module)(x))
-    assert any(reason in found for found in dispatch_report(module).fallbacks)
 
 
 def test_a_tensor_in_an_object_that_was_written_before_is_no_write_of_forward() -> None:

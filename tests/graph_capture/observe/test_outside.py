@@ -158,6 +158,9 @@ def test_a_change_is_noticed(name: str) -> None:
             torch.set_float32_matmul_precision("highest")
             torch.backends.mha.set_fastpath_enabled(True)
     label = name.split(" ")[0]
+    if label == "torch.get_float32_matmul_precision":  # A mode of its own, compiled anew.
+        assert not dispatch_report(module).fallbacks
+        return
     assert list(dispatch_report(module).fallbacks) == [f"{label} outside of the module changed"]
 
 

@@ -237,3 +237,13 @@ def test_a_refused_sample_says_what_to_pass_instead(given: Any, says: str) -> No
     report = tvmbridge.compare(module, given)
     assert says in report.reason
     assert "agrees" not in str(report)
+
+
+def test_an_operator_without_a_kernel_is_no_fault_of_the_sample() -> None:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError("Could not run 'mine::op' with arguments from 'CPU'")
+
+    with pytest.raises(CaptureError, match=r"no kernel.*mine::op.*torch\.library") as raised:
+        tvmbridge.add_tvm_dispatch(Calls(), torch.ones(2))
+    assert "sample" not in str(raised.value)

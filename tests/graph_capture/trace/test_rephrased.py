@@ -65,10 +65,10 @@ def _sets(m: Any, x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     r"assigns to .data of a tensor.*test_rephrased": _assigns,
     r"writes to x\[i\] where i is a tensor of one number.*test_rephrased": _sets,
-    "takes a way that a data-dependent value decides.*test_rephrased": lambda m, x: (
+    "branches by the value of a tensor.*test_rephrased.*torch.where": lambda m, x: (
         x if x.sum() > 0 else m.linear(x)
     ),
-    "needs a data-dependent value as a Python number.*test_rephrased": lambda m, x: (
+    "needs the value of a tensor as a Python number.*test_rephrased": lambda m, x: (
         x * float(x.max())
     ),
     r"random_\(-100, 100\) on torch.int8": lambda m, x: (

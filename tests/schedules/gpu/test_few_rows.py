@@ -10,6 +10,7 @@ from tvm.relax import op
 
 from tests.relax_helpers import apply_pass, assert_changes_nothing, build_main, operators
 from tests.schedules.gpu.emulator import run_module
+from tvmbridge.passes.relax import few_row_products
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
 
 
@@ -52,5 +53,5 @@ def test_other_products_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_changes_nothing(FewRowProducts(), _product(x, torch.randn(8, 768)))
     straight = build_main([x, torch.randn(768, 96)], op.matmul)
     assert_changes_nothing(FewRowProducts(), straight)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(few_row_products, "reduced_precisions", lambda: (("CUDA", "tf32"),))
     assert_changes_nothing(FewRowProducts(), _product(x, torch.randn(96, 768)))

@@ -6,7 +6,7 @@ inputs of the graph, and nobody would notice that it was changed. The same is tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ from torch import nn
 from tvmbridge.core.assumptions import OutsideValue
 from tvmbridge.core.contents import MISSING, is_constant
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.torch_private import FakeTensor, TorchDispatchMode, pytree
+from tvmbridge.core.structure import map_tensors
+from tvmbridge.core.torch_private import FakeTensor, FakeTensorMode, TorchDispatchMode, pytree
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 aten = torch.ops.aten
@@ -27,21 +28,47 @@ _FRESH = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_
 class ForeignTensors(TorchDispatchMode):
     """Notes the tensors that operators read and that are not fakes of what forward may read.
 
+    ``written``: an operator was to write into one, and has got a fake of it instead.
+
     Args:
         stand_ins: fakes that stand for foreign tensors, by their ids.
+        found: gets the foreign tensors, by their ids.
+        mode: makes fakes.
     """
 
-    def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        stand_ins: Mapping[int, torch.Tensor],
+        found: dict[int, torch.Tensor],
+        mode: FakeTensorMode,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stand_ins = stand_ins
-        self.found: dict[int, torch.Tensor] = {}
+        self._mode = mode
+        self.found = found
+        self.written = False
         self.differentiated: dict[int, torch.Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in pytree.tree_leaves((args, kwargs)) if func not in _FRESH else ():
             if isinstance(value, torch.Tensor):
                 self._note(self._stand_ins.get(id(value)), value)
+        if func._schema.is_mutable:
+            args, kwargs = map_tensors(self._faked, (args, dict(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of ``tensor``, for an operator that would write into the tensor itself."""
+        if isinstance(tensor, FakeTensor) or id(tensor) not in self.found:
+            return tensor
+        self.written = True
+        return self._mode.from_tensor(tensor.detach())
+
+    def note_results(self, results: Iterable[Any]) -> None:
+        """Note the foreign tensors that forward returns as they are."""
+        for value in results:
+            if isinstance(value, torch.Tensor):
+                self._note(self._stand_ins.get(id(value)), value)
 
     def without_gradient(self) -> list[str]:
         """The complaint that a gradient would be lost, if there is one."""

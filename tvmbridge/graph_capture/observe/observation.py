@@ -31,6 +31,7 @@ from tvmbridge.graph_capture.memory.aliasing import (
 from tvmbridge.graph_capture.memory.layouts import dense_strides
 from tvmbridge.graph_capture.memory.views import ViewWatch
 from tvmbridge.graph_capture.observe import leaks
+from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import (
     recorded_assignments,
     recorded_reads,
@@ -94,6 +95,7 @@ def observe(
     within: Iterable[AbstractContextManager[Any]] = (),
     is_compiling: bool = True,
     autocast: Autocast = (),
+    adoption: Adoption | None = None,
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does.
 
@@ -105,7 +107,9 @@ def observe(
         within: further contexts, for forward alone.
         is_compiling: whether forward is told that it is traced.
         autocast: under which it runs.
+        adoption: gets the foreign tensors that forward reads, also where this raises.
     """
+    adoption = Adoption() if adoption is None else adoption
     made, handled, outside = leaks.Made(), sys.exc_info()[1], OutsideReads(module)
     with leaks.collections_put_off():
         try:
@@ -118,13 +122,16 @@ def observe(
                     differentiated=needs_grad,
                     autocast=autocast,
                 )
-                run = partial(_observe, module, needs_grad, made, outside, within, forward)
+                watch = partial(_observe, module, needs_grad, made, outside, within)
+                run = partial(watch, forward, adoption.found)
                 seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
             if made.alive():
                 outside.remove_fakes()
             raise
+        finally:
+            adoption.watched = outside.values()
         kept = bool(made.alive())
         if kept:
             outside.remove_fakes()
@@ -143,9 +150,10 @@ class _Run:
         foreign_modules: ForeignModules,
         forward: TracedForward,
         outside: OutsideReads,
+        found: dict[int, torch.Tensor],
     ) -> None:
         self.outside = outside
-        self.foreign = ForeignTensors(fakes.beside)
+        self.foreign = ForeignTensors(fakes.beside, found, fakes.mode)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
         self.results: list[Any] = []
@@ -180,6 +188,7 @@ class _Run:
                 further.enter_context(each)
             self.results, structure = pytree.tree_flatten(self._forward(*args, **kwargs))
             self._left_changed = settings.changed()
+        self.foreign.note_results(self.results)
         self._reshaped = shapes != list(map(laid_out, tensors))
         # What is written into comes to require a gradient as well, and is no leaf then.
         self._switched = any(
@@ -238,6 +247,7 @@ def _observe(
     outside: OutsideReads,
     within: Iterable[AbstractContextManager[Any]],
     traced: Callable[..., TracedForward],
+    found: dict[int, torch.Tensor],
     fakes: Fakes,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
@@ -253,7 +263,7 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, traced(values=buffers), outside)
+        run = _Run(module, fakes, others, traced(values=buffers), outside, found)
         structure = run.run(made, within)
         weights = normed_weights(module)
         read = set(reads)
@@ -267,7 +277,7 @@ def _observe(
             impure.append(f"returns {shared}, which a hook has made")
         sharing = run.sharing(after)
         impure.extend(before.writes_by_two_names())
-        if before.has_written_other_tensors(all_tensors(module)):
+        if run.foreign.written or before.has_written_other_tensors(all_tensors(module)):
             impure.append("writes into a tensor that is neither an input nor a buffer")
         rebound = before.rebound(after)
         refuse_exchanged(rebound, run.results, sharing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -37,6 +38,12 @@ _WRAPPERS = {
 }
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule")
 
+# How PyTorch says that an operator is not there for a device or a dtype.
+_NO_KERNEL = re.compile(r"[Cc]ould not run '|not implemented for '|no kernel|No operator found")
+_ACCEPTED = (
+    "pass arguments it accepts; if a plain call of the module accepts these, it does not accept "
+    "copies of them: dispatch its submodules instead"
+)
 _KEYWORDS = "a dict is one positional argument: pass keyword arguments as sample_kwargs=sample"
 _POSITIONAL = "a list is one positional argument: pass a tuple of the arguments, tuple(sample)"
 _ARRAYS = "a numpy array is no tensor: pass torch.from_numpy(array)"
@@ -57,6 +64,13 @@ def raise_if_forward_refuses(
                 "(grad, vjp, jacrev, hessian), which compiled code would not repeat: leave this "
                 "module to PyTorch, and dispatch submodules"
             ) from error
+        if isinstance(error, NotImplementedError) or _NO_KERNEL.search(str(error)):
+            raise CaptureError(
+                f"forward of {type(module).__name__} calls an operator that PyTorch has no kernel "
+                f"for ({type(error).__name__}: {first_paragraph(error)}): register a kernel for "
+                "the device and dtype of its arguments (torch.library), or dispatch the submodules "
+                "before and behind the operator in place of this module"
+            ) from error
         raise CaptureError(
             f"the forward of {type(module).__name__} refuses this sample input "
             f"({type(error).__name__}: {first_paragraph(error)}); {sample_advice(args, kwargs)}"
@@ -73,7 +87,7 @@ def sample_advice(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         advice.append(_POSITIONAL)
     if any(isinstance(leaf, np.ndarray) for leaf in pytree.tree_leaves((args, dict(kwargs)))):
         advice.append(_ARRAYS)
-    return "; ".join(advice) or "pass arguments it accepts"
+    return "; ".join(advice) or _ACCEPTED
 
 
 def refuse_at_sight(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import deterministic
 
+from tvmbridge.core.kernel_settings import precisions, put_precisions
 from tvmbridge.core.torch_private import (
     DisableTorchFunction,
     InferenceMode,
@@ -121,11 +122,7 @@ _SETTINGS = (
         "the cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     ),
     _Setting("the nesting of autocast", _autocast_nesting, _put_autocast_nesting),
-    _Setting(
-        "the precision of float32 products",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-    ),
+    _Setting("the precision of float32 products", precisions, put_precisions),
     _Setting("the flushing of denormals", _flushes_denormals, torch.set_flush_denormal),
     _Setting("warn_always", torch.is_warn_always_enabled, torch.set_warn_always),
     *(

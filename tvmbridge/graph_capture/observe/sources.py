@@ -65,7 +65,7 @@ class Attributes:
     def get(self, name: str, default: Any) -> Any:
         try:
             return getattr(self._owner, name, default)
-        except ValueError:  # of a cell that is empty
+        except (ValueError, RuntimeError):  # An empty cell; a setting that PyTorch refuses to read.
             return default
 
 

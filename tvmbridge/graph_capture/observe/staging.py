@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import BridgeError, CaptureError, NotApartError
+from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
+from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import values_read
 from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
 from tvmbridge.graph_capture.observe.foreign import refuse_foreign
@@ -31,6 +34,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     refuse_what_is_asked,
     user_line,
 )
+from tvmbridge.graph_capture.trace.adopted import adopt
 from tvmbridge.graph_capture.trace.copies import copied_values, modules_held
 from tvmbridge.graph_capture.trace.standins import (
     run_apart,
@@ -49,7 +53,9 @@ class Stage:
 
     ``observation`` is None where forward cannot be run on fake tensors. ``is_compiling``: what
     ``torch.compiler.is_compiling()`` is to say while it is traced. ``autocast``: under which state
-    of autocast forward runs. ``fx_passes`` rewrite the program that is captured.
+    of autocast forward runs. ``outside``: by name, the tensors that ``module`` has adopted, since
+    forward reads them though they are not the user's module's. ``fx_passes`` rewrite the program
+    that is captured.
     """
 
     module: nn.Module
@@ -57,6 +63,7 @@ class Stage:
     failure: BaseException | None = None
     is_compiling: bool = True
     autocast: Autocast = ()
+    outside: Mapping[str, torch.Tensor] = field(default_factory=dict)
     fx_passes: tuple[Any, ...] = ()
 
 
@@ -83,12 +90,43 @@ def staged(
             not repeat.
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
+    adoption, refusal = Adoption(), None
+    stage: Stage | None = None
+    watched = partial(_staged, module, args, kwargs, needs_grad, apart, is_compiling, autocast)
+    try:
+        stage = watched(adoption)
+    except NotApartError:
+        raise
+    except CaptureError as error:
+        refusal = error
+    adopted = adoption.adoptable(module, pytree.tree_leaves((args, dict(kwargs)))) if apart else ()
+    if adopted:
+        return watched(Adoption(adopted))
+    if refusal is not None:
+        raise refusal
+    assert stage is not None
+    return stage
+
+
+def _staged(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    needs_grad: bool,
+    apart: bool,
+    is_compiling: bool,
+    autocast: Autocast,
+    adoption: Adoption,
+) -> Stage:
+    """:func:`staged`, by a stand-in that has adopted what ``adoption`` says; it notes the rest."""
     refuse_at_sight(module, args, kwargs)
     if not apart:
         refuse_own_call(module)
     originals: dict[int, nn.Module] = {}
     watch = partial(observe, args=args, kwargs=kwargs, needs_grad=needs_grad, autocast=autocast)
+    watch = partial(watch, adoption=adoption)
     actor = _actor(module, originals) if apart else module
+    outside = adopt(actor, adoption.adopted)
     try:
         seen = watch(actor, is_compiling=is_compiling)
         leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
@@ -96,6 +134,7 @@ def staged(
         collects = seen.changes and any(map(traced_hooks, actor.modules()))
         if leaves_traces and apart and not seen.impure and not collects:
             actor = _actor(module, originals)
+            adopt(actor, adoption.adopted)
             run_apart(actor, args, kwargs, autocast)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
@@ -103,7 +142,7 @@ def staged(
             in_place = values_read(actor, {_split(name) for name in seen.writes})
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
-        raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error
+        raise CaptureError(error.at(user_line(error))) from error
     except BridgeError:
         raise
     except Exception as error:
@@ -112,13 +151,14 @@ def staged(
         return Stage(_actor(module) if apart else module, None, error, is_compiling, autocast)
     asks_that = is_compiling and Question.COMPILED in seen.asks
     if asks_that and goes_another_way(module, partial(watch, actor)):
-        arguments = (module, args, kwargs, needs_grad)
-        return staged(*arguments, apart=apart, is_compiling=False, autocast=autocast)
+        return _staged(module, args, kwargs, needs_grad, apart, False, autocast, adoption)
     seen = replace(seen, asks=seen.asks - {Question.COMPILED})
     if apart:
         _refuse_to_part(module, seen)
     refuse_foreign(module, seen.foreign_modules)
     _refuse_effects(module, seen)
+    if adoption.adopted or not apart:
+        adoption.refuse_stale(module)
     refuse_what_is_asked(module, (args, dict(kwargs)), seen.asks)
     if apart:
         seen = replace(seen, values=_of_users(seen.values, originals))
@@ -126,7 +166,7 @@ def staged(
         seen = replace(seen, values=copied_values(seen.values), assigned={})
     of_foreign = (each.watched(originals) for each in seen.foreign_constants)
     seen = replace(seen, outside=(*seen.outside, *of_foreign))
-    return Stage(actor, seen, is_compiling=is_compiling, autocast=autocast)
+    return Stage(actor, seen, is_compiling=is_compiling, autocast=autocast, outside=outside)
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:

@@ -121,7 +121,10 @@ class _Result:
         self._last: Any = MISSING
 
     def get(self, name: str, default: Any) -> Any:
-        now = self._function()
+        try:
+            now = self._function()
+        except RuntimeError as error:  # PyTorch's older getters raise where newer ones were used.
+            now = str(error)
         if not same_value(now, self._last):
             self._last = now
         return self._last

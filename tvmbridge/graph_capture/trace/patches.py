@@ -41,7 +41,9 @@ _INSTALLED: dict[tuple[int, str], _Installed] = {}
 
 
 @contextmanager
-def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[Any]:
+def patched_here(
+    owner: Any, name: str, replacement: Callable[..., Any], *, over: bool = False
+) -> Iterator[Any]:
     """Within it calls of ``owner.name`` from this thread are calls of ``replacement``.
 
     Yields the genuine function.
@@ -50,15 +52,28 @@ def patched_here(owner: Any, name: str, replacement: Callable[..., Any]) -> Iter
         owner: a module or a class.
         name: the name of a function or method of it.
         replacement: called with the genuine function first, then with the arguments.
+        over: it is called with the replacement that this thread had before, if it had one.
     """
     installed = _install(owner, name)
     stack = installed.local.__dict__.setdefault("stack", [])
+    if over and stack:
+        replacement = partial(_called_over, stack[-1], replacement)
     stack.append(replacement)
     try:
         yield installed.genuine
     finally:
         stack.pop()
         _release(owner, name, installed)
+
+
+def _called_over(
+    before: Callable[..., Any],
+    replacement: Callable[..., Any],
+    genuine: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return replacement(partial(before, genuine), *args, **kwargs)
 
 
 @contextmanager

@@ -14,19 +14,20 @@ import torch
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import symbolic_shapes
-from tvmbridge.graph_capture.dependence import DependenceError
+from tvmbridge.graph_capture.dependence import AS_NUMBER, BRANCHES, DependenceError
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 _DATA: Any = torch.Tensor.data
 
+_NUMBER = "needs the value of a tensor as a Python number", AS_NUMBER
 _ASKING = {
-    torch.Tensor.__bool__: "takes a way that a data-dependent value decides",
-    torch.Tensor.__int__: "needs a data-dependent value as a Python number",
-    torch.Tensor.__index__: "needs a data-dependent value as a Python number",
-    torch.Tensor.__float__: "needs a data-dependent value as a Python number",
+    torch.Tensor.__bool__: ("branches by the value of a tensor", BRANCHES),
+    torch.Tensor.__int__: _NUMBER,
+    torch.Tensor.__index__: _NUMBER,
+    torch.Tensor.__float__: _NUMBER,
     torch.Tensor.__setitem__: (
-        "writes to x[i] where i is a tensor of one number: write x.index_copy_ or x.index_fill_ "
-        "with i.reshape(1)"
+        "writes to x[i] where i is a tensor of one number",
+        "write x.index_copy_ or x.index_fill_ with i.reshape(1)",
     ),
 }
 
@@ -50,7 +51,7 @@ def _asked(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return call(*args, **kwargs)
     except symbolic_shapes().GuardOnDataDependentSymNode as error:
-        raise DependenceError(_ASKING[call.function]) from error
+        raise DependenceError(*_ASKING[call.function]) from error
 
 
 @replaces(torch.Tensor.copy_)

@@ -21,6 +21,8 @@ from tvmbridge.core.assumptions import Question
 from tvmbridge.core.attention_kernels import attention_switched_off
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING, same_value
+from tvmbridge.core.generated import Scope
+from tvmbridge.core.kernel_settings import precision_reader
 from tvmbridge.core.torch_private import (
     GlobalStateGuard,
     dispatch_mode_count,
@@ -31,7 +33,7 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.core.types import InputKind, OutputKind
 from tvmbridge.graph_capture.observe.watching import Codes
-from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.signature import Signature, has_plain_names
 from tvmbridge.runtime.guards.spelling import Default, Source
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.guards.watch import (
@@ -94,16 +96,18 @@ class FastGuard:
         frozen: Sequence[tuple[torch.Tensor, int]] = (),
     ) -> None:
         self._lines: list[str] = []
-        self._names: dict[str, Any] = {
-            "flatten": signature.flatten,
-            "forward_ad": forward_ad,
-            "is_compiling": torch.compiler.is_compiling,
-            "is_tracing": tracing_state,
-            "num_dispatch_modes": dispatch_mode_count,
-            "num_function_modes": function_mode_count,
-            "same_state": GlobalStateGuard().check,
-            "transforms": innermost_transform,
-        }
+        self._scope = Scope(
+            {
+                "flatten": signature.flatten,
+                "forward_ad": forward_ad,
+                "is_compiling": torch.compiler.is_compiling,
+                "is_tracing": tracing_state,
+                "num_dispatch_modes": dispatch_mode_count,
+                "num_function_modes": function_mode_count,
+                "same_state": GlobalStateGuard().check,
+                "transforms": innermost_transform,
+            }
+        )
         constants = state.constants
         self._emit_arguments(signature)
         self._emit_constants(signature.constants)
@@ -115,9 +119,9 @@ class FastGuard:
         self._emit_versions("frozen", [t for t, _ in frozen], tuple(v for _, v in frozen))
         self._emit_memory(signature, written)
         self.source = _function(self._lines)
-        self.check: Check = _compiled(self.source, self._names)
+        self.check: Check = _compiled(self.source, self._scope)
         rest = _function([line for line in self._lines if line not in modes])
-        self.check_under_dynamo: Check = _compiled(rest, self._names)
+        self.check_under_dynamo: Check = _compiled(rest, self._scope)
 
     def _emit(self, line: str) -> None:
         self._lines.append(line)
@@ -126,9 +130,7 @@ class FastGuard:
         self._emit(f"if {condition}: return None")
 
     def _name(self, kind: str, value: Any) -> str:
-        name = f"{kind}{len(self._names)}"
-        self._names[name] = value
-        return name
+        return self._scope.bind(kind, value)
 
     def _emit_arguments(self, signature: Signature) -> None:
         """Flatten the arguments; of a flat signature in order, without a call."""
@@ -136,18 +138,21 @@ class FastGuard:
             self._emit("leaves = flatten(args, kwargs)")
             self._refuse_if("leaves is None")
             return
+        if signature.sees_names:
+            self._refuse_if(f"not {self._name('plain', has_plain_names)}(kwargs)")
         sample = signature.num_args, signature.keywords
         places = [*range(signature.num_args), *signature.keywords]
         otherwise = signature.spellings()
         if not otherwise:
-            self._refuse_if(f"not ({_spelled(*sample)})")
+            self._refuse_if(f"not ({self._spelled(*sample)})")
             self._emit(f"leaves = {self._leaves(signature.num_args, places)}")
             return
-        self._emit(f"if {_spelled(*sample)}: leaves = {self._leaves(signature.num_args, places)}")
+        leaves = self._leaves(signature.num_args, places)
+        self._emit(f"if {self._spelled(*sample)}: leaves = {leaves}")
         for count, keywords, spelling in otherwise:
-            conditions = [_spelled(count, keywords)]
+            conditions = [self._spelled(count, keywords)]
             for place, _, default in spelling.extras:
-                conditions.append(f"not ({self._differs(_argument(place), default)})")
+                conditions.append(f"not ({self._differs(self._argument(place), default)})")
             leaves = self._leaves(count, [*spelling.positional, *spelling.keywords.values()])
             self._emit(f"elif {' and '.join(conditions)}: leaves = {leaves}")
         self._emit("else: return None")
@@ -156,10 +161,23 @@ class FastGuard:
         if sources == list(range(count)):
             return "args"
         each = (
-            self._name("default", s.value) if isinstance(s, Default) else _argument(s)
+            self._name("default", s.value) if isinstance(s, Default) else self._argument(s)
             for s in sources
         )
         return f"[{', '.join(each)}]"
+
+    def _argument(self, place: int | str) -> str:
+        if isinstance(place, int):
+            return f"args[{place}]"
+        return f"kwargs[{self._scope.literal(place, 'keyword')}]"
+
+    def _spelled(self, count: int, keywords: Sequence[str]) -> str:
+        """The condition that a call has so many positional arguments, and these keywords."""
+        condition = f"len(args) == {count} and "
+        if not keywords:
+            return f"{condition}not kwargs"
+        given = [f"{self._scope.literal(name, 'keyword')} in kwargs" for name in keywords]
+        return f"{condition}len(kwargs) == {len(keywords)} and {' and '.join(given)}"
 
     def _emit_constants(self, constants: Sequence[tuple[int, Any]]) -> None:
         for i, value in constants:
@@ -170,7 +188,8 @@ class FastGuard:
         if value is None or isinstance(value, bool):
             return f"{leaf} is not {value!r}"
         if type(value) in _EQUAL:
-            return f"type({leaf}) is not {type(value).__name__} or {leaf} != {value!r}"
+            literal = self._scope.literal(value)
+            return f"type({leaf}) is not {type(value).__name__} or {leaf} != {literal}"
         return f"not {self._name('same', same_value)}({leaf}, {self._name('constant', value)})"
 
     def _emit_tensors(self, signature: Signature, leaves: Sequence[Any]) -> None:
@@ -183,11 +202,15 @@ class FastGuard:
 
     def _emit_surroundings(self, signature: Signature, records_writes: bool) -> None:
         self._refuse_if(_DISPATCHED)
+        for device in sorted({device.type for *_, device in signature.tensors}):
+            read = precision_reader(device)
+            known, now = self._name("precision", read()), self._name("read", read)
+            self._refuse_if(f"{now}() != {known}")
         if any(device.type == "cuda" for *_, device in signature.tensors):
-            self._names["attention_off"] = attention_switched_off
-            self._refuse_if(f"attention_off() != {attention_switched_off()!r}")
+            self._scope.set("attention_off", attention_switched_off)
+            self._refuse_if(f"attention_off() != {self._name('off', attention_switched_off())}")
         if records_writes:  # which a checkpoint must not repeat
-            self._names["saved_hooks"] = saved_tensors_hooks_in_force
+            self._scope.set("saved_hooks", saved_tensors_hooks_in_force)
             self._refuse_if("saved_hooks(True) is not None")
 
     def _emit_module(
@@ -216,7 +239,8 @@ class FastGuard:
                 behind_it = holder if isinstance(holder, dict) else behind(holder)
                 places.append((behind_it, name, value))
             else:
-                found = f"{self._name('get', holder.get)}({name!r}, {missing})"
+                key = self._scope.literal(name, "key")
+                found = f"{self._name('get', holder.get)}({key}, {missing})"
                 self._refuse_if(f"{found} is not {self._name('value', value)}")
         # Each is looked at in every call: once, though forward names it often.
         once = {(id(held), key): (held, key, value) for held, key, value in places}
@@ -249,19 +273,6 @@ def _function(lines: Sequence[str]) -> str:
     return f"def guard(args, kwargs):\n{body}"
 
 
-def _argument(place: int | str) -> str:
-    return f"args[{place}]" if isinstance(place, int) else f"kwargs[{place!r}]"
-
-
-def _spelled(count: int, keywords: Sequence[str]) -> str:
-    """The condition that a call has so many positional arguments, and these keywords."""
-    condition = f"len(args) == {count} and "
-    if not keywords:
-        return f"{condition}not kwargs"
-    given = " and ".join(f"{name!r} in kwargs" for name in keywords)
-    return f"{condition}len(kwargs) == {len(keywords)} and {given}"
-
-
 def _forward_of(class_: type) -> Iterator[Place]:
     """Where a class has its forward, and those before it that have none."""
     for each in class_.__mro__:
@@ -289,9 +300,8 @@ def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:
 _numbers = iter(range(1 << 62))
 
 
-def _compiled(source: str, names: dict[str, Any]) -> Any:
+def _compiled(source: str, scope: Scope) -> Any:
     """The function ``guard`` of ``source``, which tracebacks and debuggers can show."""
     file = f"<tvmbridge guard {next(_numbers)}>"
     logger.debug("%s\n%s", file, source)
-    exec(compile(source, file, "exec"), names)
-    return names["guard"]
+    return scope.function("guard", source, file)

@@ -10,6 +10,7 @@ from torch import nn
 
 from tvmbridge.core.attention_kernels import SwitchedOff, attention_switched_off
 from tvmbridge.core.autocast import Autocast, autocast_now
+from tvmbridge.core.kernel_settings import Reduced, reduced_precisions
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
 Flags: TypeAlias = tuple[bool, ...]
@@ -27,7 +28,8 @@ class Mode(NamedTuple):
     ``training`` is the module's flag; ``needs_grad`` whether autograd records the call;
     ``deterministic`` whether PyTorch's deterministic algorithms are asked for; ``dtype`` the
     default one, which new tensors get; ``autocast`` the devices for which autocast is on;
-    ``attention_off`` the kernels of attention that are switched off.
+    ``attention_off`` the kernels of attention that are switched off; ``reduced`` the libraries
+    whose float32 products have a reduced precision, with that.
     """
 
     training: bool
@@ -36,6 +38,7 @@ class Mode(NamedTuple):
     dtype: torch.dtype = torch.float32
     autocast: Autocast = ()
     attention_off: SwitchedOff = ()
+    reduced: Reduced = ()
 
     @classmethod
     def of_now(cls, training: bool, needs_grad: bool, autocast: Autocast | None = None) -> Mode:
@@ -43,8 +46,8 @@ class Mode(NamedTuple):
         deterministic = torch.are_deterministic_algorithms_enabled()
         dtype = torch.get_default_dtype()
         state = autocast_now() if autocast is None else autocast
-        off = attention_switched_off()
-        return cls(training, needs_grad, deterministic, dtype, state, off)
+        off, reduced = attention_switched_off(), reduced_precisions()
+        return cls(training, needs_grad, deterministic, dtype, state, off, reduced)
 
     def __str__(self) -> str:
         text = ("train" if self.training else "eval") + (" with gradients" * self.needs_grad)
@@ -55,4 +58,6 @@ class Mode(NamedTuple):
             text += f", {device} autocast to {str(dtype).removeprefix('torch.')}"
         if self.attention_off:
             text += f", attention without {', '.join(self.attention_off)}"
+        for library, precision in self.reduced:
+            text += f", float32 products of {library} in {precision}"
         return text

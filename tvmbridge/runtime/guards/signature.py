@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
 from tvmbridge.core.contents import same_value
+from tvmbridge.core.generated import plain_text
 from tvmbridge.core.torch_private import has_storage, pytree
 from tvmbridge.graph_capture.observe.plain import PLAIN, UNSEEN, is_unseen
 from tvmbridge.graph_capture.trace.arguments import Arguments
@@ -26,6 +27,7 @@ from tvmbridge.runtime.guards.spelling import (
 
 # Of more spellings than that each call is bound anew, and no fast guard knows them.
 _MOST_SPELLINGS = 4
+_TEXT = {str}
 
 _PLACED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -55,7 +57,10 @@ class Signature:
     ) -> None:
         leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
         self.keywords = tuple(kwargs)
-        self.ordered = _unnamed(forward, kwargs) if forward is not None and len(kwargs) > 1 else ()
+        unnamed = _unnamed(forward, kwargs) if forward is not None else ()
+        self.ordered = unnamed if len(kwargs) > 1 else ()
+        # Forward sees the objects that are their names: only plain ones are as the sample's.
+        self.sees_names = bool(unnamed)
         self.num_args = len(args)
         # Arguments that are leaves themselves need no flattening at a call.
         arguments = [*args, *kwargs.values()]
@@ -99,6 +104,8 @@ class Signature:
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
         """The leaves of a call in the spelling and order of the signature; None: another one."""
         if len(args) != self.num_args or kwargs.keys() != set(self.keywords):
+            return None
+        if self.sees_names and not has_plain_names(kwargs):
             return None
         if self.ordered and tuple(k for k in kwargs if k in self.ordered) != self.ordered:
             return None
@@ -198,6 +205,20 @@ class Signature:
         return f"({shapes})"
 
 
+def has_plain_names(kwargs: Mapping[str, Any]) -> bool:
+    """Whether all keywords are exactly of the class ``str``, and none of a subclass of it."""
+    return _TEXT.issuperset(map(type, kwargs))
+
+
+def with_plain_names(
+    kwargs: Mapping[str, Any], forward: Callable[..., Any]
+) -> dict[str, Any] | None:
+    """``kwargs`` with plain names; None where ``forward`` could see that the names were others."""
+    if _unnamed(forward, [k for k in kwargs if type(k) is not str]):
+        return None
+    return {plain_text(name): value for name, value in kwargs.items()}
+
+
 def nearest(mismatches: Sequence[Mismatch]) -> Mismatch | None:
     """The one to be told of several signatures': where arguments are of the same structure."""
     alike = (m for m in mismatches if m.reason != STRUCTURE)
@@ -237,7 +258,7 @@ def _placed(forward: Callable[..., Any] | None) -> list[str]:
     return []
 
 
-def _unnamed(forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def _unnamed(forward: Callable[..., Any], kwargs: Iterable[str]) -> tuple[str, ...]:
     """The keywords that ``forward`` takes without a parameter of that name, in their order."""
     try:
         named = inspect.signature(forward).parameters

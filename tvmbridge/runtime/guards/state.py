@@ -50,12 +50,14 @@ class ModuleState:
         self._ties = list(assumed.aliases.items())
         self._answers = AnswerGuard(assumed.answers)
         beside += self._answers.names
+        self._outside = dict(captured.outside)
         self._places = {
             name: entry_of(module, name)
             for name in (*self.names, *beside, *(n for tie in self._ties for n in tie))
+            if name not in self._outside
         }
         self._modules = list(module.modules())
-        places = [self._places[name] for name in self.names]
+        places = [self._places[name] for name in self.names if name not in self._outside]
         read = {(id(e.owner), e.held, e.key) for e in places}
         # What the first call is yet to make is None now, and must be there later.
         self._structure = [
@@ -91,6 +93,9 @@ class ModuleState:
             return copied(owner.__dict__[held]) if held else copied(owner).__dict__
 
         self._found = {n: (dict_of(e.owner, e.held), e.key) for n, e in self._places.items()}
+        # A copy of the module may hold copies of tensors that the module holds in its lists.
+        outside = {name: copied(tensor) for name, tensor in self._outside.items()}
+        self._found |= {name: (outside, name) for name in outside}
         self._slots = [self._found[name] for name in self.names]
         self._entries = [
             (dict_of(e.owner, e.held), e.key, copied(e.expected), e.reason) for e in self._structure

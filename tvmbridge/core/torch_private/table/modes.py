@@ -111,6 +111,19 @@ def _switches_mkldnn(switch: Any) -> bool:
         switch(before)
 
 
+def _switches_cudnn(switch: Any) -> bool:
+    before = torch.backends.cudnn.enabled
+    try:
+        switch(not before)
+        return bool(torch.backends.cudnn.enabled is not before)
+    finally:
+        switch(before)
+
+
+def _reads_precision(ask: Any) -> bool:
+    return bool(ask("mkldnn", "matmul") in ("none", "ieee", "tf32", "bf16"))
+
+
 MODES = (
     PrivateName(
         "torch.utils._python_dispatch.TorchDispatchMode", "watching which operators run", _watches
@@ -166,6 +179,16 @@ MODES = (
         "torch._C._set_mkldnn_enabled",
         "oneDNN's layers in a trace, which switches them off",
         _switches_mkldnn,
+    ),
+    PrivateName(
+        "torch._C._set_cudnn_enabled",
+        "switching cuDNN off in a trace, without a change of the precision",
+        _switches_cudnn,
+    ),
+    PrivateName(
+        "torch._C._get_fp32_precision_getter",
+        "the precision of float32 products, compared at each call",
+        _reads_precision,
     ),
     PrivateName(
         "torch._utils.is_compiling",

@@ -45,6 +45,11 @@ REPLACED = (
         takes(None, None, None),
     ),
     PrivateName(
+        "torch.export._trace._ignore_backend_decomps",
+        "switching libraries off in a trace, without a change of the precision",
+        takes(),
+    ),
+    PrivateName(
         "torch.autograd.function.Function._backward_cls._forward_cls",
         "noticing custom autograd functions",
         _is_known_by_its_context,

@@ -1,0 +1,131 @@
+"""Settings of PyTorch that its kernels read: one reader of all, which tolerates each of them.
+
+PyTorch has two interfaces for the precision of float32 products. The getters of the older one raise
+RuntimeError once the newer one (``torch.backends.*.fp32_precision``) was used, so that the newer
+one is read here. A setting that a release of PyTorch does not have is None.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import deterministic
+
+from tvmbridge.core.attention_kernels import attention_switched_off
+from tvmbridge.core.torch_private import fp32_precision, set_cudnn_enabled
+
+# Reduced precisions of float32 matrix products, by library.
+Reduced: TypeAlias = tuple[tuple[str, str], ...]
+
+# By the public name: the backend and the kind of operator that PyTorch knows it by. What is set of
+# a parent, which comes first, holds for those below it that are not set.
+_PRECISIONS = {
+    "fp32_precision": ("generic", "all"),
+    "cuda.matmul.fp32_precision": ("cuda", "matmul"),
+    "cudnn.fp32_precision": ("cuda", "all"),
+    "cudnn.conv.fp32_precision": ("cuda", "conv"),
+    "cudnn.rnn.fp32_precision": ("cuda", "rnn"),
+    "mkldnn.fp32_precision": ("mkldnn", "all"),
+    "mkldnn.matmul.fp32_precision": ("mkldnn", "matmul"),
+    "mkldnn.conv.fp32_precision": ("mkldnn", "conv"),
+    "mkldnn.rnn.fp32_precision": ("mkldnn", "rnn"),
+}
+_FLAGS = (
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "mkldnn.enabled",
+    "mkldnn.deterministic",
+)
+_CUDNN = tuple(name for name in _FLAGS if name.startswith("cudnn"))
+_PRODUCTS = {"CUDA": "cuda.matmul.fp32_precision", "oneDNN": "mkldnn.matmul.fp32_precision"}
+_FULL = ("none", "ieee")
+_GETTERS = {name: attrgetter(name) for name in _FLAGS}
+_FUNCTIONS: Mapping[str, Callable[[], Any]] = {
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "deterministic warns": torch.is_deterministic_algorithms_warn_only_enabled,
+    "fills uninitialized memory": lambda: deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+    "attention off": lambda: list(attention_switched_off()),
+    # PyTorch does not return it. It is a mode of the processor, for Python's numbers as well.
+    "flushes denormals": lambda: sys.float_info.min / 2 == 0,
+}
+
+
+def _flag(name: str) -> Any:
+    try:
+        return _GETTERS[name](torch.backends)
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _precision(name: str) -> str | None:
+    try:
+        precision: str | None = fp32_precision(*_PRECISIONS[name])
+        return precision
+    except RuntimeError:  # This PyTorch has no such backend or operator.
+        return None
+
+
+def kernel_settings() -> dict[str, Any]:
+    """All settings by name, with values that JSON can hold."""
+    return {
+        # "none" is the same as "ieee", which PyTorch's older function sets.
+        **{name: None if (p := _precision(name)) in _FULL else p for name in _PRECISIONS},
+        **{name: _flag(name) for name in _FLAGS},
+        **{name: get() for name, get in _FUNCTIONS.items()},
+    }
+
+
+def gpu_settings() -> tuple[Any, ...]:
+    """The settings that choose among kernels of cuBLAS and cuDNN, read at each call on a GPU."""
+    precisions = [_precision(name) for name in _PRECISIONS if name.startswith("cud")]
+    return (*precisions, *map(_flag, _CUDNN))
+
+
+def precision_reader(device: str) -> Callable[[], str | None]:
+    """What returns the precision of float32 products on a type of device, for each call."""
+    return partial(_precision, _PRODUCTS["CUDA" if device == "cuda" else "oneDNN"])
+
+
+def reduced_precisions() -> Reduced:
+    """The libraries whose float32 products have a reduced precision, with that: none by default."""
+    found = ((library, _precision(name) or "none") for library, name in _PRODUCTS.items())
+    return tuple((library, precision) for library, precision in found if precision not in _FULL)
+
+
+def precisions() -> tuple[Any, ...]:
+    """The precisions of float32 products, convolutions and recurrent layers of all libraries."""
+    return tuple(map(_precision, _PRECISIONS))
+
+
+def put_precisions(values: tuple[Any, ...]) -> None:
+    """Set what is not as :func:`precisions` returned it in ``values``."""
+    for name, value in zip(_PRECISIONS, values, strict=True):
+        if value is not None and _precision(name) != value:
+            owner, _, attribute = name.rpartition(".")
+            holder = attrgetter(owner)(torch.backends) if owner else torch.backends
+            setattr(holder, attribute, value)
+
+
+@contextmanager
+def cudnn_switched_off() -> Iterator[None]:
+    """Within it cuDNN is off, and nothing else is another setting.
+
+    ``torch.backends.cudnn.flags`` also writes the precision, and raises where that of convolutions
+    is not that of recurrent layers.
+    """
+    before = torch.backends.cudnn.enabled
+    set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        set_cudnn_enabled(before)

@@ -1,0 +1,113 @@
+"""Adoption: which tensors outside of a module's names become inputs of its graph.
+
+Forward finds them in globals, closures, defaults, class attributes, lists and objects. A constant
+of the graph would be stale after a write that leaves no version: through ``.data``, by numpy.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tvmbridge.core.assumptions import OutsideValue
+from tvmbridge.core.contents import all_held
+from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.torch_private import has_storage, storage_key
+from tvmbridge.graph_capture.observe.fakes import all_tensors
+from tvmbridge.graph_capture.observe.plain import PLAIN
+from tvmbridge.graph_capture.trace.standins import tensors_of
+
+
+@dataclass
+class Adoption:
+    """What one observation finds, and what the observed stand-in has adopted before.
+
+    ``adopted``: labels and tensors that the stand-in holds. ``found``: further tensors that
+    operators read, by their ids. ``watched``: the values outside of the module that guards compare.
+    """
+
+    adopted: tuple[tuple[str, torch.Tensor], ...] = ()
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
+    watched: tuple[OutsideValue, ...] = ()
+
+    def adoptable(
+        self, module: nn.Module, leaves: Sequence[Any]
+    ) -> tuple[tuple[str, torch.Tensor], ...]:
+        """The found tensors that a stand-in of ``module`` can hold, with their labels.
+
+        In place of a tensor that forward has made of another one (``t.data``) it is that one.
+
+        Args:
+            module: the user's module.
+            leaves: of the sample's arguments.
+        """
+        own = tensors_of(module)
+        device = _device_of([*leaves, *own.values()])
+        held = _labelled(self.watched) | {id(t): ("held", t) for t in all_tensors(module)}
+        chosen: dict[int, tuple[str, torch.Tensor]] = {}
+        for tensor in self.found.values():
+            for label, source in self._sources(tensor, held):
+                fits = _is_plain(source) and device in (None, source.device)
+                if fits and not any(source is t for t in own.values()):
+                    chosen.setdefault(id(source), (label, source))
+        return tuple(chosen.values())
+
+    def _sources(
+        self, tensor: torch.Tensor, held: dict[int, tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        if id(tensor) in held:
+            yield held[id(tensor)]
+            return
+        sharing = [each for each in held.values() if _share_memory(each[1], tensor)]
+        if not sharing and self._is_kept(tensor):
+            yield "tensor", tensor
+        yield from sharing
+
+    def _is_kept(self, tensor: torch.Tensor) -> bool:
+        """Whether something refers to ``tensor`` beside what watches forward."""
+        others = (r for r in gc.get_referrers(tensor) if r is not self.found)
+        return any(not isinstance(r, types.FrameType | types.CellType) for r in others)
+
+    def refuse_stale(self, module: nn.Module) -> None:
+        """Raise CaptureError if forward reads memory of a tensor past what stands in for it."""
+        known = [*self.adopted, *_labelled(self.watched).values()]
+        for tensor in self.found.values():
+            for label, source in known:
+                if source is tensor or _share_memory(source, tensor):
+                    shape = tuple(source.shape)
+                    raise CaptureError(
+                        f"forward of {type(module).__name__} reads the tensor {label} (of shape "
+                        f"{shape}) in a way that does not show what is read, so that compiled code "
+                        "would miss writes into it: pass it as an argument, or register it as a "
+                        "buffer"
+                    )
+
+
+def _labelled(values: Iterable[OutsideValue]) -> dict[int, tuple[str, torch.Tensor]]:
+    """The tensors in ``values`` by their ids, with the label of the first value that holds each."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for value in values:
+        for held in [] if value.itself else all_held(value.expected):
+            if isinstance(held, torch.Tensor):
+                found.setdefault(id(held), (value.label, held))
+    return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _device_of(values: Iterable[Any]) -> torch.device | None:
+    return next((v.device for v in values if isinstance(v, torch.Tensor)), None)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not (_is_plain(one) and _is_plain(other) and has_storage(one) and has_storage(other)):
+        return False
+    return bool(one.numel()) and storage_key(one) == storage_key(other)

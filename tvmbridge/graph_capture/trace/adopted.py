@@ -1,0 +1,113 @@
+"""Adopted tensors: what forward reads from globals, closures and lists becomes an input.
+
+A stand-in holds such a tensor as a buffer, or as a parameter where it requires a gradient. While
+forward is traced, functions of PyTorch that are given the tensor get what the stand-in holds
+instead: the fake, the proxy, or the primal that stands there then.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.structure import unflatten
+from tvmbridge.core.torch_private import functorch_utils, pytree
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+# By module: the place of each adopted tensor, by the id of the tensor.
+_PLACES: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[str, str]]]
+_PLACES = weakref.WeakKeyDictionary()
+
+
+def adopt(
+    module: nn.Module, tensors: Sequence[tuple[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Let ``module``, a stand-in, hold ``tensors`` under names that are made of their labels.
+
+    Returns:
+        the tensors by their names, which are also their names in the captured graph.
+    """
+    places = _PLACES.setdefault(module, {})
+    names: dict[str, torch.Tensor] = {}
+    for label, tensor in tensors:
+        name = _free_name(module, label)
+        held = "_parameters" if tensor.requires_grad else "_buffers"
+        module.__dict__[held][name] = _as_held(tensor)
+        places[id(tensor)] = held, name
+        names[name] = tensor
+    return names
+
+
+def _as_held(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or one of its memory that torch.export takes for a parameter."""
+    if tensor.is_inference():
+        return tensor.detach().clone()
+    if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach())
+    return tensor
+
+
+def _free_name(module: nn.Module, label: str) -> str:
+    base = name = "outside_" + re.sub(r"\W+", "_", label).strip("_")
+    number = 2
+    while hasattr(module, name):
+        name, number = f"{base}_{number}", number + 1
+    return name
+
+
+@contextmanager
+def adopted_are_read(module: nn.Module) -> Iterator[_Redirected]:
+    """Within it functions get what ``module`` holds now in place of the tensors that it adopted."""
+    redirected = _Redirected(module, _PLACES.get(module, {}))
+    if not redirected.places:
+        yield redirected
+        return
+    # Custom autograd functions are no functions of PyTorch's to a mode.
+    unwrap = "unwrap_dead_wrappers"
+    with patched_here(functorch_utils, unwrap, redirected.in_arguments, over=True), redirected:
+        yield redirected
+
+
+class _Redirected(TorchFunctionMode):
+    """Exchanges the adopted tensors among the arguments of each function of PyTorch."""
+
+    def __init__(self, module: nn.Module, places: Mapping[int, tuple[str, str]]) -> None:
+        super().__init__()
+        self.places = places
+        self._module = module
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._exchanged(args), **self._exchanged(kwargs or {}))
+
+    def _exchanged(self, value: Any) -> Any:
+        """``value`` with what the module holds in place of the adopted tensors in it."""
+        place = self.places.get(id(value))
+        if place is not None:
+            return self._module.__dict__[place[0]][place[1]]
+        # By the very type: a deferred value refuses to be asked for its class.
+        kind = type(value)
+        if kind in (tuple, list):
+            return kind(map(self._exchanged, value))
+        if kind is dict:
+            return {key: self._exchanged(held) for key, held in value.items()}
+        if kind is slice:
+            return slice(*map(self._exchanged, (value.start, value.stop, value.step)))
+        return value
+
+    def in_arguments(self, genuine: Any, args: tuple[Any, ...]) -> Any:
+        """What ``genuine`` makes of the arguments of a custom autograd function."""
+        return genuine(self._exchanged(args))
+
+    def in_results(self, results: Any) -> Any:
+        """``results`` of forward, with no adopted tensor among them."""
+        leaves, structure = pytree.tree_flatten(results)
+        if not any(id(leaf) in self.places for leaf in leaves):
+            return results
+        return unflatten([self._exchanged(leaf) for leaf in leaves], structure)

@@ -1,0 +1,41 @@
+"""PyTorch's libraries of kernels during a trace: switched off, and no other setting changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from tvmbridge.core.kernel_settings import cudnn_switched_off
+from tvmbridge.core.torch_private import export_trace, mkldnn_enabled, set_mkldnn_enabled
+from tvmbridge.graph_capture.trace.patches import patched_here
+
+
+@contextmanager
+def only_switched_off() -> Iterator[None]:
+    """Within it torch.export switches oneDNN, NNPACK and cuDNN off, for this thread, and no more.
+
+    The functions by which it does so also write the precision of float32 products. They raise where
+    the precision was set by ``torch.backends.*.fp32_precision``.
+    """
+    with patched_here(export_trace(), "_ignore_backend_decomps", _switched_off):
+        yield
+
+
+def _switched_off(genuine: Callable[..., Any]) -> AbstractContextManager[None]:
+    return _off()
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    before = mkldnn_enabled()
+    set_mkldnn_enabled(False)
+    (nnpack,) = torch.backends.nnpack.set_flags(False)
+    try:
+        with cudnn_switched_off():
+            yield
+    finally:
+        torch.backends.nnpack.set_flags(nnpack)
+        set_mkldnn_enabled(before)
