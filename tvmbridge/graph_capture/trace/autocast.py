@@ -1,65 +1,168 @@
-"""Autocast regions: operators are refused whose traced dtype is not that of eager PyTorch.
+"""Autocast in a trace: each cast that PyTorch's dispatcher makes is an operator of the program.
 
-Autocast also applies to the operators that a composite kernel calls (``affine_grid`` calls a
-matrix product, say). A trace that records the composite, or decomposes it below autocast, has
-other dtypes.
+``torch.export`` records operators above autocast and keeps its regions. What takes an operator apart
+later loses casts there: ``cross_entropy`` under CUDA's autocast casts to float32 within its parts.
+So while forward is traced PyTorch's own autocast kernels run first; no region is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
-from torch.export import ExportedProgram
 
+from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.torch_private import OpOverload, pytree, wrap_with_autocast
+from tvmbridge.core.torch_private import (
+    DispatchKey,
+    OpOverload,
+    enter_autocast,
+    exit_autocast,
+    has_kernel,
+    proxy_tensor,
+    pytree,
+)
+from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
+# In the order in which the dispatcher calls their kernels.
+_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
 
-def refuse_other_dtypes(program: ExportedProgram) -> None:
-    """Refuse operators whose kernels return another dtype under autocast than the trace has.
 
-    Args:
-        program: as exported, not yet decomposed.
+class _AutocastReachedError(Exception):
+    """A part of a composite operator is one that autocast casts for."""
+
+
+@dataclass(eq=False)
+class _Casts:
+    """The operators of one trace that autocast does not list: ``calls`` with the devices and dtypes
+    of autocast, and the dtypes of their results. ``probing``: parts of an operator are looked at,
+    and not recorded.
+    """
+
+    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    probing: bool = False
+
+    def call(
+        self,
+        genuine: Callable[..., Any],
+        mode: Any,
+        op: Any,
+        pre_dispatch: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """In place of PyTorch's function that records an operator."""
+        devices = _devices(args, kwargs) if pre_dispatch and isinstance(op, OpOverload) else []
+        listed = [d for d in devices if has_kernel(op.name(), _KEYS[d].name)]
+        if self.probing:
+            return self._probed(mode, op, bool(listed), args, kwargs)
+        if listed:
+            with mode:
+                return op._op_dk(_KEYS[listed[0]], *args, **kwargs)
+        if devices and self._reaches(mode, op, args, kwargs):
+            with mode:
+                return op.decompose(*args, **kwargs)
+        with without_autocast():
+            result = genuine(mode, op, pre_dispatch, args, kwargs)
+        for device in devices:
+            self._note(op, args, kwargs, device, result)
+        return result
+
+    def _reaches(self, mode: Any, op: OpOverload, args: Any, kwargs: Any) -> bool:
+        """Whether ``op`` is made of parts that autocast casts for."""
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        if random or op._schema.is_mutable or not _is_composite(op):
+            return False
+        self.probing = True
+        try:
+            with mode:
+                op.decompose(*args, **kwargs)
+        except _AutocastReachedError:
+            return True
+        except Exception:
+            return False  # Recording it raises the same again.
+        finally:
+            self.probing = False
+        return False
+
+    def _probed(self, mode: Any, op: Any, listed: bool, args: Any, kwargs: Any) -> Any:
+        if listed:
+            raise _AutocastReachedError
+        if isinstance(op, OpOverload) and _is_composite(op):
+            with mode:
+                return op.decompose(*args, **kwargs)
+        return op(*args, **kwargs)
+
+    def _note(self, op: OpOverload, args: Any, kwargs: Any, device: str, result: Any) -> None:
+        results = result if isinstance(result, tuple | list) else [result]
+        dtypes = [r.dtype if isinstance(r, torch.Tensor) else None for r in results]
+        found = (op, args, kwargs, device, torch.get_autocast_dtype(device), dtypes)
+        self.calls.setdefault(str(pytree.tree_map_only(torch.Tensor, _described, found)), found)
+
+    def refuse_other_dtypes(self) -> None:
+        """Refuse operators whose kernels return another dtype under autocast than the trace has.
+
+        Autocast applies to the operators that a kernel calls, too (``affine_grid`` calls a matrix
+        product, say).
+        """
+        for op, args, kwargs, device, dtype, traced in self.calls.values():
+            with torch.autocast(device, dtype):
+                found = dtypes_of_zeros(op, args, kwargs, device)
+            if found is not None and found != traced:
+                raise CaptureError(
+                    f"{op} under autocast gives {_names(found)} in eager PyTorch, and "
+                    f"{_names(traced)} in a trace; call it outside of autocast"
+                )
+
+
+@contextmanager
+def casts_recorded() -> Iterator[None]:
+    """Within it exported programs have autocast's casts as operators, and no regions of autocast.
 
     Raises:
-        CaptureError: there is one.
+        CaptureError: the kernel of an operator casts within itself, so that the trace has another
+            dtype than eager PyTorch.
     """
-    for device, dtype, op, node in _called_under_autocast(program.graph_module):
-        args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
-        with torch.autocast(device, dtype):
-            found = dtypes_of_zeros(op, args, kwargs, device)
-        seen = node.meta["val"]
-        traced = [
-            value.dtype if isinstance(value, torch.Tensor) else None
-            for value in (seen if isinstance(seen, tuple | list) else [seen])
-        ]
-        if found is not None and found != traced:
-            raise CaptureError(
-                f"{op} under autocast gives {_names(found)} in eager PyTorch, and "
-                f"{_names(traced)} in a trace; call it outside of autocast"
-            )
+    casts = _Casts()
+    with ExitStack() as stack:
+        module = proxy_tensor()
+        stack.enter_context(patched_here(module, "proxy_call", casts.call))
+        recorder = module.PreDispatchTorchFunctionMode
+        stack.enter_context(patched_here(recorder, "__torch_function__", _without_regions))
+        yield
+    casts.refuse_other_dtypes()
 
 
-def _called_under_autocast(
-    graph_module: fx.GraphModule,
-) -> Iterator[tuple[str, torch.dtype, OpOverload, fx.Node]]:
-    """Operators within regions where autocast is on, with its device and dtype."""
-    for node in graph_module.graph.find_nodes(op="call_function", target=wrap_with_autocast):
-        device, dtype, enabled, _, region, *_ = node.args
-        inner = getattr(graph_module, region.target)
-        yield from _called_under_autocast(inner)
-        for call in inner.graph.nodes if enabled else ():
-            if isinstance(call.target, OpOverload):
-                yield device, dtype, call.target, call
+def _without_regions(
+    genuine: Callable[..., Any], mode: Any, func: Any, *rest: Any, **named: Any
+) -> Any:
+    """PyTorch tells the recorder of regions that it enters and leaves itself."""
+    if func in (enter_autocast, exit_autocast):
+        return None
+    return genuine(mode, func, *rest, **named)
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
+def _devices(args: Any, kwargs: Any) -> list[str]:
+    """The devices of tensors among the arguments that autocast is in force for."""
+    on = [d for d in _KEYS if torch.is_autocast_enabled(d)]
+    if not on:
+        return []
+    leaves = pytree.tree_leaves((args, kwargs))
+    found = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return [device for device in on if device in found]
 
 
-def _names(dtypes: list[torch.dtype | None]) -> str:
+def _is_composite(op: OpOverload) -> bool:
+    return has_kernel(op.name(), "CompositeImplicitAutograd")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _names(dtypes: Sequence[torch.dtype | None]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes if d is not None)

@@ -94,6 +94,7 @@ def _knows_creation(ask: Any) -> bool:
 
 _DEVICES = ("IPU", "XLA", "Lazy", "XPU", "MPS", "HPU", "CUDA")
 _KEYS = (*_DEVICES, *(f"Autograd{device}" for device in _DEVICES), "Autograd")
+_KEYS += ("AutocastCPU", "AutocastCUDA")
 _KEYS += tuple(f"AutogradPrivateUse{i}" for i in (1, 2, 3))
 
 IMPORTED = (
@@ -124,9 +125,14 @@ IMPORTED = (
         lambda table: callable(table()[torch.ops.aten.mse_loss.default]),
     ),
     PrivateName(
-        "torch._higher_order_ops.wrap.wrap_with_autocast",
-        "finding the regions of a program under autocast",
-        takes("cpu", torch.bfloat16, True, None, len),
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "whether autocast casts for an operator",
+        lambda ask: ask("aten::mm", "AutocastCUDA") and not ask("aten::relu", "AutocastCUDA"),
+    ),
+    PrivateName(
+        "torch.fx.experimental.proxy_tensor",
+        "recording autocast's casts in place of its regions",
+        has("PreDispatchTorchFunctionMode"),
     ),
     PrivateName(
         "torch._prims_common.make_contiguous_strides_for",
