@@ -1,8 +1,8 @@
 """Autocast in a trace: each cast that PyTorch's dispatcher makes is an operator of the program.
 
-``torch.export`` records operators above autocast and keeps its regions. What takes an operator apart
-later loses casts there: ``cross_entropy`` under CUDA's autocast casts to float32 within its parts.
-So while forward is traced PyTorch's own autocast kernels run first; no region is recorded.
+``torch.export`` records operators above autocast and keeps its regions. A later decomposition
+loses casts there: ``cross_entropy`` under CUDA's autocast casts to float32 within its parts. So
+PyTorch's own autocast kernels run first while forward is traced, and no region is recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tvmbridge.core.autocast import without_autocast
-from tvmbridge.core.errors import CaptureError
+from tvmbridge.core.errors import CaptureError, UnsupportedOperatorError
 from tvmbridge.core.torch_private import (
     DispatchKey,
     OpOverload,
@@ -25,11 +25,16 @@ from tvmbridge.core.torch_private import (
     proxy_tensor,
     pytree,
 )
+from tvmbridge.graph_capture.trace.autocast_lists import KEYS, devices_in_force, is_listed
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
-# In the order in which the dispatcher calls their kernels.
-_KEYS = {"cuda": DispatchKey.AutocastCUDA, "cpu": DispatchKey.AutocastCPU}
+# The dispatcher's own kernel: a decomposition in Python may have other parts.
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
+
+
+# Where one is not recorded, PyTorch misses the symbol of its result.
+_OF_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _AutocastReachedError(Exception):
@@ -56,16 +61,19 @@ class _Casts:
         kwargs: dict[str, Any],
     ) -> Any:
         """In place of PyTorch's function that records an operator."""
-        devices = _devices(args, kwargs) if pre_dispatch and isinstance(op, OpOverload) else []
-        listed = [d for d in devices if has_kernel(op.name(), _KEYS[d].name)]
-        if self.probing:
+        traced = pre_dispatch and isinstance(op, OpOverload)
+        devices = devices_in_force(args, kwargs) if traced else []
+        listed = [d for d in devices if is_listed(op.name(), d)]
+        if self.probing and traced:
             return self._probed(mode, op, bool(listed), args, kwargs)
         if listed:
             with mode:
-                return op._op_dk(_KEYS[listed[0]], *args, **kwargs)
+                return op._op_dk(KEYS[listed[0]], *args, **kwargs)
         if devices and self._reaches(mode, op, args, kwargs):
             with mode:
-                return op.decompose(*args, **kwargs)
+                return op._op_dk(_COMPOSITE, *args, **kwargs)
+        if not devices:
+            return genuine(mode, op, pre_dispatch, args, kwargs)
         with without_autocast():
             result = genuine(mode, op, pre_dispatch, args, kwargs)
         for device in devices:
@@ -80,7 +88,7 @@ class _Casts:
         self.probing = True
         try:
             with mode:
-                op.decompose(*args, **kwargs)
+                op._op_dk(_COMPOSITE, *args, **kwargs)
         except _AutocastReachedError:
             return True
         except Exception:
@@ -92,9 +100,11 @@ class _Casts:
     def _probed(self, mode: Any, op: Any, listed: bool, args: Any, kwargs: Any) -> Any:
         if listed:
             raise _AutocastReachedError
-        if isinstance(op, OpOverload) and _is_composite(op):
+        if any(tag in op.tags for tag in _OF_DATA):
+            raise UnsupportedOperatorError("its parts cannot be looked at without recording them")
+        if _is_composite(op):
             with mode:
-                return op.decompose(*args, **kwargs)
+                return op._op_dk(_COMPOSITE, *args, **kwargs)
         return op(*args, **kwargs)
 
     def _note(self, op: OpOverload, args: Any, kwargs: Any, device: str, result: Any) -> None:
@@ -146,18 +156,8 @@ def _without_regions(
     return genuine(mode, func, *rest, **named)
 
 
-def _devices(args: Any, kwargs: Any) -> list[str]:
-    """The devices of tensors among the arguments that autocast is in force for."""
-    on = [d for d in _KEYS if torch.is_autocast_enabled(d)]
-    if not on:
-        return []
-    leaves = pytree.tree_leaves((args, kwargs))
-    found = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return [device for device in on if device in found]
-
-
 def _is_composite(op: OpOverload) -> bool:
-    return has_kernel(op.name(), "CompositeImplicitAutograd")
+    return bool(has_kernel(op.name(), _COMPOSITE.name))
 
 
 def _described(tensor: torch.Tensor) -> str:

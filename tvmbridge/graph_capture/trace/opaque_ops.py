@@ -20,6 +20,7 @@ from torch.nn import functional
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import assert_async
+from tvmbridge.graph_capture.trace.autocast_lists import cast_to_float32
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
@@ -230,6 +231,7 @@ _ASSERTIONS = (
     torch.ops.aten._assert_async.default,
     torch.ops.aten._assert_async.msg,
 )
+_OVERLOADS = {"ctc_loss": "ctc_loss.IntList"}  # The others have no name.
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
@@ -258,6 +260,8 @@ def _opaque(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or (call.function in _PRODUCTS and not _by_gradient(*args, **kwargs))
     ):
         return call(*args, **kwargs)
+    name = call.function.__name__
+    args, kwargs = cast_to_float32(_OVERLOADS.get(name, name), args, kwargs)
     return _OPERATORS[call.function](*args, **kwargs)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .checks import PrivateName, has, has_local, has_schema, takes, weight, within
+from .checks import PrivateName, has, has_local, has_schema, weight, within
 
 
 def _flattens(pytree: Any) -> bool:
@@ -94,7 +94,7 @@ def _knows_creation(ask: Any) -> bool:
 
 _DEVICES = ("IPU", "XLA", "Lazy", "XPU", "MPS", "HPU", "CUDA")
 _KEYS = (*_DEVICES, *(f"Autograd{device}" for device in _DEVICES), "Autograd")
-_KEYS += ("AutocastCPU", "AutocastCUDA")
+_KEYS += ("AutocastCPU", "AutocastCUDA", "CompositeImplicitAutograd")
 _KEYS += tuple(f"AutogradPrivateUse{i}" for i in (1, 2, 3))
 
 IMPORTED = (
