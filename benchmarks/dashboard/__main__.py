@@ -44,7 +44,9 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     options.add_argument("--all", action="store_true", help="those of older lists, too")
     options.add_argument("--peers", nargs="+", choices=PEERS, default=list(_USUAL))
     options.add_argument("--batch", type=int, help="in place of the list's")
-    options.add_argument("--amp", action=argparse.BooleanOptionalAction, help="autocast to bfloat16")
+    options.add_argument(
+        "--amp", action=argparse.BooleanOptionalAction, help="autocast to bfloat16"
+    )
     options.add_argument("--dtype", help="of parameters: bfloat16 in inference on a GPU")
     options.add_argument("--rounds", type=int, default=20, help="timed calls (0: none)")
     options.add_argument("--jobs", type=int, default=1, help="models at once")

@@ -186,9 +186,7 @@ def _placed(
     return copy.deepcopy(model).to(task.device, dtype), moved(given, task.device, dtype)
 
 
-def _exact(
-    task: Task, model: nn.Module, given: dict[str, Any]
-) -> dict[str, torch.Tensor] | None:
+def _exact(task: Task, model: nn.Module, given: dict[str, Any]) -> dict[str, torch.Tensor] | None:
     """The results in float64; None where a model cannot compute in it."""
     plain = Task(**{**asdict(task), "amp": False})
     try:

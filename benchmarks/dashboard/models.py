@@ -119,9 +119,7 @@ def entries(suite: str) -> dict[str, Entry]:
             )
         else:
             name, kind, batch, on_cpu, tokens, status = row
-            found[name] = Entry(
-                suite, name, kind, int(batch), int(on_cpu), status, int(tokens)
-            )
+            found[name] = Entry(suite, name, kind, int(batch), int(on_cpu), status, int(tokens))
     return found
 
 
@@ -176,7 +174,8 @@ def _configuration(entry: Entry, scale: str) -> Any:
         sizes = {**full, **{k: v for k, v in _TINY.items() if known.get(k) is not None}, **tiny}
     config = kind(**sizes)
     for name, value in vars(config).items():
-        if "drop" in name and isinstance(value, float):
+        # LayerDrop stays off, as configurations have it: a draw would decide which layers run.
+        if "drop" in name and "layerdrop" not in name and isinstance(value, float):
             setattr(config, name, _NO_DROPOUT)
     config.use_cache = False
     if getattr(config, "pad_token_id", None) is not None:

@@ -58,6 +58,7 @@ TensorGuards = torch._C._dynamo.guards.TensorGuards
 # Functions without a public name
 chosen_attention = torch._fused_sdp_choice
 assert_async = torch._assert_async
+grouped_mm = torch._grouped_mm
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 assert_async = torch._assert_async

@@ -161,6 +161,11 @@ IMPORTED = (
         lambda f: f(*[torch.ones(1, 1, 2, 8)] * 3, None, 0.0, False) in range(5),
     ),
     PrivateName(
+        "torch._grouped_mm",
+        "products of groups of rows, as mixtures of experts have them",
+        lambda f: str(f) and torch.ops.aten._grouped_mm.default._schema.arguments[1].name == "mat2",
+    ),
+    PrivateName(
         "torch._foreach_mul",
         "copies of many tensors by one launch",
         lambda f: torch.equal(f([torch.ones(2)], 1.0)[0], torch.ones(2)),
