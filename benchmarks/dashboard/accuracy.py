@@ -1,4 +1,4 @@
-"""The accuracy rule of PyTorch's harness: close to eager, or nearly as close to float64 as eager is."""
+"""The accuracy rule of PyTorch's harness: close to eager, or as close to float64."""
 
 from __future__ import annotations
 

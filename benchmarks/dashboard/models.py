@@ -1,4 +1,4 @@
-"""The models of the suites, made from their configurations with random weights, and their inputs."""
+"""The models of the suites, from configurations with random weights, and their inputs."""
 
 from __future__ import annotations
 
