@@ -174,9 +174,9 @@ def _configuration(entry: Entry, scale: str) -> Any:
         sizes = {**full, **{k: v for k, v in _TINY.items() if known.get(k) is not None}, **tiny}
     config = kind(**sizes)
     for name, value in vars(config).items():
-        # LayerDrop stays off, as configurations have it: a draw would decide which layers run.
-        if "drop" in name and "layerdrop" not in name and isinstance(value, float):
-            setattr(config, name, _NO_DROPOUT)
+        if "drop" in name and isinstance(value, float):
+            # A draw would decide which layers run, though it never dropped one.
+            setattr(config, name, 0.0 if "layerdrop" in name else _NO_DROPOUT)
     config.use_cache = False
     if getattr(config, "pad_token_id", None) is not None:
         config.pad_token_id = min(config.pad_token_id, config.vocab_size - 1)
