@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def measure(task: Task) -> dict[str, Any]:
     model, given = make(entry, task.training, task.scale, task.batch)
     tolerance = entry.bound(task.training)
     record: dict[str, Any] = {**asdict(task), "torch": torch.__version__, "results": {}}
+    record["transformers"] = version("transformers")
     del record["lock"], record["peers"]
     dtype = getattr(torch, task.dtype)
     eager = _Step(task, *_placed(task, model, given, dtype))

@@ -256,5 +256,5 @@ def test_a_loop_over_experts_says_what_to_do() -> None:
     x = torch.randn(4, 4)
     with pytest.raises(CaptureError, match=r'set_experts_implementation\("grouped_mm"\)'):
         tvmbridge.add_tvm_dispatch(Experts("eager").eval(), x)
-    with pytest.raises(CaptureError, match="^(?!.*set_experts)"):
+    with pytest.raises(CaptureError, match=r"^(?!.*set_experts)"):
         tvmbridge.add_tvm_dispatch(Experts("other").eval(), x)

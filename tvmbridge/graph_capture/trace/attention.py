@@ -104,9 +104,9 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         return call(*args, **kwargs)
     scale, enable_gqa = given.kwargs["scale"], given.kwargs["enable_gqa"]
     if torch.is_autocast_enabled("cuda"):
-        tensors = map(_autocast, (query, key, value, mask))
+        cast = map(_autocast, (query, key, value, mask))
         with without_autocast():
-            return _attention_on_gpus(call, (*tensors, dropout_p, is_causal), given.kwargs)
+            return _attention_on_gpus(call, (*cast, dropout_p, is_causal), given.kwargs)
     tensors = [t for t in (query, key, value, mask) if t is not None]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not learns and not dropout_p:
