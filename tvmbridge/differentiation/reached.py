@@ -38,7 +38,9 @@ def reached_by_gradients(
         except DataDependentOutputException as error:
             raise UnsupportedOperatorError(
                 f"the derivative of an operator of forward reads values of tensors ({error}), "
-                "which are not known before a call"
+                "which are not known before a call; register its backward as an operator with a "
+                "fake kernel. A mixture of experts of transformers trains with "
+                'model.set_experts_implementation("batched_mm")'
             ) from error
         except Exception as error:
             raise UnsupportedOperatorError(

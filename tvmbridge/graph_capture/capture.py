@@ -40,7 +40,7 @@ from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
 from tvmbridge.graph_capture.symbols import dynamic_shapes, has_odd_names, spelled_out
 from tvmbridge.graph_capture.trace.answers import small_buffers
-from tvmbridge.graph_capture.trace.autocast import refuse_other_dtypes
+from tvmbridge.graph_capture.trace.autocast import casts_recorded
 from tvmbridge.graph_capture.trace.backends import only_switched_off
 from tvmbridge.graph_capture.trace.composites import composites_prepared_for
 from tvmbridge.graph_capture.trace.decompositions import (
@@ -234,7 +234,7 @@ def _exported(
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.
         warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec", FutureWarning)
-        with exchanges_left_alone(), functions_replaced(module, on_fakes=False):
+        with exchanges_left_alone(), functions_replaced(module, on_fakes=False), casts_recorded():
             forward = TracedForward(
                 module=module,
                 is_compiling=stage.is_compiling,
@@ -268,7 +268,6 @@ def _exported(
 def _taken_apart(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -> ExportedProgram:
     """``program`` in functional ATen, decomposed by ``table``."""
     _name_buffers_once(program)
-    refuse_other_dtypes(program)
     drop_open_masks(program.graph)
     reshape_instead_of_view(program)
     # Without it PyTorch drops draws that nothing reads.

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.proxy import TracerBase
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 
+from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import DEFERRED, Epilogue
@@ -129,7 +130,7 @@ class _Recorder(TracerBase):
         reason = _reason_against(title, kwargs)
         if torch.is_grad_enabled() not in self._modes:
             reason = "under another gradient mode than forward"
-        if torch.is_autocast_enabled("cpu"):
+        if autocast_now():
             reason = "under autocast"
         if reason:
             raise DependenceError(

@@ -247,3 +247,24 @@ def test_an_operator_without_a_kernel_is_no_fault_of_the_sample() -> None:
     with pytest.raises(CaptureError, match=r"no kernel.*mine::op.*torch\.library") as raised:
         tvmbridge.add_tvm_dispatch(Calls(), torch.ones(2))
     assert "sample" not in str(raised.value)
+
+
+def test_a_loop_over_experts_says_what_to_do() -> None:
+    class Experts(nn.Module):
+        def __init__(self, implementation: str) -> None:
+            super().__init__()
+            self.implementation = implementation
+
+        def get_experts_implementation(self) -> dict[str, str]:
+            return {"": self.implementation}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for row in (x.sum(-1) > 0).nonzero():
+                x = x + x[row[0]]
+            return x
+
+    x = torch.randn(4, 4)
+    with pytest.raises(CaptureError, match=r'set_experts_implementation\("grouped_mm"\)'):
+        tvmbridge.add_tvm_dispatch(Experts("eager").eval(), x)
+    with pytest.raises(CaptureError, match=r"^(?!.*set_experts)"):
+        tvmbridge.add_tvm_dispatch(Experts("other").eval(), x)

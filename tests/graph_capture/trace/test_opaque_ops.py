@@ -249,3 +249,32 @@ def test_a_window_that_closes_frames_raises_what_it_raises_in_eager() -> None:
         module.window.zero_()
         with pytest.raises(RuntimeError, match="window overlap add min"):
             module(torch.randn(2, 64).double())
+
+
+_GROUPED = {
+    "rows": ((8, 4), (3, 4, 12)),
+    "the dimension that is summed over": ((4, 8), (8, 12)),
+    "columns": ((3, 4, 12), (12, 8)),
+    "batches": ((3, 4, 12), (3, 12, 8)),
+}
+
+
+@pytest.mark.parametrize("shapes", _GROUPED.values(), ids=_GROUPED)
+def test_grouped_products_are_those_of_eager_pytorch(shapes: Any) -> None:
+    ends = torch.tensor([2, 2, 8], dtype=torch.int32)
+    batches = len(shapes[0]) == len(shapes[1]) == 3
+
+    def products(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(x.sin(), w, offs=None if batches else ends).cos()
+
+    plain = Called(products)
+    module = copy.deepcopy(plain).train()
+    leaves = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    add_tvm_dispatch(module, (*leaves, ends))
+    for each in (ends, torch.tensor([0, 5, 8], dtype=torch.int32)):
+        found, expected = (
+            [y.detach(), *torch.autograd.grad(y.square().sum(), leaves)]
+            for y in (called(*leaves, each) for called in (module, plain))
+        )
+        torch.testing.assert_close(found, expected)
+    assert dispatch_report(module).fallbacks == {}

@@ -39,8 +39,8 @@ exported_program = torch.export.exported_program
 DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
+has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 core_aten_decompositions = torch._decomp.core_aten_decompositions
-wrap_with_autocast = torch._higher_order_ops.wrap.wrap_with_autocast
 tag_activation_checkpoint = torch._higher_order_ops.wrap.tag_activation_checkpoint
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
@@ -55,6 +55,7 @@ TensorGuards = torch._C._dynamo.guards.TensorGuards
 # Functions without a public name
 chosen_attention = torch._fused_sdp_choice
 assert_async = torch._assert_async
+grouped_mm = torch._grouped_mm
 foreach_copy = torch._foreach_copy_
 foreach_mul = torch._foreach_mul
 assert_async = torch._assert_async
@@ -113,6 +114,11 @@ def inductor_config() -> Any:
 def export_trace() -> Any:
     """The module of ``torch.export.export``."""
     return importlib.import_module("torch.export._trace")
+
+
+def proxy_tensor() -> Any:
+    """The module that records operators."""
+    return importlib.import_module("torch.fx.experimental.proxy_tensor")
 
 
 def placed_dynamic_shapes(

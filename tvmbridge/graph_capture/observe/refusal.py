@@ -49,6 +49,21 @@ _POSITIONAL = "a list is one positional argument: pass a tuple of the arguments,
 _ARRAYS = "a numpy array is no tensor: pass torch.from_numpy(array)"
 
 
+def advice_on_experts(module: nn.Module) -> str:
+    """What to do where a model of transformers loops over the experts that tokens have chosen."""
+    parts = list(module.modules())
+    if not any("Experts" in type(part).__name__ for part in parts):
+        return ""  # A model without experts has the setting too.
+    for part in parts:
+        ask = getattr(type(part), "get_experts_implementation", None)
+        if ask is not None and "eager" in ask(part).values():
+            return (
+                '; its experts are called in a loop: model.set_experts_implementation("grouped_mm")'
+                " makes one call of it, whose shapes do not depend on data"
+            )
+    return ""
+
+
 def raise_if_forward_refuses(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], autocast: Autocast = ()
 ) -> None:

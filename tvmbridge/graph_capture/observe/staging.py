@@ -28,6 +28,7 @@ from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.observation import Observation, observe
 from tvmbridge.graph_capture.observe.outside import restore_generators
 from tvmbridge.graph_capture.observe.refusal import (
+    advice_on_experts,
     raise_if_forward_refuses,
     refuse_at_sight,
     refuse_own_call,
@@ -142,7 +143,8 @@ def _staged(
             in_place = values_read(actor, {_split(name) for name in seen.writes})
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
-        raise CaptureError(error.at(user_line(error))) from error
+        message = f"{error.at(user_line(error))}{advice_on_experts(module)}"
+        raise CaptureError(message) from error
     except BridgeError:
         raise
     except Exception as error:

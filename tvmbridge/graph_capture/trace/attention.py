@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.autocast import without_autocast
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 from tvmbridge.graph_capture.trace.fused_attention import (
     fused_attention,
@@ -103,7 +104,9 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         return call(*args, **kwargs)
     scale, enable_gqa = given.kwargs["scale"], given.kwargs["enable_gqa"]
     if torch.is_autocast_enabled("cuda"):
-        query, key, value, mask = map(_autocast, (query, key, value, mask))
+        cast = map(_autocast, (query, key, value, mask))
+        with without_autocast():
+            return _attention_on_gpus(call, (*cast, dropout_p, is_causal), given.kwargs)
     tensors = [t for t in (query, key, value, mask) if t is not None]
     learns = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if not learns and not dropout_p:

@@ -1,65 +1,168 @@
-"""Autocast regions: operators are refused whose traced dtype is not that of eager PyTorch.
+"""Autocast in a trace: each cast that PyTorch's dispatcher makes is an operator of the program.
 
-Autocast also applies to the operators that a composite kernel calls (``affine_grid`` calls a
-matrix product, say). A trace that records the composite, or decomposes it below autocast, has
-other dtypes.
+``torch.export`` records operators above autocast and keeps its regions. A later decomposition
+loses casts there: ``cross_entropy`` under CUDA's autocast casts to float32 within its parts. So
+PyTorch's own autocast kernels run first while forward is traced, and no region is recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
-from torch.export import ExportedProgram
 
-from tvmbridge.core.errors import CaptureError
-from tvmbridge.core.torch_private import OpOverload, pytree, wrap_with_autocast
+from tvmbridge.core.autocast import without_autocast
+from tvmbridge.core.errors import CaptureError, UnsupportedOperatorError
+from tvmbridge.core.torch_private import (
+    DispatchKey,
+    OpOverload,
+    enter_autocast,
+    exit_autocast,
+    has_kernel,
+    proxy_tensor,
+    pytree,
+)
+from tvmbridge.graph_capture.trace.autocast_lists import KEYS, devices_in_force, is_listed
+from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.graph_capture.trace.promotion import dtypes_of_zeros
 
+# The dispatcher's own kernel: a decomposition in Python may have other parts.
+_COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
-def refuse_other_dtypes(program: ExportedProgram) -> None:
-    """Refuse operators whose kernels return another dtype under autocast than the trace has.
 
-    Args:
-        program: as exported, not yet decomposed.
+# Where one is not recorded, PyTorch misses the symbol of its result.
+_OF_DATA = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class _AutocastReachedError(Exception):
+    """A part of a composite operator is one that autocast casts for."""
+
+
+@dataclass(eq=False)
+class _Casts:
+    """The operators of one trace that autocast does not list: ``calls`` with the devices and dtypes
+    of autocast, and the dtypes of their results. ``probing``: parts of an operator are looked at,
+    and not recorded.
+    """
+
+    calls: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    probing: bool = False
+
+    def call(
+        self,
+        genuine: Callable[..., Any],
+        mode: Any,
+        op: Any,
+        pre_dispatch: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """In place of PyTorch's function that records an operator."""
+        traced = pre_dispatch and isinstance(op, OpOverload)
+        devices = devices_in_force(args, kwargs) if traced else []
+        listed = [d for d in devices if is_listed(op.name(), d)]
+        if self.probing and traced:
+            return self._probed(mode, op, bool(listed), args, kwargs)
+        if listed:
+            with mode:
+                return op._op_dk(KEYS[listed[0]], *args, **kwargs)
+        if devices and self._reaches(mode, op, args, kwargs):
+            with mode:
+                return op._op_dk(_COMPOSITE, *args, **kwargs)
+        if not devices:
+            return genuine(mode, op, pre_dispatch, args, kwargs)
+        with without_autocast():
+            result = genuine(mode, op, pre_dispatch, args, kwargs)
+        for device in devices:
+            self._note(op, args, kwargs, device, result)
+        return result
+
+    def _reaches(self, mode: Any, op: OpOverload, args: Any, kwargs: Any) -> bool:
+        """Whether ``op`` is made of parts that autocast casts for."""
+        random = torch.Tag.nondeterministic_seeded in op.tags
+        if random or op._schema.is_mutable or not _is_composite(op):
+            return False
+        self.probing = True
+        try:
+            with mode:
+                op._op_dk(_COMPOSITE, *args, **kwargs)
+        except _AutocastReachedError:
+            return True
+        except Exception:
+            return False  # Recording it raises the same again.
+        finally:
+            self.probing = False
+        return False
+
+    def _probed(self, mode: Any, op: Any, listed: bool, args: Any, kwargs: Any) -> Any:
+        if listed:
+            raise _AutocastReachedError
+        if any(tag in op.tags for tag in _OF_DATA):
+            raise UnsupportedOperatorError("its parts cannot be looked at without recording them")
+        if _is_composite(op):
+            with mode:
+                return op._op_dk(_COMPOSITE, *args, **kwargs)
+        return op(*args, **kwargs)
+
+    def _note(self, op: OpOverload, args: Any, kwargs: Any, device: str, result: Any) -> None:
+        results = result if isinstance(result, tuple | list) else [result]
+        dtypes = [r.dtype if isinstance(r, torch.Tensor) else None for r in results]
+        found = (op, args, kwargs, device, torch.get_autocast_dtype(device), dtypes)
+        self.calls.setdefault(str(pytree.tree_map_only(torch.Tensor, _described, found)), found)
+
+    def refuse_other_dtypes(self) -> None:
+        """Refuse operators whose kernels return another dtype under autocast than the trace has.
+
+        Autocast applies to the operators that a kernel calls, too (``affine_grid`` calls a matrix
+        product, say).
+        """
+        for op, args, kwargs, device, dtype, traced in self.calls.values():
+            with torch.autocast(device, dtype):
+                found = dtypes_of_zeros(op, args, kwargs, device)
+            if found is not None and found != traced:
+                raise CaptureError(
+                    f"{op} under autocast gives {_names(found)} in eager PyTorch, and "
+                    f"{_names(traced)} in a trace; call it outside of autocast"
+                )
+
+
+@contextmanager
+def casts_recorded() -> Iterator[None]:
+    """Within it exported programs have autocast's casts as operators, and no regions of autocast.
 
     Raises:
-        CaptureError: there is one.
+        CaptureError: the kernel of an operator casts within itself, so that the trace has another
+            dtype than eager PyTorch.
     """
-    for device, dtype, op, node in _called_under_autocast(program.graph_module):
-        args, kwargs = pytree.tree_map_only(fx.Node, _value, (node.args, node.kwargs))
-        with torch.autocast(device, dtype):
-            found = dtypes_of_zeros(op, args, kwargs, device)
-        seen = node.meta["val"]
-        traced = [
-            value.dtype if isinstance(value, torch.Tensor) else None
-            for value in (seen if isinstance(seen, tuple | list) else [seen])
-        ]
-        if found is not None and found != traced:
-            raise CaptureError(
-                f"{op} under autocast gives {_names(found)} in eager PyTorch, and "
-                f"{_names(traced)} in a trace; call it outside of autocast"
-            )
+    casts = _Casts()
+    with ExitStack() as stack:
+        module = proxy_tensor()
+        stack.enter_context(patched_here(module, "proxy_call", casts.call))
+        recorder = module.PreDispatchTorchFunctionMode
+        stack.enter_context(patched_here(recorder, "__torch_function__", _without_regions))
+        yield
+    casts.refuse_other_dtypes()
 
 
-def _called_under_autocast(
-    graph_module: fx.GraphModule,
-) -> Iterator[tuple[str, torch.dtype, OpOverload, fx.Node]]:
-    """Operators within regions where autocast is on, with its device and dtype."""
-    for node in graph_module.graph.find_nodes(op="call_function", target=wrap_with_autocast):
-        device, dtype, enabled, _, region, *_ = node.args
-        inner = getattr(graph_module, region.target)
-        yield from _called_under_autocast(inner)
-        for call in inner.graph.nodes if enabled else ():
-            if isinstance(call.target, OpOverload):
-                yield device, dtype, call.target, call
+def _without_regions(
+    genuine: Callable[..., Any], mode: Any, func: Any, *rest: Any, **named: Any
+) -> Any:
+    """PyTorch tells the recorder of regions that it enters and leaves itself."""
+    if func in (enter_autocast, exit_autocast):
+        return None
+    return genuine(mode, func, *rest, **named)
 
 
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val")
+def _is_composite(op: OpOverload) -> bool:
+    return bool(has_kernel(op.name(), _COMPOSITE.name))
 
 
-def _names(dtypes: list[torch.dtype | None]) -> str:
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _names(dtypes: Sequence[torch.dtype | None]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes if d is not None)

@@ -18,6 +18,7 @@ import torch
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
 from tvmbridge.core.torch_private import linalg_check_errors
+from tvmbridge.graph_capture.trace.autocast_lists import cast_to_float32
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
@@ -107,4 +108,5 @@ def _made_of_parts(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if "out" in kwargs:
         return call(*args, **kwargs)
     named = {"A" if name == "input" else name: value for name, value in kwargs.items()}
+    args, named = cast_to_float32(call.function.__name__, args, named)
     return _FUNCTIONS[call.function](*args, **named)

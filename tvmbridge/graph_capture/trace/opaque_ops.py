@@ -5,6 +5,8 @@ negative, ``one_hot`` whether each class exists; none of it can be traced. Each 
 operator that calls the eager function, and so raises what that raises; its gradient is autograd's.
 Only functions are here whose output shapes follow from the input shapes.
 
+Grouped products are here in all dtypes but bfloat16, whose kernels alone a trace has.
+
 Products are here for their gradient: PyTorch's formula branches on zeros, and takes another branch
 for fake tensors, which differs where a row has both zeros and NaN.
 """
@@ -19,7 +21,8 @@ from torch.nn import functional
 
 from tvmbridge.core.custom_operator import NAMESPACE, CustomOperator, register
 from tvmbridge.core.errors import UnsupportedOperatorError
-from tvmbridge.core.torch_private import assert_async
+from tvmbridge.core.torch_private import assert_async, grouped_mm
+from tvmbridge.graph_capture.trace.autocast_lists import cast_to_float32
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 
@@ -103,6 +106,26 @@ def _istft(
         length = n_fft + hop * (input.shape[-1] - 1) - (n_fft // 2 * 2 if center else 0)
     dtype = input.dtype if return_complex else input.dtype.to_real()
     return input.new_empty([*input.shape[:-2], length], dtype=dtype)
+
+
+def _grouped(mat_a: torch.Tensor, mat_b: torch.Tensor, **named: Any) -> torch.Tensor:
+    result: torch.Tensor = grouped_mm(mat_a, mat_b, **named)
+    return result.contiguous()
+
+
+def _grouped_result(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Rows or columns that two matrices have in common are in groups: one result for each."""
+    rows, columns = mat_a.shape[-2], mat_b.shape[-1]
+    groups = [] if offs is None else [len(offs)] if mat_a.dim() == mat_b.dim() else []
+    if mat_a.dim() == 3 and mat_b.dim() == 3:
+        groups = [len(mat_a)]
+    return mat_a.new_empty([*groups, rows, columns], dtype=out_dtype or mat_a.dtype)
 
 
 _QUANTILE = "int? dim=None, bool keepdim=False, str interpolation='linear'"
@@ -205,6 +228,14 @@ _FUNCTIONS = (
         (functional.one_hot,),
     ),
     CustomOperator(
+        "grouped_mm",
+        "Tensor mat_a, Tensor mat_b, Tensor? offs=None, Tensor? bias=None, "
+        "ScalarType? out_dtype=None",
+        _grouped,
+        _grouped_result,
+        (grouped_mm,),
+    ),
+    CustomOperator(
         "put_by_mask",
         "Tensor input, Tensor mask, Tensor values, bool accumulate=False",
         _put_by_mask,
@@ -230,6 +261,7 @@ _ASSERTIONS = (
     torch.ops.aten._assert_async.default,
     torch.ops.aten._assert_async.msg,
 )
+_OVERLOADS = {"ctc_loss": "ctc_loss.IntList"}  # The others have no name.
 _PRODUCTS = (torch.prod, torch.Tensor.prod, torch.cumprod, torch.Tensor.cumprod)
 
 
@@ -256,14 +288,24 @@ def _opaque(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         or (call.function in _QUANTILES and _by_learned(*args, **kwargs))
         or (call.function is functional.one_hot and not _with_classes(*args, **kwargs))
         or (call.function in _PRODUCTS and not _by_gradient(*args, **kwargs))
+        or (call.function is grouped_mm and not _in_groups(*args, **kwargs))
     ):
         return call(*args, **kwargs)
+    name = call.function.__name__
+    args, kwargs = cast_to_float32(_OVERLOADS.get(name, name), args, kwargs)
     return _OPERATORS[call.function](*args, **kwargs)
 
 
 def _by_learned(input: torch.Tensor, q: Any, *_: Any, **__: Any) -> bool:
     """Whether ``q`` may require a gradient, which not all interpolations give it."""
     return isinstance(q, torch.Tensor) and q.requires_grad
+
+
+def _in_groups(mat_a: torch.Tensor, mat_b: torch.Tensor, **_: Any) -> bool:
+    """Whether the kernel takes contiguous operands: rows of multiples of 16 bytes."""
+    widths = (mat_b.shape[-1], mat_a.shape[-1])
+    aligned = all(width * mat_b.dtype.itemsize % 16 == 0 for width in widths)
+    return aligned and mat_a.dtype is not torch.bfloat16
 
 
 def _with_classes(input: torch.Tensor, num_classes: int = -1) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tvmbridge.core.torch_private import OpOverload, disable_current_modes, pytree
+from tvmbridge.graph_capture.trace.autocast_lists import cast_to_float32
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
 
 Decomposition = Callable[..., Any]
@@ -70,6 +71,7 @@ def _promoted(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = [*args[:2], *(kwargs[name] for name in _OPERANDS if name in kwargs)]
         if _differ_in_dtype(operands):
             kwargs.pop("weight", None)
+            args, kwargs = cast_to_float32(call.function.__name__, args, kwargs)
             return _KEPT_DTYPE[call.function](*args, **kwargs)
     return call(*args, **kwargs)
 
@@ -113,8 +115,8 @@ def dtypes_of_zeros(
     if not _may_be_tried(op, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]):
         return None
     with disable_current_modes(), torch.no_grad():
-        zeros = [_zeros(v, device) if isinstance(v, torch.Tensor) else v for v in leaves]
         try:
+            zeros = [_zeros(v, device) if isinstance(v, torch.Tensor) else v for v in leaves]
             positional, named = pytree.tree_unflatten(zeros, spec)
             results = op(*positional, **named)
         except Exception:

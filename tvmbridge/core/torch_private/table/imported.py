@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .checks import PrivateName, has, has_local, has_schema, takes, weight, within
+from .checks import PrivateName, has, has_local, has_schema, weight, within
 
 
 def _flattens(pytree: Any) -> bool:
@@ -94,6 +94,7 @@ def _knows_creation(ask: Any) -> bool:
 
 _DEVICES = ("IPU", "XLA", "Lazy", "XPU", "MPS", "HPU", "CUDA")
 _KEYS = (*_DEVICES, *(f"Autograd{device}" for device in _DEVICES), "Autograd")
+_KEYS += ("AutocastCPU", "AutocastCUDA", "CompositeImplicitAutograd")
 _KEYS += tuple(f"AutogradPrivateUse{i}" for i in (1, 2, 3))
 
 IMPORTED = (
@@ -124,9 +125,14 @@ IMPORTED = (
         lambda table: callable(table()[torch.ops.aten.mse_loss.default]),
     ),
     PrivateName(
-        "torch._higher_order_ops.wrap.wrap_with_autocast",
-        "finding the regions of a program under autocast",
-        takes("cpu", torch.bfloat16, True, None, len),
+        "torch._C._dispatch_has_kernel_for_dispatch_key",
+        "whether autocast casts for an operator",
+        lambda ask: ask("aten::mm", "AutocastCUDA") and not ask("aten::relu", "AutocastCUDA"),
+    ),
+    PrivateName(
+        "torch.fx.experimental.proxy_tensor",
+        "recording autocast's casts in place of its regions",
+        has("PreDispatchTorchFunctionMode"),
     ),
     PrivateName(
         "torch._prims_common.make_contiguous_strides_for",
@@ -148,6 +154,11 @@ IMPORTED = (
         "torch._fused_sdp_choice",
         "the kernel that PyTorch would take for attention",
         lambda f: f(*[torch.ones(1, 1, 2, 8)] * 3, None, 0.0, False) in range(5),
+    ),
+    PrivateName(
+        "torch._grouped_mm",
+        "products of groups of rows, as mixtures of experts have them",
+        lambda f: str(f) and torch.ops.aten._grouped_mm.default._schema.arguments[1].name == "mat2",
     ),
     PrivateName(
         "torch._foreach_mul",

@@ -63,6 +63,11 @@ REPLACED = (
         takes(None, None),
     ),
     PrivateName(
+        "torch.fx.experimental.proxy_tensor.proxy_call",
+        "recording autocast's casts in place of its regions",
+        takes(None, None, True, (), {}),
+    ),
+    PrivateName(
         "torch._is_all_true",
         "checks of the values of distributions",
         lambda f: bool(f(torch.ones(2, dtype=torch.bool))),

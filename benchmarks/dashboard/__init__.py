@@ -1,0 +1,1 @@
+"""The models that PyTorch judges its compilers by, through tvmbridge and its peers."""

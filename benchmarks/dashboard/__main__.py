@@ -1,0 +1,189 @@
+"""``python -m benchmarks.dashboard``: PyTorch's own suites through tvmbridge and its peers.
+
+A process a model, ``--jobs`` at once, which measure times in turns. Each model is a line of JSON in
+``--resume``, and is not measured again. The table has, by peer, whether the results pass PyTorch's
+accuracy rule, the share of calls that compiled code served after the third, eager PyTorch's time
+over the peer's, seconds to the first result with empty caches, and peak memory on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.dashboard.measure import PEERS, Task
+from benchmarks.dashboard.models import SUITES, Entry, entries
+
+_TINY_BATCH = 2
+_USUAL = ("eager", "inductor", "reduce-overhead", "tvmbridge", "tvmbridge-compile")
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--suite", choices=SUITES, default="huggingface")
+    options.add_argument("--mode", choices=("inference", "training"), default="inference")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--scale", choices=("tiny", "full"), default="full")
+    options.add_argument("--models", nargs="+", help="names (by default those tried nightly)")
+    options.add_argument("--all", action="store_true", help="those of older lists, too")
+    options.add_argument("--peers", nargs="+", choices=PEERS, default=list(_USUAL))
+    options.add_argument("--batch", type=int, help="in place of the list's")
+    options.add_argument(
+        "--amp", action=argparse.BooleanOptionalAction, help="autocast to bfloat16"
+    )
+    options.add_argument("--dtype", help="of parameters: bfloat16 in inference on a GPU")
+    options.add_argument("--rounds", type=int, default=20, help="timed calls (0: none)")
+    options.add_argument("--jobs", type=int, default=1, help="models at once")
+    options.add_argument("--timeout", type=float, default=600.0, help="seconds of a model")
+    options.add_argument("--limit", type=float, default=math.inf, help="seconds in all")
+    options.add_argument("--resume", type=Path, default=Path("build/dashboard.jsonl"))
+    return options.parse_args(list(argv))
+
+
+def _tasks(chosen: argparse.Namespace, lock: str) -> Iterator[Task]:
+    on_gpu, training = chosen.device == "cuda", chosen.mode == "training"
+    known = entries(chosen.suite)
+    names = chosen.models or [n for n, e in known.items() if _is_wanted(e, chosen)]
+    for name in names:
+        entry = known[name]
+        listed = entry.batch if on_gpu else entry.cpu_batch or entry.batch
+        yield Task(
+            suite=chosen.suite,
+            name=name,
+            mode=chosen.mode,
+            device=chosen.device,
+            scale=chosen.scale,
+            batch=chosen.batch or (_TINY_BATCH if chosen.scale == "tiny" else listed),
+            amp=on_gpu and training if chosen.amp is None else chosen.amp,
+            dtype=chosen.dtype or ("bfloat16" if on_gpu and not training else "float32"),
+            peers=tuple(chosen.peers),
+            rounds=chosen.rounds,
+            lock=lock,
+        )
+
+
+def _is_wanted(entry: Entry, chosen: argparse.Namespace) -> bool:
+    on_list = chosen.device == "cuda" or chosen.scale == "tiny" or entry.cpu_batch > 0
+    return on_list and (chosen.all or entry.status in ("ci", "own"))
+
+
+def _measured(task: Task, deadline: float, timeout: float) -> dict[str, Any] | None:
+    """What a process of its own found, with empty caches; None where no time was left."""
+    left = min(timeout, deadline - time.monotonic())
+    if left <= 0:
+        return None
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        folders = {
+            "TVMBRIDGE_CACHE_DIR": f"{caches}/tvm",
+            "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
+        }
+        command = [sys.executable, "-m", "benchmarks.dashboard.measure", json.dumps(asdict(task))]
+        environment = {**os.environ, **folders}
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=left, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return {**asdict(task), "error": f"not done in {left:.0f} s", "results": {}}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        found = {**asdict(task), "error": f"status {done.returncode}: {last}", "results": {}}
+    return found
+
+
+def _key(record: dict[str, Any]) -> tuple[Any, ...]:
+    given = {name: record[name] for name in Task.__dataclass_fields__ if name in record}
+    return Task(**{"peers": (), "lock": "", **given}).key
+
+
+def _read(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    if not file.exists():
+        return {}
+    records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    return {_key(record): record for record in records}
+
+
+def _table(records: Sequence[dict[str, Any]], peers: Sequence[str]) -> Table:
+    table = Table("model", *peers, title="passed, served, eager's time over it, first result")
+    for record in records:
+        cells = [_cell(record["results"].get(peer), record.get("error")) for peer in peers]
+        table.add_row(record["name"], *cells)
+    table.add_section()
+    table.add_row("all", *(_total(records, peer) for peer in peers))
+    return table
+
+
+def _cell(found: dict[str, Any] | None, error: str | None) -> str:
+    if found is None:
+        return (error or "")[:60]
+    if found.get("failed"):
+        return f"[red]✗[/] {found['failed'][:80]}"
+    text = "[green]✓[/]" if found["passed"] else f"[red]✗[/] {found['wrong'][:80]}"
+    if "served" in found:
+        text += f" {found['served']:.0%}"
+    if "seconds" in found:
+        text += f" {found['eager'] / found['seconds']:.2f}"
+    text += f" {found['first']:.0f} s"
+    if "reserved" in found:
+        text += f" {found['reserved'] / 2**30:.1f} GiB"
+    if found.get("served", 1) < 1 and found.get("reasons"):
+        text += f" ({found['reasons'][0][:100]})"
+    return text
+
+
+def _total(records: Sequence[dict[str, Any]], peer: str) -> str:
+    ran = [r["results"].get(peer) for r in records if "error" not in r]
+    found = [f for f in ran if f is not None]
+    ratios = [f["eager"] / f["seconds"] for f in found if "seconds" in f]
+    text = f"{sum(f['passed'] for f in found)} of {len(found)}"
+    served = [f["served"] for f in found if "served" in f]
+    if served:
+        text += f", {sum(s >= 0.97 for s in served)} served"
+    if ratios:
+        text += f", mean {statistics.geometric_mean(ratios):.2f}, least {min(ratios):.2f}"
+    return text
+
+
+def main(argv: Sequence[str] = ()) -> int:
+    """Measure what is not yet in the file, and print all of it."""
+    chosen = _arguments(argv)
+    deadline = time.monotonic() + chosen.limit
+    chosen.resume.parent.mkdir(parents=True, exist_ok=True)
+    known = _read(chosen.resume)
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(chosen.jobs) as pool:
+        tasks = list(_tasks(chosen, lock.name))
+        waiting = [task for task in tasks if task.key not in known]
+        for record in pool.map(lambda t: _measured(t, deadline, chosen.timeout), waiting):
+            if record is None:
+                continue
+            with chosen.resume.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            known[_key(record)] = record
+            cells = [f"{p}: {_cell(record['results'].get(p), None)}" for p in chosen.peers]
+            Console().print(record["name"], record.get("error", ""), " ".join(cells))
+    records = [known[task.key] for task in tasks if task.key in known]
+    Console(width=None if sys.stdout.isatty() else 200).print(_table(records, chosen.peers))
+    ours = [r["results"].get("tvmbridge") for r in records if "error" not in r]
+    return int(any(found is not None and not found["passed"] for found in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
