@@ -34,6 +34,7 @@ import torch.utils._pytree
 pytree = torch.utils._pytree
 export_utils = torch._export.utils
 exported_program = torch.export.exported_program
+functorch_utils = torch._functorch.utils
 
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey

@@ -50,6 +50,11 @@ REPLACED = (
         takes(),
     ),
     PrivateName(
+        "torch._functorch.utils.unwrap_dead_wrappers",
+        "giving custom autograd functions what stands for tensors of globals",
+        takes(()),
+    ),
+    PrivateName(
         "torch.autograd.function.Function._backward_cls._forward_cls",
         "noticing custom autograd functions",
         _is_known_by_its_context,
