@@ -16,9 +16,9 @@ from tvm import relax
 from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.core.devices import gpu_index
-from tvmbridge.core.profiling import kernels_told, profiling
+from tvmbridge.core.profiling import profiling
 from tvmbridge.core.torch_private import current_raw_stream
-from tvmbridge.kernels.titles import title
+from tvmbridge.kernels.titles import kernels_told
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
 # Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
@@ -193,7 +193,7 @@ class LoadedModule:
         function = self._functions[name]
         with self._lock:
             if profiling():
-                with kernels_told(self._vm, title):
+                with kernels_told(self._vm):
                     results: list[Any] = function(*tensors)[:]
             else:
                 results = function(*tensors)[:]

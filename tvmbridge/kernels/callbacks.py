@@ -190,7 +190,6 @@ _OF_TVM = (
 # From TVM's c_api.h: indices of types, and where a string or a shape has its address and length.
 _LAYOUT = {"Str": 65, "Shape": 69, "DataType": 5, "RawStr": 8, "ByteArrayPtr": 9, "content": 24}
 _VARARGS = 1
-_KEPT: list[object] = []
 
 
 class _Method(ctypes.Structure):
@@ -202,6 +201,12 @@ class _Method(ctypes.Structure):
         ("flags", ctypes.c_int),
         ("doc", ctypes.c_char_p),
     )
+
+
+class _Handle(int):
+    """The address of tvm_ffi's callback, which it keeps alive."""
+
+    kept: tvm_ffi.Function
 
 
 @functools.cache
@@ -223,18 +228,17 @@ def _address(place: Any) -> int:
 def callback(function: Callable[..., Any]) -> tvm_ffi.Function:
     """Return ``function`` as one of TVM's; see the module's docstring for its arguments.
 
-    It stays in memory until the process ends.
-
     Raises:
         OSError: no temporary file can be written, which the code is loaded from.
     """
     method, outside = _addresses()
     pointer, object_ = ctypes.c_void_p, ctypes.py_object
-    kind = ctypes.PYFUNCTYPE(object_, pointer, object_, pointer)
-    make = kind(("PyCFunction_NewEx", ctypes.pythonapi))
-    inner = tvm_ffi.convert(make(ctypes.addressof(method), function, None))
-    _KEPT.append(inner)
-    return tvm_ffi.Function.__from_extern_c__(outside, keep_alive_object=inner.__chandle__())
+    make = ctypes.PYFUNCTYPE(object_, pointer, object_, pointer)
+    inside = make(("PyCFunction_NewEx", ctypes.pythonapi))
+    inner = tvm_ffi.convert(inside(ctypes.addressof(method), function, None))
+    handle = _Handle(inner.__chandle__())
+    handle.kept = inner
+    return tvm_ffi.Function.__from_extern_c__(outside, keep_alive_object=handle)
 
 
 def integers(shape: bytes) -> tuple[int, ...]:
