@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
+import torch
 
 # Compiled code and its callbacks may hold this much more memory after a storm, in bytes.
 _GROWTH = 48 << 20
@@ -78,6 +79,7 @@ def storm(subject: Subject, seconds: float, seed: int = 0) -> Outcome:
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 interrupts += 1
+                assert torch.is_grad_enabled(), "an interrupt has turned gradients off"
                 subject.after()
                 if interrupts % _CHECK_EVERY == 0:
                     subject.check()

@@ -15,6 +15,7 @@ from tvm import relax
 
 from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.compiler.pieces import Pieces
+from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.profiling import profiling
 from tvmbridge.core.torch_private import current_raw_stream
@@ -46,8 +47,11 @@ def prepare(tensor: Any, anywhere: bool = False) -> Any:
         return tuple(map(prepare, tensor))
     if _readable(tensor, anywhere):
         return tensor
-    with torch.no_grad():
-        return tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
+    return without_gradients(_dense, tensor)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
 
 
 def _readable(tensor: torch.Tensor, anywhere: bool) -> bool:

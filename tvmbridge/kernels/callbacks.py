@@ -179,14 +179,27 @@ known:
 }}
 """
 _OF_PYTHON = (
-    "PyErr_Fetch PyErr_Restore PyGILState_Ensure PyGILState_Release PyLong_AsVoidPtr PyObject_Call "
-    "PyTuple_GetItem PyTuple_GetSlice PyTuple_Size Py_DecRef Py_IncRef Py_EnterRecursiveCall "
-    "Py_LeaveRecursiveCall"
-).split()
+    "PyErr_Fetch",
+    "PyErr_Restore",
+    "PyGILState_Ensure",
+    "PyGILState_Release",
+    "PyLong_AsVoidPtr",
+    "PyObject_Call",
+    "PyTuple_GetItem",
+    "PyTuple_GetSlice",
+    "PyTuple_Size",
+    "Py_DecRef",
+    "Py_EnterRecursiveCall",
+    "Py_IncRef",
+    "Py_LeaveRecursiveCall",
+)
 _OF_TVM = (
-    "TVMFFIErrorMoveFromRaised TVMFFIErrorSetRaised TVMFFIErrorSetRaisedFromCStr "
-    "TVMFFIFunctionCall TVMFFIObjectDecRef"
-).split()
+    "TVMFFIErrorMoveFromRaised",
+    "TVMFFIErrorSetRaised",
+    "TVMFFIErrorSetRaisedFromCStr",
+    "TVMFFIFunctionCall",
+    "TVMFFIObjectDecRef",
+)
 # From TVM's c_api.h: indices of types, and where a string or a shape has its address and length.
 _LAYOUT = {"Str": 65, "Shape": 69, "DataType": 5, "RawStr": 8, "ByteArrayPtr": 9, "content": 24}
 _VARARGS = 1
@@ -215,8 +228,9 @@ def _addresses() -> tuple[_Method, int]:
     library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
     places = {name: getattr(ctypes.pythonapi, name) for name in _OF_PYTHON}
     places |= {name: getattr(library, name) for name in _OF_TVM}
-    calls = {name: f"inttoptr (i64 {_address(place)} to ptr)" for name, place in places.items()}
-    source = _SOURCE.format(**calls, **_LAYOUT, room=_ROOM, none=f"inttoptr (i64 {id(None)} to ptr)")
+    numbers = {name: _address(place) for name, place in places.items()} | {"none": id(None)}
+    pointers = {name: f"inttoptr (i64 {number} to ptr)" for name, number in numbers.items()}
+    source = _SOURCE.format(**pointers, **_LAYOUT, room=_ROOM)
     inside, outside = load_functions(source, ("inside", "outside"))
     return _Method(b"inside", inside, _VARARGS, None), outside
 

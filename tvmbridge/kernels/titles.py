@@ -35,7 +35,7 @@ def title(symbol: str, arguments: Sequence[Any]) -> str | None:
 
 @contextmanager
 def kernels_told(machine: Any) -> Iterator[None]:
-    """Within it each kernel that ``machine``, a VirtualMachine, calls is a region of the profiler."""
+    """Within it the profiler shows each kernel that ``machine``, a VirtualMachine, calls."""
     tell = getattr(machine, "set_instrument", None)
     if tell is None:
         yield
