@@ -58,31 +58,45 @@ def interrupting() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def storm(subject: Subject, seconds: float, seed: int = 0) -> Outcome:
+def interrupted_often(
+    step: Callable[[], object], seconds: float, seed: int = 0
+) -> Iterator[int]:
     """Interrupt steps at random moments for ``seconds``, one interrupt at a time.
 
-    Raises:
-        AssertionError: what a call returned or left behind is wrong, or memory grows.
+    Yields after each interrupt how many steps had run to their end since the one before.
     """
     draw = random.Random(seed)
-    span = 6 * _duration(subject.step)
-    interrupts = steps = 0
-    memory = psutil.Process().memory_info().rss
+    span = 6 * _duration(step)
     end = time.monotonic() + seconds
+    steps = 0
     with interrupting():
         while time.monotonic() < end:
             try:
                 signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-6, span))
                 for _ in range(12):
-                    subject.step()
+                    step()
                     steps += 1
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
-                interrupts += 1
-                assert torch.is_grad_enabled(), "an interrupt has turned gradients off"
-                subject.after()
-                if interrupts % _CHECK_EVERY == 0:
-                    subject.check()
+                yield steps
+                steps = 0
+
+
+def storm(subject: Subject, seconds: float, seed: int = 0) -> Outcome:
+    """Interrupt the steps of ``subject`` at random moments for ``seconds``.
+
+    Raises:
+        AssertionError: what a call returned or left behind is wrong, or memory grows.
+    """
+    interrupts = steps = 0
+    memory = psutil.Process().memory_info().rss
+    for more in interrupted_often(subject.step, seconds, seed):
+        steps += more
+        interrupts += 1
+        assert torch.is_grad_enabled(), "an interrupt has turned gradients off"
+        subject.after()
+        if interrupts % _CHECK_EVERY == 0:
+            subject.check()
     subject.check()
     grown = psutil.Process().memory_info().rss - memory
     assert grown < _GROWTH, f"{grown >> 20} MiB more memory after {interrupts} interrupts"

@@ -12,6 +12,23 @@ _SPELLING = "tests/runtime/guards/test_spelling.py"
 
 SERVING = (
     Plant(
+        "an exception of a kernel that crosses TVM",
+        "kernels",
+        "tvmbridge.kernels",
+        "register_global_func(name, callback(kernel), override=True)",
+        "register_global_func(name, kernel, override=True)",
+        ("tests/kernels/test_callbacks.py", "-k", "arrives_as_it_is"),
+    ),
+    Plant(
+        "a mode of the thread that an exception leaves",
+        "runtime",
+        "tvmbridge.core.called_in_mode",
+        "    finally:\n        set_grad_enabled(True)",
+        "    finally:\n        pass",
+        ("tests/core/test_called_in_mode.py",),
+        quick=True,
+    ),
+    Plant(
         "a mutation not written back",
         "runtime",
         "tvmbridge.runtime.outputs",
