@@ -173,10 +173,12 @@ def compile_door() -> Iterator[Subject]:
     train(compiled, x)
     train(compiled, x)
     yield Subject(lambda: train(compiled, x), lambda: assert_same_training(compiled, reference))
-    (graph,) = compile_report().graphs
-    assert graph.calls, graph
-    assert graph.whole, graph
-    assert all(s.kernels.external for d in graph.dispatches for s in d.specializations)
+    # Dynamo compiles once more where an interrupt ends the comparison of its guards.
+    graphs = compile_report().graphs
+    assert any(graph.calls for graph in graphs)
+    assert all(graph.whole for graph in graphs), graphs
+    dispatches = [dispatch for graph in graphs for dispatch in graph.dispatches]
+    assert all(s.kernels.external for d in dispatches for s in d.specializations), dispatches
 
 
 SUBJECTS = {
