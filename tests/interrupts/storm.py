@@ -58,9 +58,7 @@ def interrupting() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def interrupted_often(
-    step: Callable[[], object], seconds: float, seed: int = 0
-) -> Iterator[int]:
+def interrupted_often(step: Callable[[], object], seconds: float, seed: int = 0) -> Iterator[int]:
     """Interrupt steps at random moments for ``seconds``, one interrupt at a time.
 
     Yields after each interrupt how many steps had run to their end since the one before.

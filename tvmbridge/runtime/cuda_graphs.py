@@ -79,6 +79,7 @@ class ReplayedCall:
                 self._calls += 1
                 if self._calls <= _WARM_UP or not self._captured(inputs):
                     return None
+            assert self._graph is not None
             return without_gradients(self._replay, self._graph, inputs)
 
     def _replay(self, graph: torch.cuda.CUDAGraph, inputs: Tensors) -> list[Any]:
