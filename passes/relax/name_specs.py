@@ -1,4 +1,4 @@
-"""Kernels are handed the keys of their specs, which no interrupt can free.
+"""Kernels are handed the keys of their specs, which are shorter.
 
 Before::
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -101,15 +102,19 @@ def test_a_result_outlives_its_operands() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "error", "message"),
     [
-        ("no spec", "Expecting value"),
-        (matmul_spec((None, None), (2, 5)), "mat1 and mat2|invalid for input|must match"),
+        ("no spec", json.JSONDecodeError, "Expecting value"),
+        (
+            matmul_spec((None, None), (2, 5)),
+            RuntimeError,
+            "mat1 and mat2|invalid for input|must match",
+        ),
     ],
 )
-def test_errors_are_told(spec: str, message: str) -> None:
+def test_errors_are_told(spec: str, error: type[Exception], message: str) -> None:
     a, b, out = torch.randn(3, 4), torch.randn(5, 6), torch.empty(2, 5)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(error, match=message):
         tvm_ffi.get_global_func(MATMUL)(spec, *(tvm_ffi.from_dlpack(t) for t in (a, b, out)))
 
 

@@ -15,8 +15,8 @@ GPU = (
         "a replay with the inputs of the recorded call",
         "runtime",
         "tvmbridge.runtime.cuda_graphs",
-        "                    held.copy_(given)",
-        "                    pass",
+        "            held.copy_(given)",
+        "            pass",
         (_GRAPHS, "-k", "inference or training"),
     ),
     Plant(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ import tvm_ffi
 from torch import nn
 
 from tests.dispatch_helpers import eager
+from tests.interrupts.storm import storm
+from tests.interrupts.subjects import SUBJECTS
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler import cached_build, lowering
 from tvmbridge.passes.base import PassReport, RelaxPass
@@ -83,37 +84,14 @@ def test_an_interrupt_within_tvm_is_not_taken_for_a_failure() -> None:
     assert (report.tvm_calls, report.fallbacks) == (1, {})
 
 
-def test_interrupted_calls_free_no_memory_that_the_code_still_uses() -> None:
-    """The signal arrives while kernels run, and its handler raises when one is called next."""
-
-    def interrupt(*_: Any) -> None:
-        if armed:
-            raise KeyboardInterrupt
-
-    module = add_tvm_dispatch(_net().train(), _x())
-    expected = [p.grad for p in _gradients(eager(module))]
-    interrupted, armed = 0, False
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for number in range(200):
-            try:
-                armed = True
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 4e-6 * number)
-                for _ in range(10):
-                    module(_x()).square().sum().backward()
-                armed = False
-            except KeyboardInterrupt:
-                armed = False
-                interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 100
-    torch.testing.assert_close([p.grad for p in _gradients(module)], expected)
-    assert not dispatch_report(module).fallbacks
+@pytest.mark.parametrize("name", ["inference", "batch-norm"])
+def test_calls_with_kernels_of_pytorch_survive_interrupts(name: str) -> None:
+    with SUBJECTS[name]() as subject:
+        assert storm(subject, seconds=1.5).interrupts > 10
 
 
-def _gradients(module: nn.Module) -> list[nn.Parameter]:
-    module.zero_grad()
-    module(_x()).square().sum().backward()
-    return list(module.parameters())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_calls_survive_a_long_storm(name: str) -> None:
+    with SUBJECTS[name]() as subject:
+        assert storm(subject, seconds=60).interrupts > 100

@@ -12,8 +12,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from tvmbridge import add_tvm_dispatch
-from tvmbridge.core.profiling import kernels_told, region
-from tvmbridge.kernels.titles import title
+from tvmbridge.core.profiling import region
+from tvmbridge.kernels.titles import kernels_told, title
 
 
 class Feed(nn.Module):
@@ -105,7 +105,7 @@ def test_a_kernel_that_raises_leaves_no_region_open() -> None:
     machine = Machine()
 
     def run() -> None:
-        with kernels_told(machine, title):
+        with kernels_told(machine):
             machine.told(None, "fused_add", True, None)
             raise ValueError("stop")
 

@@ -15,10 +15,11 @@ from tvm import relax
 
 from tvmbridge.compiler.at_exit import stays_at_exit
 from tvmbridge.compiler.pieces import Pieces
+from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
-from tvmbridge.core.profiling import kernels_told, profiling
+from tvmbridge.core.profiling import profiling
 from tvmbridge.core.torch_private import current_raw_stream
-from tvmbridge.kernels.titles import title
+from tvmbridge.kernels.titles import kernels_told
 from tvmbridge.passes.relax.lift_frozen import TRANSFORM
 
 # Compiled code loads whole vectors and does not check: a tensor that starts elsewhere would crash.
@@ -46,8 +47,11 @@ def prepare(tensor: Any, anywhere: bool = False) -> Any:
         return tuple(map(prepare, tensor))
     if _readable(tensor, anywhere):
         return tensor
-    with torch.no_grad():
-        return tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
+    return without_gradients(_dense, tensor)
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).resolve_neg()
 
 
 def _readable(tensor: torch.Tensor, anywhere: bool) -> bool:
@@ -193,7 +197,7 @@ class LoadedModule:
         function = self._functions[name]
         with self._lock:
             if profiling():
-                with kernels_told(self._vm, title):
+                with kernels_told(self._vm):
                     results: list[Any] = function(*tensors)[:]
             else:
                 results = function(*tensors)[:]

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from tvmbridge.compiler.pack import Pack, pack_of, unmovable, unpackable
+from tvmbridge.core.called_in_mode import without_gradients
 
 _packing_lock = threading.RLock()
 
@@ -165,8 +166,7 @@ class Packing:
     @staticmethod
     def copied(members: Sequence[torch.Tensor]) -> torch.Tensor:
         """The values of ``members`` as one tensor of their own."""
-        with torch.no_grad():
-            return torch.cat([m.detach() for m in members])
+        return without_gradients(torch.cat, [m.detach() for m in members])
 
     def _reason(self, members: Sequence[torch.Tensor]) -> str | None:
         for member in members:

@@ -27,9 +27,9 @@ def without_autocast() -> Iterator[None]:
     forgotten when that ends.
     """
     before = autocast_now()
-    for device, _ in before:
-        torch.set_autocast_enabled(device, False)
     try:
+        for device, _ in before:
+            torch.set_autocast_enabled(device, False)
         yield
     finally:
         for device, _ in before:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.called_in_mode import with_gradients, without_gradients
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import OpOverload
 
@@ -58,8 +59,7 @@ def register(library: torch.library.Library, operator: CustomOperator) -> None:
     names = [argument.name for argument in schema.arguments]
 
     def run(*args: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return operator.function(**dict(zip(names, args, strict=False)))
+        return without_gradients(operator.function, **dict(zip(names, args, strict=False)))
 
     library.impl(operator.name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
@@ -86,8 +86,8 @@ def _register_backward(
     ) -> list[torch.Tensor]:
         leaves = [a.detach() if isinstance(a, torch.Tensor) else a for a in args]
         operands = [leaves[place].requires_grad_() for place in wanted]
-        with torch.enable_grad():
-            result = operator.function(**dict(zip(names, leaves, strict=False)))
+        given = dict(zip(names, leaves, strict=False))
+        result = with_gradients(operator.function, **given)
         return list(torch.autograd.grad(result, operands, gradient))
 
     library.impl(backward, run_backward, "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -80,13 +81,17 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     runner.step(inputs, labels, profile=True)
     report = runner.report()
     assert runner.measured is not None
+    number, predicted = runner.control.rank, runner.plan.predicted()
+    # Threads of a group that is not destroyed end while the interpreter does.
+    runner.close()
+    dist.destroy_process_group()
     return {
         "losses": losses,
-        "rank": runner.control.rank,
+        "rank": number,
         "share": report.share,
         "eager": sum(s.eager is not None for s in report.stages),
         "spans": [[tuple(s) for s in rank] for rank in runner.measured.spans],
-        "predicted": [[tuple(s) for s in rank] for rank in runner.plan.predicted().spans],
+        "predicted": [[tuple(s) for s in rank] for rank in predicted.spans],
     }
 
 

@@ -12,6 +12,7 @@ import tvm_ffi
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.kernels.allocation import EMPTY, run_empty
 from tvmbridge.kernels.aten_call import ATEN_CALL, run_aten_call
+from tvmbridge.kernels.callbacks import callback
 from tvmbridge.kernels.matmul import (
     MATMUL,
     ONEDNN_MATMUL,
@@ -37,11 +38,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
 @functools.cache
 def register_kernels() -> None:
     """Make the kernels known to TVM; done once, before the first build."""
-    # An error that a kernel raises keeps its class on its way through TVM.
-    of_torch = (torch.linalg.LinAlgError, torch.OutOfMemoryError)  # type: ignore[attr-defined]
-    for error in (UnsupportedOperatorError, *of_torch, NotImplementedError):
+    # An error of a compiled half, or of a pass, keeps its class on its way through TVM.
+    for error in (UnsupportedOperatorError, torch.OutOfMemoryError, NotImplementedError):
         tvm_ffi.register_error(error.__name__, error)
     for name, kernel in KERNELS.items():
-        tvm_ffi.register_global_func(name, kernel)
-        tvm_ffi.register_global_func(name + SIZED, with_sizes(kernel))
+        tvm_ffi.register_global_func(name, callback(kernel), override=True)
+        tvm_ffi.register_global_func(name + SIZED, callback(with_sizes(kernel)), override=True)
     register_compiled()

@@ -52,35 +52,23 @@ std::optional<View> view_of(PyObject *object) {
     return View{integers(PyTuple_GET_ITEM(object, 0)), integers(PyTuple_GET_ITEM(object, 1))};
 }
 
-std::string python_error() {
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
-    PyObject *words = value == nullptr ? nullptr : PyObject_Str(value);
-    const char *text = words == nullptr ? nullptr : PyUnicode_AsUTF8(words);
-    std::string found = text == nullptr ? "the spec of a product cannot be read" : text;
-    PyErr_Clear();
-    Py_XDECREF(words);
-    Py_XDECREF(kind);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    return found;
-}
+// The thread's exception is set, and stays so until tvm_ffi raises it.
+struct PythonError {};
 
 std::unique_ptr<Product> described(const std::string &key) {
     PyGILState_STATE state = PyGILState_Ensure();
     auto product = std::make_unique<Product>();
-    std::string error;
     PyObject *found = PyObject_CallFunction(describe, "s#", key.data(), (Py_ssize_t)key.size());
     if (found != nullptr && PyTuple_Check(found) && PyTuple_GET_SIZE(found) == 3) {
         product->left = view_of(PyTuple_GET_ITEM(found, 0));
         product->right = view_of(PyTuple_GET_ITEM(found, 1));
         product->shape = integers(PyTuple_GET_ITEM(found, 2));
     }
-    if (PyErr_Occurred())
-        error = python_error();
+    bool failed = PyErr_Occurred() != nullptr;
     Py_XDECREF(found);
     PyGILState_Release(state);
-    TORCH_CHECK(error.empty(), error);
+    if (failed)
+        throw PythonError();
     return product;
 }
 
@@ -181,6 +169,8 @@ int called(void *, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
         TORCH_CHECK(count >= 3, "a product of less than two tensors");
         kernel(args, count, result);
         return 0;
+    } catch (const PythonError &) {
+        TVMFFIErrorSetRaisedFromCStr("EnvErrorAlreadySet", "");
     } catch (const c10::NotImplementedError &error) {
         TVMFFIErrorSetRaisedFromCStr("NotImplementedError", error.what_without_backtrace());
     } catch (const c10::OutOfMemoryError &error) {

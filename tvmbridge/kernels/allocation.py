@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import torch
+import tvm_ffi
 
+from tvmbridge.kernels.callbacks import integers
 from tvmbridge.kernels.dtypes import from_relax_dtype
 
 EMPTY = "tvmbridge.empty"
 
-_dtypes: dict[Any, torch.dtype] = {}
 
-
-def run_empty(shape: Any, dtype: Any) -> torch.Tensor:
+def run_empty(shape: bytes, dtype: int) -> torch.Tensor:
     """An uninitialised tensor on the current GPU; registered with TVM under :data:`EMPTY`."""
-    name = str(dtype)
-    found = _dtypes.get(name)
-    if found is None:
-        found = _dtypes[name] = from_relax_dtype(name)
-    return torch.empty(tuple(shape), dtype=found, device="cuda")
+    return torch.empty(integers(shape), dtype=_dtype(dtype), device="cuda")
+
+
+@functools.cache
+def _dtype(packed: int) -> torch.dtype:
+    """PyTorch's dtype for one of DLPack's: the code, the bits and the lanes in one integer."""
+    fields = (packed & 255, packed >> 8 & 255, packed >> 16)
+    return from_relax_dtype(str(tvm_ffi.dtype.from_dlpack_data_type(fields)))

@@ -1,9 +1,6 @@
 """Keys: short names of specs, under which compiled code hands them to kernels.
 
-A string of more than seven bytes reaches a Python function of TVM's as an object. When a signal
-handler raises while it is converted (Ctrl-C during a call does), apache-tvm-ffi 0.1.14 gives up a
-reference to it that it does not have: the spec is freed under the code that still reads it, and a
-later call crashes. Shorter strings are passed by value.
+A kernel gets the key at each call, copies it and looks it up. A spec has hundreds of bytes.
 """
 
 from __future__ import annotations

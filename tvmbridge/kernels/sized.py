@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any, TypeAlias
 
+from tvmbridge.kernels.callbacks import integers
 from tvmbridge.kernels.keys import key_of, spec_named
 
 # Behind the names of such kernels.
@@ -43,10 +44,10 @@ def value_of(
 
 
 def with_sizes(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel``, called with a spec, the values of the symbols, and tensors."""
+    """``kernel``, called with a spec, the values of the symbols as int64, and tensors."""
 
-    def run(key: str, point: Any, *tensors: Any) -> Any:
-        return kernel(_key_at(key, tuple(point)), *tensors)
+    def run(key: str, point: bytes, *tensors: Any) -> Any:
+        return kernel(_key_at(key, integers(point)), *tensors)
 
     return run
 

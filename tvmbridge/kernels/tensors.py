@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
-
+from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.torch_private import from_dlpack_capsule
 
 Result = TypeVar("Result")
@@ -18,7 +17,4 @@ def run_on(function: Callable[..., Result], tensors: Sequence[Any]) -> Result:
     The public ``from_dlpack`` asks for device and stream first, which compiled code has settled.
     """
     arguments = [from_dlpack_capsule(tensor.__dlpack__()) for tensor in tensors]
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    with torch.no_grad():
-        return function(*arguments)
+    return without_gradients(function, *arguments)

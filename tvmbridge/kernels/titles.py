@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from tvmbridge.kernels.callbacks import callback
 from tvmbridge.kernels.keys import spec_named
 
 _NUMBERED = re.compile(r"(?<=[a-z])\d+(?=_|$)")
@@ -27,3 +31,30 @@ def title(symbol: str, arguments: Sequence[Any]) -> str | None:
     except ValueError:
         return symbol
     return str(spec.get("op", symbol)) if isinstance(spec, dict) else symbol
+
+
+@contextmanager
+def kernels_told(machine: Any) -> Iterator[None]:
+    """Within it the profiler shows each kernel that ``machine``, a VirtualMachine, calls."""
+    tell = getattr(machine, "set_instrument", None)
+    if tell is None:
+        yield
+        return
+    begun: list[Any] = []
+
+    def told(_: Any, symbol: str, before: bool, result: Any, *arguments: Any) -> int:
+        name = title(symbol, arguments)
+        if name is not None and before:
+            begun.append(torch.profiler.record_function(name))
+            begun[-1].__enter__()
+        elif name is not None:
+            begun.pop().__exit__(None, None, None)
+        return 0  # go on
+
+    try:
+        tell(callback(told))
+        yield
+    finally:
+        tell(None)
+        while begun:  # the kernel has raised
+            begun.pop().__exit__(None, None, None)

@@ -12,7 +12,8 @@ import torch
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
-from tvmbridge.core.autocast import autocast_now, without_autocast
+from tvmbridge.core.autocast import autocast_now
+from tvmbridge.core.called_in_mode import with_autocast_off, without_gradients
 from tvmbridge.core.profiling import region
 from tvmbridge.core.torch_private import backward_keeps_graph
 from tvmbridge.core.types import TensorSpec
@@ -171,8 +172,7 @@ class _CompiledFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if autocast_now():  # eager PyTorch's formulas would have the dtypes of forward as well
-            with without_autocast():
-                return _CompiledFunction.backward(ctx, *cotangents)
+            return with_autocast_off(_CompiledFunction.backward, ctx, *cotangents)
         step: Step = ctx.step
         refuse_unusual(cotangents)
         if ctx.watched is not None:
@@ -200,16 +200,14 @@ def _backward_to_differentiate(
     code, which raise when they are differentiated.
     """
     step: Step = ctx.step
-    with torch.no_grad():
-        saved = ctx.saved_tensors
+    saved = without_gradients(getattr, ctx, "saved_tensors")
     step.refuse_written(cotangents)
     again = step.again
     reason = again if isinstance(again, str) else again.refused(_wanted(ctx))
     if reason is None:
         gradients = _recorded_gradients(ctx, cotangents)
     else:
-        with torch.no_grad():
-            gradients = _gradients(step, saved, cotangents)
+        gradients = without_gradients(_gradients, step, saved, cotangents)
     if any(gradient is None for gradient in gradients):
         _refuse_hooks(ctx, gradients)
     if reason is None:

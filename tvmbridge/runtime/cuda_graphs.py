@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.devices import gpu_index
 from tvmbridge.core.kernel_settings import gpu_settings
 from tvmbridge.core.torch_private import (
@@ -80,12 +81,14 @@ class ReplayedCall:
                 if self._calls <= _WARM_UP or not self._captured(inputs):
                     return None
             assert self._graph is not None
-            with torch.no_grad():
-                for held, given in zip(self.inputs, inputs, strict=True):
-                    held.copy_(given)
-                self._graph.replay()
-                self.replayed[self.name] += 1
-                return [*_copied(self.results[: self.copies]), *self._kept()]
+            return without_gradients(self._replay, self._graph, inputs)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, inputs: Tensors) -> list[Any]:
+        for held, given in zip(self.inputs, inputs, strict=True):
+            held.copy_(given)
+        graph.replay()
+        self.replayed[self.name] += 1
+        return [*_copied(self.results[: self.copies]), *self._kept()]
 
     def _kept(self) -> list[Any]:
         return [] if self.copies is None else self.results[self.copies :]

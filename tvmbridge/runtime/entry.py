@@ -12,7 +12,7 @@ import torch
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.assumptions import Question
-from tvmbridge.core.autocast import without_autocast
+from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import profiling, region
 from tvmbridge.core.torch_private import saved_tensors_hooks_in_force
 from tvmbridge.core.types import InputKind
@@ -178,8 +178,8 @@ class CompiledEntry:
         if not (self.autocast or profiling()):
             return self._computed(leaves, tensors, fast)
         # The code has the casts.
-        with region(f"{self.compiled.origin} forward"), without_autocast():
-            return self._computed(leaves, tensors, fast)
+        with region(f"{self.compiled.origin} forward"):
+            return with_autocast_off(self._computed, leaves, tensors, fast)
 
     def _computed(
         self, leaves: Sequence[Any], tensors: Sequence[Any], fast: FastPath[CompiledEntry] | None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tvmbridge.core.called_in_mode import without_gradients
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.structure import builder_of
 from tvmbridge.core.torch_private import foreach_copy
@@ -126,8 +127,7 @@ class Outputs:
                 written.append(self._target(output, leaves, tensors))
                 values.append(value)
         if written:
-            with torch.no_grad():
-                foreach_copy(written, values)
+            without_gradients(foreach_copy, written, values)
         self._state.assign()
         self._state.norms.renew()
         # Last, because they show what was written.

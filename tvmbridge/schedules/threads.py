@@ -13,13 +13,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import tempfile
 from pathlib import Path
 
 import torch
-import tvm
 import tvm_ffi
-from tvm import tirx
+
+from tvmbridge.kernels.machine_code import load_functions
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +56,6 @@ define i32 @launch(ptr %task, ptr %data, i32 %count) {{
   %code = load i32, ptr %code_at
   ret i32 %code
 }}
-
-define i32 @__tvm_ffi_launch_address(ptr %self, ptr %args, i32 %n, ptr %result) {{
-  store i64 1, ptr %result
-  %value_at = getelementptr i8, ptr %result, i64 8
-  store i64 ptrtoint (ptr @launch to i64), ptr %value_at
-  ret i32 0
-}}
 """
 _NEEDED = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
@@ -79,30 +71,14 @@ def share_torch_threads() -> bool:
     if addresses is None:
         return False
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "launcher.ll"
-            path.write_text(_target_lines() + _LAUNCHER.format(**addresses), encoding="ascii")
-            module = tvm.runtime.load_module(str(path))
+        (address,) = load_functions(_LAUNCHER.format(**addresses), ("launch",))
     except OSError as error:
         logger.warning("compiled loops run on threads of TVM's own: no temporary file: %s", error)
         return False
-    address = int(module["launch_address"]())
-    _KEPT.append(module)
     library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
     register = library.TVMFFIEnvModRegisterContextSymbol
     register.argtypes, register.restype = [ctypes.c_char_p, ctypes.c_void_p], ctypes.c_int
     return bool(register(b"__TVMBackendParallelLaunch", address) == 0)
-
-
-_KEPT: list[object] = []  # the launcher's code must outlive every kernel
-
-
-def _target_lines() -> str:
-    """Return the lines that say for which machine LLVM code is, taken from code for this one."""
-    nothing = tirx.PrimFunc([], tirx.Evaluate(0)).with_attr("global_symbol", "nothing")
-    source = tvm.tirx.build(nothing, target="llvm").inspect_source("ll")
-    lines = [line for line in source.splitlines() if line.startswith("target ")]
-    return "\n".join(lines) + "\n"
 
 
 def _openmp_addresses() -> dict[str, int] | None:

@@ -15,6 +15,7 @@ import tvm_ffi
 
 from tvmbridge.backends.cuda.nvrtc import compile_by_nvrtc, nvrtc
 from tvmbridge.core.errors import BuildError
+from tvmbridge.kernels.callbacks import callback
 
 NVRTC = "nvrtc"
 _OPTIONS = ("-O3", "--std=c++17", "-w")
@@ -23,7 +24,8 @@ _OPTIONS = ("-O3", "--std=c++17", "-w")
 @functools.cache
 def register_compiler() -> None:
     """Let TVM compile CUDA source by :func:`compile_source`; done once in a process."""
-    tvm_ffi.register_global_func("tvm_callback_cuda_compile", _compile_for_tvm, override=True)
+    name, compiler = "tvm_callback_cuda_compile", callback(_compile_for_tvm)
+    tvm_ffi.register_global_func(name, compiler, override=True)
 
 
 def _compile_for_tvm(source: str) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tvmbridge.core.assumptions import Answer
+from tvmbridge.core.called_in_mode import without_gradients
 
 
 class AnswerGuard:
@@ -37,12 +38,11 @@ class AnswerGuard:
             now[name] = tensor
         if self._last and all(_alike(now[name], last) for name, last in self._last.items()):
             return None
-        with torch.no_grad():
-            for answer in self._answers:
-                # Numbers that are NaN are the same answer.
-                if _asked(answer, now) != repr(answer.value):
-                    which = ", ".join(sorted(answer.names))
-                    return f"what forward asks of the buffer {which}"
+        for answer in self._answers:
+            # Numbers that are NaN are the same answer.
+            if without_gradients(_asked, answer, now) != repr(answer.value):
+                which = ", ".join(sorted(answer.names))
+                return f"what forward asks of the buffer {which}"
         self._last = {name: tensor.detach().clone() for name, tensor in now.items()}
         return None
 

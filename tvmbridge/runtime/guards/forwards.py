@@ -117,10 +117,11 @@ def calling_module(frame: types.FrameType) -> nn.Module | None:
 @contextmanager
 def with_own_forward(module: nn.Module, own: Callable[..., Any] | None) -> Iterator[None]:
     """Within it the module has its own forward, so that capture traces that."""
-    installed = module.__dict__.pop("forward", None)
-    if own is not None:
-        module.__dict__["forward"] = own
+    installed = module.__dict__.get("forward")
     try:
+        module.__dict__.pop("forward", None)
+        if own is not None:
+            module.__dict__["forward"] = own
         yield
     finally:
         module.__dict__.pop("forward", None)

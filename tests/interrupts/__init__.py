@@ -1,0 +1,1 @@
+"""Storms of interrupts: signal handlers that raise while compiled code runs."""

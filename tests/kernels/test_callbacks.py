@@ -1,0 +1,148 @@
+"""Exceptions of kernels: the caller of compiled code gets the same one; the next call is right."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import tvm_ffi
+from torch import nn
+
+from tests.dispatch_helpers import eager
+from tests.interrupts import subjects
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.kernels import aten_call
+from tvmbridge.kernels.callbacks import callback, integers
+
+
+class OwnError(Exception):
+    """An error that TVM does not know, and that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+ERRORS = (KeyboardInterrupt, MemoryError, RecursionError, RuntimeError, SystemExit, OwnError)
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[tuple[nn.Module, nn.Module]]:
+    module = subjects.net(nn.BatchNorm1d(32)).train()
+    reference = eager(module)
+    add_tvm_dispatch(module, subjects.sample())
+    subjects.train(module, subjects.sample())
+    subjects.assert_calls_kernels(module)
+    yield module, reference
+    assert not dispatch_report(module).fallbacks
+
+
+def in_worker(function: Callable[[], None]) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            raised.append(error)
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    worker.join()
+    if raised:
+        raise raised[0]
+
+
+def at_once(function: Callable[[], None]) -> None:
+    function()
+
+
+@pytest.mark.parametrize("run", [at_once, in_worker])
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_exception_of_a_kernel_arrives_as_it_is(
+    net: tuple[nn.Module, nn.Module],
+    backward: bool,
+    run: Callable[[Callable[[], None]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, reference = net
+    caught = 0
+    for number in range(300):
+        error = ERRORS[number % len(ERRORS)]("stop", number)
+
+        def fail(*_: Any, error: BaseException = error) -> Any:
+            raise error
+
+        def step(fail: Callable[..., Any] = fail) -> None:
+            with monkeypatch.context() as patch:
+                if not backward:
+                    patch.setattr(aten_call, "run_on", fail)
+                result = module(subjects.sample())
+                patch.setattr(aten_call, "run_on", fail)
+                result.sum().backward()
+
+        with pytest.raises(type(error)) as raised:
+            run(step)
+        caught += raised.value is error
+    assert caught == 300
+    subjects.assert_same_training(module, reference)
+
+
+def test_an_exception_leaves_the_statistics_as_they_were(
+    net: tuple[nn.Module, nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, _ = net
+    before = [b.clone() for b in module.buffers()]
+
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(aten_call, "run_on", fail)
+        with pytest.raises(KeyboardInterrupt):
+            module(subjects.sample())
+    torch.testing.assert_close(list(module.buffers()), before, rtol=0, atol=0)
+
+
+def test_the_recursion_limit_is_met_anywhere() -> None:
+    called = callback(lambda text: text)
+
+    def below(depth: int) -> Any:
+        return below(depth - 1) if depth else called("a string that is no small one")
+
+    limit, depths = sys.getrecursionlimit(), []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        limit, frame = limit - 1, frame.f_back
+    for depth in range(limit - 60, limit + 20):
+        try:
+            assert below(depth).startswith("a string")
+        except RecursionError:
+            depths.append(depth)
+    assert 20 <= len(depths) < 80
+
+
+def test_arguments_come_by_value() -> None:
+    seen: list[Any] = []
+    called = callback(lambda *arguments: seen.extend(arguments))
+    shape, dtype = tvm_ffi.Shape((3, 1 << 40)), tvm_ffi.dtype("bfloat16")
+    called("s", "a string that is no small one", shape, dtype, 5, 2.5, True, None)
+    assert seen[:2] == ["s", "a string that is no small one"]
+    assert integers(seen[2]) == (3, 1 << 40)
+    assert [seen[3] & 255, seen[3] >> 8 & 255, seen[3] >> 16] == [4, 16, 1]
+    assert seen[4:] == [5, 2.5, True, None]
+
+
+def test_a_callback_keeps_its_function_and_no_more() -> None:
+    before = sys.getrefcount(OwnError)
+
+    def made() -> tvm_ffi.Function:
+        kept = OwnError
+        return callback(lambda: kept.__name__)
+
+    for _ in range(50):
+        assert made()() == "OwnError"
+    assert sys.getrefcount(OwnError) <= before + 2
