@@ -17,7 +17,11 @@ def _is_called_by_apply(_: Any) -> bool:
 
 
 REPLACED = (
-    PrivateName("torch.export.unflatten._is_call_name", "exporting in linear time", takes("", "")),
+    PrivateName(
+        "torch.export._unlift._assign_attr",
+        "exporting in linear time",
+        takes(None, None, "", attr_kind=None, persistent=True),
+    ),
     PrivateName(
         "torch.export._trace._populate_param_buffer_metadata_to_new_gm",
         "exporting in linear time",
