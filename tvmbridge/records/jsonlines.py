@@ -20,8 +20,7 @@ except ImportError:  # not on Windows: there two writers at once may lose lines
     fcntl = None  # type: ignore[assignment]
 
 from tvmbridge.core import own_files
-from tvmbridge.core.own_files import UntrustedFileError
-from tvmbridge.core.plain_json import count_values, parse_json
+from tvmbridge.core.plain_json import MOST_VALUES, count_values, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +67,22 @@ def read_lines(path: Path) -> list[Any]:
         raw = read_own(path)
     except FileNotFoundError:
         return []
-    if count_values(raw) + raw.count(b"\n") > MOST_FILE_VALUES:
-        raise UntrustedFileError(
-            f"{path} has more than {MOST_FILE_VALUES} values; prune or remove it"
-        )
     values: list[Any] = []
     start, size = 0, len(raw) - raw.endswith(b"\n")
+    budget = MOST_FILE_VALUES
     while raw and start <= size:
         # Line by line: a list of all lines would take the memory of the file once more.
         found = raw.find(b"\n", start, size)
         end = size if found < 0 else found
+        budget -= min(count_values(raw, start, end), MOST_VALUES)
+        if budget < 0:
+            logger.warning(
+                "%s has more than %d values; line %d and what follows is not read; prune it",
+                path,
+                MOST_FILE_VALUES,
+                len(values) + 1,
+            )
+            break
         values.append(_value_of(path, len(values) + 1, raw, start, end))
         start = end + 1
     return values
@@ -85,6 +90,8 @@ def read_lines(path: Path) -> list[Any]:
 
 def _value_of(path: Path, number: int, raw: bytes, start: int, end: int) -> Any:
     """The value of the line from ``start`` to ``end`` of a file; None where it is damaged."""
+    if start == end:
+        return None
     try:
         if end - start > MOST_LINE_BYTES:
             raise ValueError(f"it is longer than {MOST_LINE_BYTES} bytes")
