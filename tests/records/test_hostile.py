@@ -244,7 +244,7 @@ def test_a_file_of_empty_values_takes_little_memory(
     tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As objects the values would take fifty times the bytes of the file."""
-    monkeypatch.setattr(jsonlines, "MOST_FILE_VALUES", 2**14)
+    monkeypatch.setattr(jsonlines, "MOST_FILE_VALUES", 2**17)
     path = tmp_path / "records.json"
     path.write_bytes(content)
     tracemalloc.start()

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import tvm
+import tvm_ffi
 
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
@@ -205,4 +206,4 @@ def _module_of(library: bytes) -> Any:
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
         path = Path(folder, "code.so")
         path.write_bytes(library)
-        return tvm.runtime.load_module(str(path))
+        return tvm_ffi.load_module(str(path), keep_module_alive=False)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from .checks import PrivateName, takes
+from .checks import PrivateName, has, takes
 
 
 def _is_called_by_apply(_: Any) -> bool:
@@ -17,6 +17,11 @@ def _is_called_by_apply(_: Any) -> bool:
 
 
 REPLACED = (
+    PrivateName(
+        "torch.fx.graph_module._loader",
+        "forgetting the sources that a compilation generated",
+        has("eval_cache", "cache"),
+    ),
     PrivateName(
         "torch.export._unlift._assign_attr",
         "exporting in linear time",
