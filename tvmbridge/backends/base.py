@@ -19,6 +19,7 @@ from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.passes.relax.legalize_ops import LegalizeOps
 from tvmbridge.passes.relax.repeat_casts import RepeatCasts
+from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
 from tvmbridge.pipeline import AnyPass, tidy_passes
 
 
@@ -67,6 +68,6 @@ def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> lis
         FuseOps(),
         relax.transform.FuseTIR(),
         # Recognises reshapes by their loops, so it must see them before they are scheduled.
-        relax.transform.RewriteDataflowReshape(),
+        RewriteDataflowReshape(),
         DeadCodeElimination(),
     ]
