@@ -38,7 +38,7 @@ def test_nothing_grows(
 ) -> None:
     monkeypatch.setenv("TVMBRIDGE_CACHE", cached)
     monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path))
-    for _ in range(2):
+    for _ in range(4):
         _cycle(training)
     gc.collect()
     mappings, objects = _mappings(), len(gc.get_objects())
