@@ -23,6 +23,7 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
 from tvmbridge.passes.relax.collapse_views import CollapseViews
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.lay_out import LayOut, Permuted
 from tvmbridge.passes.relax.lower_batch_norm import LowerBatchNorm
 from tvmbridge.passes.relax.lower_dropout import LowerDropout
@@ -108,7 +109,7 @@ def tidy_passes() -> list[AnyPass]:
         relax.transform.CanonicalizeBindings(),
         relax.transform.EliminateCommonSubexpr(),
         relax.transform.CanonicalizeBindings(),
-        relax.transform.DeadCodeElimination(),
+        DeadCodeElimination(),
     ]
 
 

@@ -28,6 +28,7 @@ Runs after: FuseTIR, RewriteDataflowReshape. Runs before: schedules.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -83,6 +84,41 @@ class _Kernel:
 _Node: TypeAlias = _Kernel | relax.Binding
 
 
+class _Line:
+    """The nodes of a block, in order; None stands where one was taken out."""
+
+    def __init__(self) -> None:
+        self.nodes: list[_Node | None] = []
+        # Of each result of a kernel the place of the kernel.
+        self._places: dict[relax.Var, int] = {}
+
+    def extend(self, nodes: Iterable[_Node]) -> None:
+        """Append ``nodes``."""
+        for node in nodes:
+            if isinstance(node, _Kernel):
+                self._places.update(dict.fromkeys(node.results, len(self.nodes)))
+            self.nodes.append(node)
+
+    def behind(self, place: int) -> list[_Node]:
+        """The nodes behind ``place``."""
+        return [node for node in self.nodes[place + 1 :] if node is not None]
+
+    def source_before(self, place: int, kernel: _Kernel) -> int | None:
+        """The place of the last kernel before ``place`` of which ``kernel`` reads a result."""
+        found = (self._places.get(var, place) for var in kernel.reads)
+        return max((p for p in found if p < place), default=None)
+
+    def take_out(self, place: int, others: Iterable[_Node]) -> None:
+        """Remove the kernel at ``place``, and ``others``, which stand behind it."""
+        gone = {id(node) for node in others}
+        for at in range(place, len(self.nodes)):
+            node = self.nodes[at]
+            if at == place or id(node) in gone:
+                self.nodes[at] = None
+                for var in node.results if isinstance(node, _Kernel) else ():
+                    del self._places[var]
+
+
 class _Merging:
     """Merges the kernels of a module; ``made`` are the functions of merged ones."""
 
@@ -108,33 +144,32 @@ class _Merging:
         )
 
     def _block(self, block: relax.DataflowBlock, uses: Counter[relax.Var]) -> relax.DataflowBlock:
-        nodes: list[_Node] = []
+        line = _Line()
         for binding in block.bindings:
             kernel = _kernel(binding)
-            nodes += [binding] if kernel is None else self._grown(nodes, kernel, uses)
+            line.extend([binding] if kernel is None else self._grown(line, kernel, uses))
+        nodes = line.behind(-1)
         return relax.DataflowBlock([b for node in nodes for b in _bindings(node, self.builder)])
 
-    def _grown(self, nodes: list[_Node], kernel: _Kernel, uses: Counter[relax.Var]) -> list[_Node]:
-        """``kernel`` with all of ``nodes`` that it is merged with, and what must stand behind it.
+    def _grown(self, line: _Line, kernel: _Kernel, uses: Counter[relax.Var]) -> list[_Node]:
+        """``kernel`` with all nodes that it is merged with, and what must stand behind it.
 
-        They are taken out of ``nodes``.
+        They are taken out of ``line``.
         """
         behind: list[_Node] = []
-        place = len(nodes) - 1
-        while place >= 0:
-            source, after = nodes[place], list[_Node]()
-            both = None
-            if isinstance(source, _Kernel) and set(source.results) & set(kernel.reads):
-                after = _readers(nodes[place + 1 :], source.results)
-                if not {var for node in after for var in _defined(node)} & set(kernel.reads):
-                    both = self._both(source, kernel, uses)
+        place = line.source_before(len(line.nodes), kernel)
+        while place is not None:
+            source = line.nodes[place]
+            assert isinstance(source, _Kernel)
+            after, both = _readers(line.behind(place), source.results), None
+            if not {var for node in after for var in _defined(node)} & set(kernel.reads):
+                both = self._both(source, kernel, uses)
             if both is None:
-                place -= 1
+                place = line.source_before(place, kernel)
                 continue
             kernel, behind = both, after + behind
-            moved = {id(node) for node in after}
-            nodes[place:] = [node for node in nodes[place + 1 :] if id(node) not in moved]
-            place = len(nodes) - 1
+            line.take_out(place, after)
+            place = line.source_before(len(line.nodes), kernel)
         return [kernel, *behind]
 
     def _both(self, first: _Kernel, second: _Kernel, uses: Counter[relax.Var]) -> _Kernel | None:

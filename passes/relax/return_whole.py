@@ -42,6 +42,7 @@ from tvmbridge.passes.base import (
     storage_root,
     storage_roots,
 )
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 
 _ATTRIBUTE = "tvmbridge.wholes"
 
@@ -95,7 +96,7 @@ def _splits(function: relax.Function, report: PassReport) -> list[tuple[relax.Ex
         value = bound.get(result)
         if isinstance(value, relax.TupleGetItem):
             places.setdefault(value.tuple_value, []).append((int(value.index), place))
-    uses = _uses(function)
+    uses = _uses(function) if places else {}
     found = []
     for pieces, taken in places.items():
         call = bound.get(pieces)
@@ -169,4 +170,5 @@ def _returning(
     body = relax.SeqExpr([relax.DataflowBlock([*bindings, returned])], result)
     whole = relax.Function(function.params, body, result.ty, function.is_pure, function.attrs)
     whole = copy_with_new_vars(whole.with_attr(_ATTRIBUTE, json.dumps(wholes)))
-    return relax.transform.DeadCodeElimination()(tvm.IRModule({"whole": whole}))["whole"]
+    name = str(whole.attrs["global_symbol"])
+    return DeadCodeElimination()(tvm.IRModule({name: whole}))[name]

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,44 @@ def test_no_text_ends_a_script(mod: Any) -> None:
     assert html.count("</script>") == 3
     assert data_of(html)["nodes"]
     assert "http://" not in html.split('id="graphviz"')[0]  # nothing is loaded from elsewhere
+
+
+class _Named(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return next(self.children())(x)
+
+
+class _Scripts(HTMLParser):
+    """The text of each script as a browser finds it, for texts without ``<!--``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            self.texts[-1] += data
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag == "script":
+            self.texts.append("")
+
+
+@needs_package
+@pytest.mark.parametrize("name", ["<!--<script>", "<!--", "</script>", "<ScRiPt", "-->", "]]>"])
+def test_a_name_leaves_the_scripts_of_a_page_whole(name: str) -> None:
+    """A browser that reads ``<!--<script`` within a script looks for two ends of it."""
+    html = visualize_html(to_relax(capture(_Named(name), torch.ones(2, 4))), title=name)
+    found = _Scripts()
+    found.feed(html)
+    assert len(found.texts) == 3
+    data, engine, _ = found.texts
+    assert "<" not in data + engine
+    assert any(name in str(group["path"]) for group in json.loads(data)["groups"].values())
 
 
 def test_without_the_package_the_error_says_what_to_install(

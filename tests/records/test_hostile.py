@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tvm.target import Target
 
 from tests.records.planted import Softmax, plant, record_of, right, sample, softmax_task
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.records import Folder, Library, Task
+from tvmbridge.records import Folder, Library, Task, jsonlines
 from tvmbridge.records.allowed import STEPS, RefusedRecordError, scheduled_by, trace_refusal
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Record, Verdict
 from tvmbridge.records.jsonlines import SHIPPED, read_lines
@@ -226,6 +227,48 @@ def test_damage_on_purpose_is_skipped(
     (folder.path / name).write_bytes(content)
     assert Library.open(str(tmp_path), host_target()).schedule(task) is None
     assert caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" + b"[]," * 2**21 + b"0]\n",
+        b"[]\n" * 2**18,
+        b"\n" * 2**20,
+        (b"[" + b"{}," * 2**12 + b"0]\n") * 2**7,
+        b'{"a":' * 2**20,
+    ],
+    ids=["one line", "many lines", "empty lines", "long lines", "deep"],
+)
+def test_a_file_of_empty_values_takes_little_memory(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As objects the values would take fifty times the bytes of the file."""
+    monkeypatch.setattr(jsonlines, "MOST_FILE_VALUES", 2**17)
+    path = tmp_path / "records.json"
+    path.write_bytes(content)
+    tracemalloc.start()
+    values = read_lines(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert values
+    assert peak < 3 * len(content) + 2**22
+
+
+@pytest.mark.parametrize(
+    ("content", "values"),
+    [
+        (b"", []),
+        (b"\n", [None]),
+        (b"1\n2", [1, 2]),
+        (b"1\n\n2\n", [1, None, 2]),
+        (b"1\n\n", [1, None]),
+    ],
+)
+def test_lines_keep_their_numbers(tmp_path: Path, content: bytes, values: list[Any]) -> None:
+    path = tmp_path / "records.json"
+    path.write_bytes(content)
+    assert read_lines(path) == values
 
 
 def test_all_records_that_come_with_tvmbridge_are_allowed() -> None:

@@ -13,11 +13,13 @@ from tvm import relax
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.copy_pieces import CopyPieces
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.dispatch_convolutions import DispatchConvolutions
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.fuse_ops import FuseOps
 from tvmbridge.passes.relax.legalize_ops import LegalizeOps
 from tvmbridge.passes.relax.repeat_casts import RepeatCasts
+from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
 from tvmbridge.pipeline import AnyPass, tidy_passes
 
 
@@ -59,12 +61,13 @@ def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> lis
         RepeatCasts(),
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
+        DeadCodeElimination(),
         # A constant has one size.
         *([] if sizes_vary() else [relax.transform.FoldConstant()]),
-        relax.transform.DeadCodeElimination(),
+        DeadCodeElimination(),
         FuseOps(),
         relax.transform.FuseTIR(),
         # Recognises reshapes by their loops, so it must see them before they are scheduled.
-        relax.transform.RewriteDataflowReshape(),
-        relax.transform.DeadCodeElimination(),
+        RewriteDataflowReshape(),
+        DeadCodeElimination(),
     ]

@@ -10,6 +10,7 @@ from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.legalize.fences import fence_arithmetic
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_channel_gradients import FewChannelGradients
 from tvmbridge.passes.relax.merge_kernels import MergeKernels
@@ -26,7 +27,7 @@ def _kernel_passes(measure: bool) -> list[AnyPass]:
     convolutions = FewChannelGradients(measure), ConvolutionsInLoops(measure)
     passes = kernel_passes(products, *convolutions, CompileAtenCalls())
     # Which kernels are one depends on sizes.
-    merging = [] if sizes_vary() else [MergeKernels(), relax.transform.DeadCodeElimination()]
+    merging = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
     return [*passes, *merging]
 
 

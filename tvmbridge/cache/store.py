@@ -23,6 +23,7 @@ from tvmbridge.cache.key import CacheKey
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.machine import cache_folder
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
+from tvmbridge.core.plain_json import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ _HEADER = len(_MAGIC) + _DIGEST + _LENGTH
 # Files whose keys are looked at to say which entries of a key differ.
 _COMPARED = 32
 _MOST_KEY_BYTES = 64 * 1024
+_MOST_VALUES = 2**21
 _STALE_SECONDS = 3600
 
 
@@ -195,18 +197,29 @@ def _parsed(content: bytes) -> tuple[dict[str, str], Kept]:
     if hashlib.sha256(rest).hexdigest().encode() != content[len(_MAGIC) :][:_DIGEST]:
         raise DamagedFileError("it is damaged: its checksum is another")
     end = _LENGTH + int.from_bytes(rest[:_LENGTH], "big")
-    described = json.loads(rest[_LENGTH:end])
-    return described["key"], Kept(described["description"], rest[end:])
+    described = parse_json(rest[_LENGTH:end], _MOST_VALUES)
+    if not isinstance(described, dict):
+        raise DamagedFileError("it has no description")
+    description = described.get("description")
+    if not isinstance(description, dict):
+        raise DamagedFileError("it has no description")
+    return _entries(described.get("key")), Kept(description, rest[end:])
 
 
 def _entries_of(path: Path) -> dict[str, str]:
     """The key at the beginning of a file, for people: nothing is checked but its form."""
-    with path.open("rb") as file:
-        head = file.read(_HEADER + _MOST_KEY_BYTES)
+    # A pipe in place of the file would have its reader wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with open(descriptor, "rb") as file:
+        head = file.read(_HEADER + _MOST_KEY_BYTES) or b""
     if not head.startswith(_MAGIC):
         raise DamagedFileError("it is no compiled code of this version's")
     text = head[_HEADER:].decode(errors="replace").removeprefix('{"key": ')
-    entries, _ = json.JSONDecoder().raw_decode(text)
-    if not isinstance(entries, dict):
+    found, _ = json.JSONDecoder().raw_decode(text)
+    return _entries(found)
+
+
+def _entries(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise DamagedFileError("it has no key")
-    return {str(name): str(value) for name, value in entries.items()}
+    return found

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import tvm
+import tvm_ffi
 
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
-from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import (
     Built,
     Code,
@@ -29,6 +29,7 @@ from tvmbridge.compiler.build import (
     prepare,
     schedule,
 )
+from tvmbridge.compiler.description import described, description_of
 from tvmbridge.compiler.exported import exported, module_of
 from tvmbridge.core.errors import first_line
 from tvmbridge.core.options import CompileOptions
@@ -37,9 +38,8 @@ from tvmbridge.core.types import PassRecord
 from tvmbridge.kernels.keys import adopt
 from tvmbridge.passes.relax.bundle_residuals import BundleResiduals
 from tvmbridge.pipeline import passes_are_observed
-from tvmbridge.records import Coverage, Library
+from tvmbridge.records import Library
 from tvmbridge.records.library import EMPTY, named_log_dir
-from tvmbridge.records.tasks import Task, parse_workload
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class CachedBuild:
     def _loaded(self, kept: Kept, records: list[PassRecord]) -> Built | str:
         """The code, or why it cannot be loaded here."""
         try:
-            code, passes = _described(kept.description)
+            code, passes = described(kept.description, kept.library)
             if not adopt(dict(code.keys)):
                 return "kernels of this process have the keys of others of the code's"
             module = module_of(kept.library)
@@ -179,7 +179,8 @@ class CachedBuild:
             if key is not None:
                 # Tasks are large, and asked for where they are noted alone.
                 noted = named_log_dir(self.options.tuning_logs) is not None
-                description = _description(code, code.missing if noted else {}, passes)
+                missing = code.missing if noted else {}
+                description = description_of(code, missing, passes, library)
                 refusal = store.write(key, Kept(description, library))
             else:
                 refusal = "settings have changed meanwhile"
@@ -200,29 +201,3 @@ def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:
         logger.info("compiled code is kept as bitcode: %s", first_line(error))
     bitcode = exported(executable, linked=False)
     return bitcode, module_of(bitcode)
-
-
-def _description(
-    code: Code, missing: Mapping[Task, int], passes: list[PassRecord]
-) -> dict[str, Any]:
-    return {
-        "unaligned": {name: list(flags) for name, flags in code.unaligned.items()},
-        "shared": {name: sorted(numbers) for name, numbers in code.shared.items()},
-        "coverage": asdict(code.coverage),
-        "missing": [[task.workload[1], count] for task, count in missing.items()],
-        "keys": dict(code.keys),
-        "reuse": {name: asdict(reuse) for name, reuse in code.reuse.items()},
-        "passes": [asdict(record) for record in passes],
-    }
-
-
-def _described(content: Mapping[str, Any]) -> tuple[Code, list[PassRecord]]:
-    """What :func:`_description` was made of, but for the executable."""
-    unaligned = {n: tuple(map(bool, flags)) for n, flags in content["unaligned"].items()}
-    shared = {n: frozenset(map(int, numbers)) for n, numbers in content["shared"].items()}
-    missing = {parse_workload(str(task)): int(count) for task, count in content["missing"]}
-    keys = {str(k): str(spec) for k, spec in content["keys"].items()}
-    coverage = Coverage(**content["coverage"])
-    passes = [PassRecord(**{**r, "declined": tuple(r["declined"])}) for r in content["passes"]]
-    reuse = {str(name): Reuse(**each) for name, each in content["reuse"].items()}
-    return Code(None, unaligned, shared, coverage, missing, keys, reuse), passes

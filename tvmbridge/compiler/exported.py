@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-import tvm
 import tvm_ffi
 from tvm.support.cc import get_cc
 
@@ -55,7 +54,7 @@ def module_of(content: bytes) -> Any:
             return _of_bitcode(content[len(_BITCODE) :], Path(folder))
         path = Path(folder, "code.so")
         path.write_bytes(content)
-        return tvm.runtime.load_module(str(path))
+        return tvm_ffi.load_module(str(path), keep_module_alive=False)
 
 
 def _as_bitcode(module: Any, folder: Path) -> bytes:

@@ -35,7 +35,8 @@ def read_own(path: Path, most: int, shipped: Path | None = None) -> bytes:
         trusted = shipped is not None and path.resolve().is_relative_to(shipped.resolve())
         if reason is not None and not trusted:
             raise UntrustedFileError(f"{path} {reason}")
-        content = file.read(most + 1)
+        # Python allocates what is asked for, whatever the size of the file.
+        content = file.read(min(most, status.st_size) + 1)
     if len(content) > most:
         raise UntrustedFileError(f"{path} is larger than {most} bytes; prune or remove it")
     return content

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import logging
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -16,6 +19,7 @@ from tvmbridge.core.torch_private import (
     dispatch_mode_count,
     function_mode_at,
     function_mode_count,
+    generated_sources,
     innermost_transform,
     saved_tensors_hooks_in_force,
     tracing_state,
@@ -23,6 +27,7 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
+from tvmbridge.graph_capture.trace.patches import patched_here
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The class whose hook sees what a repeated call saves.
@@ -127,21 +132,69 @@ def undisturbed() -> Iterator[None]:
         without_autocast(),
         torch.inference_mode(False),
         torch.autograd.set_detect_anomaly(False),
-        torch.autograd.graph.saved_tensors_hooks(_with_version, _if_not_written),
+        _without_hooks_on_saved_tensors(),
+        _sources_forgotten(),
     ):
         yield
 
 
-def _with_version(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor, tensor._version
+class _Saved:
+    """A tensor that autograd saved, and its version; None once the compilation has ended."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = tensor._version
 
 
-def _if_not_written(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+@contextmanager
+def _without_hooks_on_saved_tensors() -> Iterator[None]:
+    """Within it the caller's hooks on saved tensors are not called.
+
+    A result that its own node saves refers to that node. Python cannot collect this cycle, which
+    goes through a hook's value in C++, so it is broken at the end.
+    """
+    known: list[weakref.ref[_Saved]] = []
+
+    def save(tensor: torch.Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        known.append(weakref.ref(saved))
+        return saved
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(save, _if_not_written):
+            yield
+    finally:
+        for reference in known:
+            saved = reference()
+            if saved is not None:
+                saved.tensor = None
+
+
+def _if_not_written(saved: _Saved) -> torch.Tensor:
     """The version check that autograd makes itself where no hooks are set."""
-    tensor, version = saved
-    if tensor._version != version:
+    if saved.tensor is None:
+        raise RuntimeError("the graph of a compilation that has ended cannot be differentiated")
+    if saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             "operation"
         )
-    return tensor
+    return saved.tensor
+
+
+@contextmanager
+def _sources_forgotten() -> Iterator[None]:
+    """On exit, forget the sources that PyTorch generated in this thread: it keeps them for good."""
+    kept: list[str] = []
+
+    def noted(genuine: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+        kept.append(genuine(*args, **kwargs))
+        return kept[-1]
+
+    with patched_here(type(generated_sources), "cache", noted):
+        try:
+            yield
+        finally:
+            for name in kept:
+                generated_sources.eval_cache.pop(name, None)
+                linecache.cache.pop(name, None)

@@ -71,8 +71,8 @@ def page(drawn: Picture, title: str = "", folded: Collection[str] | None = None)
         "DATA": json.dumps(_data(drawn, folded), separators=(",", ":")),
         "GRAPHVIZ": json.dumps(_graphviz().read_text(encoding="utf-8")),
     }
-    # A script ends at the first "</script", also within a string.
-    parts = {name: text.replace("</", "<\\/") for name, text in parts.items()}
+    # Within a script HTML reads "</script" and "<!--<script" also where they are in a string.
+    parts = {name: text.replace("<", "\\u003c") for name, text in parts.items()}
     parts |= {
         "STYLE": _resource("page.css"),
         "SCRIPT": _resource("page.js") + _resource("page_facts.js"),

@@ -18,6 +18,7 @@ from tvmbridge.compiler.split import build_function
 from tvmbridge.differentiation.differentiate import JointModule
 from tvmbridge.frontend.origins import Origin, origin_of
 from tvmbridge.passes.base import flat_results, with_span
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 
 Modules = tuple[tuple[str, str], ...]
 
@@ -65,7 +66,7 @@ def with_places(joint: JointModule, holders: Mapping[str, str]) -> JointModule:
     told = [_told(b, found.get(b.var)) for b in _bindings(function)]
     made = tvm.IRModule({"joint": build_function("joint", function.params, told, results)})
     # The tuple of the old result is read by nothing.
-    return replace(joint, mod=relax.transform.DeadCodeElimination(["joint"])(made))
+    return replace(joint, mod=DeadCodeElimination(("joint",))(made))
 
 
 def _told(binding: relax.Binding, modules: Modules | None) -> relax.Binding:

@@ -9,6 +9,8 @@ import base64
 import hashlib
 
 _LONGEST = 7
+# A second one is needed once in 10**13 specs.
+_MOST_SALTS = 4
 
 _keys: dict[str, str] = {}
 _specs: dict[str, str] = {}
@@ -24,13 +26,22 @@ def key_of(spec: str) -> str:
     known = _keys.get(spec)
     salt = 0
     while known is None:
-        digest = hashlib.sha256(f"{salt} {spec}".encode()).digest()
-        key = base64.b85encode(digest)[:_LONGEST].decode()
+        key = _derived(spec, salt)
         # Another thread may name the same spec meanwhile: whoever is first names it for both.
         if key != spec and _specs.setdefault(key, spec) == spec:
             known = _keys.setdefault(spec, key)
         salt += 1
     return known
+
+
+def may_be_key_of(key: str, spec: str) -> bool:
+    """Whether some process may have named ``spec`` by ``key``."""
+    return any(key == _derived(spec, salt) for salt in range(_MOST_SALTS))
+
+
+def _derived(spec: str, salt: int) -> str:
+    digest = hashlib.sha256(f"{salt} {spec}".encode()).digest()
+    return base64.b85encode(digest)[:_LONGEST].decode()
 
 
 def adopt(keys: dict[str, str]) -> bool:

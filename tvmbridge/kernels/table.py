@@ -24,11 +24,13 @@ import torch
 from tvmbridge.core.kernel_settings import kernel_settings
 from tvmbridge.core.machine import cache_folder, caching_is_off, cpu_model, threads
 from tvmbridge.core.own_files import UntrustedFileError, distrust, read_own, replace_file
+from tvmbridge.core.plain_json import parse_json
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _MOST_BYTES = 16 * 2**20
+_MOST_VALUES = 2**20
 _PREFIXES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")
 PATTERN = "choices-*.json"
 
@@ -69,7 +71,7 @@ class Table:
             reason = distrust(self.path.parent.stat())
             if reason is not None:
                 raise UntrustedFileError(f"{self.path.parent} {reason}")
-            content = json.loads(read_own(self.path, _MOST_BYTES))
+            content = parse_json(read_own(self.path, _MOST_BYTES), _MOST_VALUES)
             if content["version"] != _VERSION:
                 return {}
             return {str(k): str(v) for k, v in dict(content["choices"]).items()}

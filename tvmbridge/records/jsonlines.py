@@ -20,11 +20,14 @@ except ImportError:  # not on Windows: there two writers at once may lose lines
     fcntl = None  # type: ignore[assignment]
 
 from tvmbridge.core import own_files
+from tvmbridge.core.plain_json import MOST_VALUES, count_values, parse_json
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 256 * 2**20
-MOST_NESTED = 16
+MOST_LINE_BYTES = 16 * 2**20
+# Of all lines together; a record of a search has about two hundred.
+MOST_FILE_VALUES = 2**21
 # The records that come with tvmbridge: whoever can write them can write its code as well.
 SHIPPED = Path(__file__).resolve().parents[1] / "tuning_logs"
 
@@ -39,28 +42,6 @@ def read_own(path: Path) -> bytes:
         OSError: it cannot be read.
     """
     return own_files.read_own(path, MOST_BYTES, SHIPPED)
-
-
-def parse_json(text: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is damaged, or nested deeper than anything that is written here.
-    """
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deep") from None
-    if not _is_flat(value, MOST_NESTED):
-        raise ValueError("it is nested too deep")
-    return value
-
-
-def _is_flat(value: Any, levels: int) -> bool:
-    if not isinstance(value, list | dict):
-        return True
-    parts = value.values() if isinstance(value, dict) else value
-    return levels > 0 and all(_is_flat(part, levels - 1) for part in parts)
 
 
 @contextmanager
@@ -87,14 +68,38 @@ def read_lines(path: Path) -> list[Any]:
     except FileNotFoundError:
         return []
     values: list[Any] = []
-    for number, line in enumerate(raw.removesuffix(b"\n").split(b"\n") if raw else [], 1):
-        try:
-            values.append(parse_json(line))
-        except ValueError as error:
-            values.append(None)
-            if line.strip():
-                logger.warning("%s, line %d is damaged and was skipped: %s", path, number, error)
+    start, size = 0, len(raw) - raw.endswith(b"\n")
+    budget = MOST_FILE_VALUES
+    while raw and start <= size:
+        # Line by line: a list of all lines would take the memory of the file once more.
+        found = raw.find(b"\n", start, size)
+        end = size if found < 0 else found
+        budget -= min(count_values(raw, start, end), MOST_VALUES)
+        if budget < 0:
+            logger.warning(
+                "%s has more than %d values; line %d and what follows is not read; prune it",
+                path,
+                MOST_FILE_VALUES,
+                len(values) + 1,
+            )
+            break
+        values.append(_value_of(path, len(values) + 1, raw, start, end))
+        start = end + 1
     return values
+
+
+def _value_of(path: Path, number: int, raw: bytes, start: int, end: int) -> Any:
+    """The value of the line from ``start`` to ``end`` of a file; None where it is damaged."""
+    if start == end:
+        return None
+    try:
+        if end - start > MOST_LINE_BYTES:
+            raise ValueError(f"it is longer than {MOST_LINE_BYTES} bytes")
+        return parse_json(raw[start:end])
+    except ValueError as error:
+        if raw[start:end].strip():
+            logger.warning("%s, line %d is damaged and was skipped: %s", path, number, error)
+        return None
 
 
 def append_lines(path: Path, values: Iterable[Any]) -> None:

@@ -13,7 +13,8 @@ import tvm
 from tvm.target import Target
 
 from tvmbridge.core.machine import cpu_model
-from tvmbridge.records.jsonlines import parse_json, read_own, replace_file
+from tvmbridge.core.plain_json import parse_json
+from tvmbridge.records.jsonlines import read_own, replace_file
 from tvmbridge.schedules.target import core_count, usable_cores
 
 NAME = "META.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import logging
 import time
@@ -95,7 +96,9 @@ class Compiler:
             stages_told_to(tell),
             region(f"compile {name}"),
         ):
-            entry = self._tried(signature, mode, args, kwargs, tell)
+            # PyTorch leaves variables in the context of its thread, more at each compilation.
+            context = contextvars.copy_context()
+            entry = context.run(self._tried, signature, mode, args, kwargs, tell)
         compiled = entry.compiled
         logger.info(
             "compiled %s %s for %s: %d operators, %.1f s (%s)%s",

@@ -98,6 +98,7 @@ set_grad_enabled = torch._C._set_grad_enabled
 CreationMeta = torch._C._autograd.CreationMeta
 creation_meta = torch._C._autograd._get_creation_meta
 saved_tensors_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hooks
+generated_sources = torch.fx.graph_module._loader
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 engine_run_backward = torch.autograd.graph._engine_run_backward
 

@@ -9,7 +9,7 @@ Tensors that are plain attributes are buffers here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,8 @@ class Answers(TorchFunctionMode):
         self._values = values
         # By identity; the tensors are held, so that no other one has their id.
         self._known: dict[int, tuple[torch.Tensor, _Known]] = {}
+        # The ids of the values that were computed from each buffer.
+        self._computed: dict[str, set[int]] = {}
         for name in values:
             if name in stand_ins:
                 self._learn(stand_ins[name], _root(name))
@@ -110,6 +112,8 @@ class Answers(TorchFunctionMode):
         # What is put off, and known to a call only, does not say what it is an instance of.
         if issubclass(type(tensor), torch.Tensor) and id(tensor) not in self._known:
             self._known[id(tensor)] = tensor, known
+            for name in known.names:
+                self._computed.setdefault(name, set()).add(id(tensor))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -141,9 +145,12 @@ class Answers(TorchFunctionMode):
         self.answers.append(Answer(asked.names, asked.make, value))
         return value
 
-    def _forget(self, taken: Any) -> None:
-        names = frozenset().union(*(known.names for known in taken))
-        self._known = {k: held for k, held in self._known.items() if not held[1].names & names}
+    def _forget(self, taken: Iterable[_Known]) -> None:
+        for name in frozenset().union(*(known.names for known in taken)):
+            for key in self._computed.pop(name, ()):
+                # An id may have gone over to the value of another buffer.
+                if key in self._known and name in self._known[key][1].names:
+                    del self._known[key]
 
 
 def _computes(func: Any, named: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Parts of torch.export that take the square of the number of parameters, in linear time.
 
-They look each parameter up in a dictionary that is built anew for every look-up, or compare it by a
-regular expression with every submodule.
+torch.export builds a dictionary anew for every look-up of a parameter, and compares the name of
+every submodule with the path of each parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.export.exported_program
+from torch import nn
 
 from tvmbridge.core.torch_private import export_trace
 from tvmbridge.graph_capture.trace.patches import patched_here
@@ -26,9 +27,8 @@ def export_in_linear_time() -> Iterator[None]:
     with ExitStack() as stack:
         for owner in (export_trace(), torch.export.exported_program):
             stack.enter_context(patched_here(owner, metadata, _with_metadata))
-        # The attribute of torch.export is a function of this name.
-        unflatten = importlib.import_module("torch.export.unflatten")
-        stack.enter_context(patched_here(unflatten, "_is_call_name", _begins_alike))
+        unlift = importlib.import_module("torch.export._unlift")
+        stack.enter_context(patched_here(unlift, "_assign_attr", _assigned))
         yield
 
 
@@ -43,6 +43,20 @@ def _with_metadata(
     genuine(metadata, module, names)
 
 
-def _begins_alike(genuine: Callable[..., bool], call_name: str, base: str) -> bool:
-    """Whether ``call_name`` is ``base``, or ``base@2`` and so on."""
-    return call_name.startswith(base) and genuine(call_name, base)
+def _assigned(
+    genuine: Callable[..., None], value: Any, module: nn.Module, path: str, *args: Any, **named: Any
+) -> None:
+    """Assign ``value`` to ``path`` below ``module``, as the genuine function does.
+
+    That one also looks for submodules ``name@1``, ``name@2`` beside each ``name`` of the path.
+    """
+    *holders, field = path.split(".")
+    holder = module
+    for name in holders:
+        if f"{name}@1" in holder._modules:
+            genuine(value, module, path, *args, **named)
+            return
+        if not hasattr(holder, name):
+            setattr(holder, name, nn.Module())
+        holder = getattr(holder, name)
+    genuine(value, holder, field, *args, **named)

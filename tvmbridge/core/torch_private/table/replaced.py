@@ -9,7 +9,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import BackwardCFunction
 
-from .checks import PrivateName, takes
+from .checks import PrivateName, has, takes
 
 
 class _Applied(Function):
@@ -33,7 +33,16 @@ def _is_known_by_its_context(_: Any) -> bool:
 
 
 REPLACED = (
-    PrivateName("torch.export.unflatten._is_call_name", "exporting in linear time", takes("", "")),
+    PrivateName(
+        "torch.fx.graph_module._loader",
+        "forgetting the sources that a compilation generated",
+        has("eval_cache", "cache"),
+    ),
+    PrivateName(
+        "torch.export._unlift._assign_attr",
+        "exporting in linear time",
+        takes(None, None, "", attr_kind=None, persistent=True),
+    ),
     PrivateName(
         "torch.export._trace._populate_param_buffer_metadata_to_new_gm",
         "exporting in linear time",

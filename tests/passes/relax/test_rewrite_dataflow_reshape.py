@@ -1,0 +1,46 @@
+"""RewriteDataflowReshape: reshapes move nothing; very large ones are copied, and compile."""
+
+from __future__ import annotations
+
+import pytest
+import tvm
+from tvm import relax
+
+from tests.relax_helpers import apply_pass, assert_leaves_its_input, operators
+from tvmbridge.backends import resolve_target
+from tvmbridge.compiler.build import compile_code, make_ready, prepare, schedule
+from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
+
+
+def _module(rows: int, columns: int, *, flat: bool) -> tvm.IRModule:
+    """A copy of a matrix of bytes to a vector, or of its transposition."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((rows, columns), "int8"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            moved = relax.op.reshape(x, (rows * columns,)) if flat else relax.op.permute_dims(x)
+            out = builder.emit_output(relax.Tuple([builder.emit(moved)]))
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+def test_a_copy_in_order_is_a_reshape() -> None:
+    mod = relax.transform.LegalizeOps()(_module(4, 6, flat=True))
+    assert operators(mod) == ["relax.call_tir"]
+    after, report = apply_pass(RewriteDataflowReshape(), mod)
+    assert operators(after) == ["relax.reshape"]
+    assert report.declined == []
+    assert_leaves_its_input(RewriteDataflowReshape(), mod)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_more_elements_than_32_bits_count_compile(flat: bool) -> None:
+    mod = _module(1_100_000, 2000, flat=flat)
+    small = relax.transform.LegalizeOps()(mod)
+    after, report = apply_pass(RewriteDataflowReshape(), small)
+    assert after.same_as(small)
+    assert "2**31" in report.declined[0]
+    target = resolve_target(None)
+    make_ready(target)
+    code = compile_code(schedule(prepare(mod, target, []), []), [])
+    assert code.executable is not None
