@@ -23,6 +23,7 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
+from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The class whose hook sees what a repeated call saves.
@@ -38,7 +39,7 @@ def tracing_here() -> Iterator[None]:
     The flags that say that something is traced are PyTorch's, and of all threads.
     """
     global _tracer
-    with compiling(), tensors_forgotten(), _failures_not_logged():
+    with compiling(), dynamo_left_out(), tensors_forgotten(), _failures_not_logged():
         outer, _tracer = _tracer, threading.get_ident()
         try:
             yield
