@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -92,6 +91,7 @@ DisablePythonDispatcher = torch._C._DisablePythonDispatcher
 mkldnn_enabled = torch._C._get_mkldnn_enabled
 set_mkldnn_enabled = torch._C._set_mkldnn_enabled
 is_compiling = torch._utils.is_compiling
+symbolic_tracing = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 tracing_state = torch._C._get_tracing_state
 push_function_mode = torch._C._push_on_torch_function_stack
 innermost_transform = torch._C._functorch.peek_interpreter_stack
@@ -166,10 +166,9 @@ def graph_breaks() -> Counter[str]:
     return found
 
 
-def dynamo_lock() -> AbstractContextManager[Any]:
+def dynamo_lock() -> Any:
     """The lock that a thread holds while TorchDynamo captures in it."""
-    lock: AbstractContextManager[Any] = _convert_frame().compile_lock
-    return lock
+    return _convert_frame().compile_lock
 
 
 def renew_dynamo_lock() -> None:

@@ -10,17 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tvmbridge.core.torch_private import eval_frame
-from tvmbridge.graph_capture.trace.patches import patched_here
+import torch
+
+from tvmbridge.core.torch_private import eval_frame, symbolic_tracing
+from tvmbridge.graph_capture.trace.patches import answers_here, code_of_stubs, patched_here
 
 
 @contextmanager
 def dynamo_left_out() -> Iterator[None]:
-    """Within it TorchDynamo captures nothing in this thread."""
+    """Within it TorchDynamo captures nothing in this thread.
+
+    Other threads run what torch.compile has made for them, and are told of no trace.
+    """
     frames = eval_frame()
+    for code in code_of_stubs():
+        frames.skip_code(code)
     # PyTorch 2.11 does not count frames. A count below 0 has ``fullgraph=True`` demand a capture.
     count = getattr(frames, "set_fullgraph_compiled_frame_count", _uncounted)
-    with patched_here(frames, "_callback_from_stance", _no_callback):
+    with (
+        patched_here(frames, "_callback_from_stance", _no_callback),
+        answers_here(torch.compiler.is_compiling, torch.compiler.is_exporting, symbolic_tracing),
+    ):
         callback, counted = frames.set_eval_frame(None), count(0)
         try:
             yield
