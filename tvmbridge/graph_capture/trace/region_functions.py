@@ -27,6 +27,8 @@ from tvmbridge.core.torch_private import (
     disable_current_modes,
     function_mode_count,
     functorch_utils,
+    is_in_transform,
+    out_of_transform,
     pop_function_mode,
     push_function_mode,
     pytree,
@@ -65,9 +67,10 @@ class Layout:
         return cls(shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:
-        return torch.empty_strided(
-            self.shape, self.strides, dtype=self.dtype, device=self.device
-        ).requires_grad_(self.requires_grad)
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        if self.requires_grad and torch.is_grad_enabled():
+            made.requires_grad_()
+        return made
 
     def fitted(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy of it with these strides."""
@@ -109,31 +112,61 @@ _TENSOR = object()
 
 
 class Captures:
-    """Tensors that functions of one operator read beside their operands, and fakes for them."""
+    """Tensors that functions of one operator read beside their operands, and fakes for them.
 
-    def __init__(self) -> None:
+    watched: whether the modes that watch forward watch the functions too.
+    """
+
+    def __init__(self, *, watched: bool = True) -> None:
+        self._watched = watched
         self.mode = FakeTensorMode()
         self.tensors: list[torch.Tensor] = []
         self.fakes: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
+        self.functions: list[TracedFunction] = []
+        self.places: dict[int, int] = {}
+        self._modes: list[Any] = []
+
+    def __enter__(self) -> Captures:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Graphs keep what traced them in circles, which would outlive the trace around it.
+        self.tensors, self.places = [], {}
+        for function in self.functions:
+            function.forget()
 
     def fake_of(self, layout: Layout) -> torch.Tensor:
-        with disable_current_modes(), self.mode:
-            return layout.empty()
+        return layout.empty()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within it operators run on fakes of this operator, and no trace sees them."""
-        with disable_current_modes(), DisablePythonDispatcher(), self.mode:
+        modes = _taken_aside(0)
+        own = [m for m in modes if not isinstance(m, _Reads) and not _is_of_trace(m)]
+        self._modes = own if self._watched else []
+        try:
+            with disable_current_modes(), DisablePythonDispatcher(), self.mode:
+                yield
+        finally:
+            _put_back(modes)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Within it a function runs, watched by the modes that watch forward."""
+        count = function_mode_count()
+        _put_back(self._modes)
+        try:
             yield
+        finally:
+            _taken_aside(count)
 
     def place_of(self, tensor: torch.Tensor) -> int:
         """The place of a tensor that no graph of this operator made."""
-        if id(tensor) not in self._places:
-            self._places[id(tensor)] = len(self.tensors)
+        if id(tensor) not in self.places:
+            self.places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             self.fakes.append(self.fake_of(Layout.of(tensor)))
-        return self._places[id(tensor)]
+        return self.places[id(tensor)]
 
 
 class TracedFunction:
@@ -147,6 +180,11 @@ class TracedFunction:
         self._name = name
         self._function = function
         self._captures = captures
+        captures.functions.append(self)
+
+    def forget(self) -> None:
+        """Keep the graphs alone."""
+        del self._function
 
     def __call__(self, *operands: Any) -> Any:
         leaves, structure = pytree.tree_flatten(operands)
@@ -161,7 +199,7 @@ class TracedFunction:
     def _traced(self, layouts: tuple[Layout, ...], structure: pytree.TreeSpec) -> Graph:
         given = [self._captures.fake_of(layout) for layout in layouts]
         reads = _Reads(self._captures, self._name, given)
-        with _apart(), self._captures.mode, _custom_functions_refused(self._name), reads:
+        with self._captures.calling(), _custom_functions_refused(self._name), reads:
             results = self._function(*pytree.tree_unflatten(given, structure))
         found, described = pytree.tree_flatten(results)
         captured = tuple(reads.places)
@@ -176,7 +214,7 @@ class TracedFunction:
             return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
         inputs = [self._captures.fake_of(Layout.of(t)) for t in (*given, *fakes)]
-        with _apart(), self._captures.mode:
+        with self._captures.calling():
             module = make_fx(run)(*inputs)
         module.graph.eliminate_dead_code()
         module.recompile()
@@ -250,16 +288,20 @@ class _Reads(TorchFunctionMode):
         if versions != [t._version for t in given]:
             raise _refusal(self._name, "writes into a tensor without gradients")
         # The graph has no regions without gradients.
-        return pytree.tree_map_only(
-            torch.Tensor, lambda t: t.detach() if t.requires_grad else t, results
-        )
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
 
     def _found(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self._captures.mode:
+        innermost = tensor
+        while is_in_transform(innermost):
+            innermost = out_of_transform(innermost)
+        if isinstance(innermost, FakeTensor) and innermost.fake_mode is self._captures.mode:
             return tensor
+        if self._inputs is not None:
+            # Besides what was read before there are constants, which a graph has itself.
+            return self._inputs.get(self._captures.places.get(id(tensor), -1), tensor)
         place = self._captures.place_of(tensor)
         self.places[place] = None
-        return self._captures.fakes[place] if self._inputs is None else self._inputs[place]
+        return self._captures.fakes[place]
 
 
 def _refusal(name: str, what: str) -> UnsupportedOperatorError:
@@ -273,21 +315,18 @@ def _constants(module: fx.GraphModule) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Within it nothing of the trace around it sees what runs."""
-    modes = [pop_function_mode() for _ in range(function_mode_count())]
-    for mode in reversed(modes):
-        if not isinstance(mode, _Reads) and not type(mode).__module__.startswith(_OF_TRACES):
-            push_function_mode(mode)
-    try:
-        with disable_current_modes(), DisablePythonDispatcher():
-            yield
-    finally:
-        for _ in range(function_mode_count()):
-            pop_function_mode()
-        for mode in reversed(modes):
-            push_function_mode(mode)
+def _is_of_trace(mode: Any) -> bool:
+    return type(mode).__module__.startswith(_OF_TRACES)
+
+
+def _taken_aside(count: int) -> list[Any]:
+    """Take function modes off the stack until it has ``count``; the outermost one comes first."""
+    return [pop_function_mode() for _ in range(function_mode_count() - count)][::-1]
+
+
+def _put_back(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        push_function_mode(mode)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _map(function: Any, xs: Any, operands: Any) -> Any:
     rows = [
         function(*(x.select(0, number) for x in xs), *operands) for number in range(xs[0].shape[0])
     ]
-    return _stacked(rows)
+    return pytree.tree_unflatten(_stacked(rows), pytree.tree_structure(rows[0]))
 
 
 def _stacked(rows: Sequence[Any]) -> list[Any]:
@@ -204,9 +204,6 @@ torch.library.register_fake(f"{NAMESPACE}::region_backward", _gradients, lib=_LI
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.key, tensors = inputs
     ctx.save_for_backward(*tensors)
-    ctx.wanted = [
-        i for i, t in enumerate(tensors) if t.requires_grad and ctx.needs_input_grad[1][i]
-    ]
 
 
 def _backward(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:

@@ -19,14 +19,17 @@ from tvmbridge.graph_capture.trace.patches import patches
 from tvmbridge.graph_capture.trace.region_functions import Captures, Layout, TracedFunction
 from tvmbridge.graph_capture.trace.region_ops import KERNELS, REGIONS, Function, Region
 
-_DECOMPOSED = ("flex_attention",)
+# Operators of which compiled code is made, and not a region.
+_INLINED = ("flex_attention",)
 
 
+# Of a class of its own: its ``__call__`` refuses operands that TorchDynamo would flatten.
+@patches(type(torch.ops.higher_order.cond), "__call__")
 @patches(HigherOrderOperator, "__call__")
 def _called(genuine: Any, operator: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
     name = operator.name()
-    if name in _DECOMPOSED:
-        return operator.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
+    if name in _INLINED:
+        return _inlined(operator, args, kwargs)
     if name not in KERNELS:
         return genuine(operator, *args, **kwargs)
     if name == "cond" and not isinstance(args[0], torch.Tensor):
@@ -35,38 +38,57 @@ def _called(genuine: Any, operator: HigherOrderOperator, *args: Any, **kwargs: A
 
 
 def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the region of the functions among ``args``, which are traced."""
-    captures = Captures()
-    given, structure = pytree.tree_flatten((args, dict(kwargs)))
-    leaves = [TracedFunction(name, v, captures) if callable(v) else v for v in given]
-    tensors = [v for v in given if isinstance(v, torch.Tensor)]
-    layouts = {id(t): Layout.of(t) for t in tensors}
-    stand_ins = [
-        captures.fake_of(layouts[id(v)]) if isinstance(v, torch.Tensor) else v for v in leaves
-    ]
-    fake_args, fake_kwargs = pytree.tree_unflatten(stand_ins, structure)
+    """Call the region of an operator with its functions among ``args``."""
+    with Captures() as captures:
+        return _called_in(captures, name, *pytree.tree_flatten((args, dict(kwargs))))
+
+
+def _called_in(captures: Captures, name: str, given: list[Any], structure: Any) -> Any:
     with captures.alone():
+        leaves = [_leaf(name, value, captures) for value in given]
+        fakes = [captures.fake_of(v) if isinstance(v, Layout) else v for v in leaves]
+        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, structure)
         results, described = pytree.tree_flatten(_FAKES[name](*fake_args, **fake_kwargs))
-    region = Region(
-        name,
-        structure,
-        tuple(
-            Function(v.graphs)
-            if isinstance(v, TracedFunction)
-            else layouts[id(v)]
-            if isinstance(v, torch.Tensor)
-            else v
-            for v in leaves
-        ),
-        tuple(map(Layout.of, captures.tensors)),
-        tuple(Layout.of(r) for r in results if isinstance(r, torch.Tensor)),
-    )
+        region = Region(
+            name,
+            structure,
+            tuple(Function(v.graphs) if isinstance(v, TracedFunction) else v for v in leaves),
+            tuple(map(Layout.of, captures.tensors)),
+            tuple(Layout.of(r) for r in results if isinstance(r, torch.Tensor)),
+        )
     key = _key_of(region)
     REGIONS.setdefault(key, region)
-    found = iter(torch.ops.tvmbridge.region(key, [*tensors, *captures.tensors]))
+    operands = [v for v in given if isinstance(v, torch.Tensor)]
+    found = iter(torch.ops.tvmbridge.region(key, [*operands, *captures.tensors]))
     return pytree.tree_unflatten(
         [next(found) if isinstance(r, torch.Tensor) else r for r in results], described
     )
+
+
+def _inlined(operator: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call the operators that a higher-order operator, functions included, is in eager PyTorch."""
+    kernel = operator.py_kernels[DispatchKey.CompositeExplicitAutograd]
+    given, structure = pytree.tree_flatten((args, dict(kwargs)))
+    places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
+
+    def whole(*operands: torch.Tensor) -> Any:
+        filled = dict(enumerate(given)) | dict(zip(places, operands, strict=True))
+        own_args, own_kwargs = pytree.tree_unflatten(list(filled.values()), structure)
+        return kernel(*own_args, **own_kwargs)
+
+    # Watching modes do not see into the vmap that the kernels call functions by.
+    with Captures(watched=False) as captures:
+        traced = TracedFunction(operator.name(), whole, captures)
+        with captures.alone():
+            traced(*(captures.fake_of(Layout.of(given[i])) for i in places))
+        (graph,) = traced.graphs.values()
+        return graph([given[i] for i in places], [captures.tensors[i] for i in graph.captured])
+
+
+def _leaf(name: str, value: Any, captures: Captures) -> Any:
+    if isinstance(value, torch.Tensor):
+        return Layout.of(value)
+    return TracedFunction(name, value, captures) if callable(value) else value
 
 
 def _key_of(region: Region) -> str:
