@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.attention import flex_attention
 
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import DispatchKey, HigherOrderOperator, pytree
@@ -29,7 +30,8 @@ _INLINED = ("flex_attention",)
 def _called(genuine: Any, operator: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
     name = operator.name()
     if name in _INLINED:
-        return _inlined(operator, args, kwargs)
+        kernel = operator.py_kernels[DispatchKey.CompositeExplicitAutograd]
+        return _inlined(name, kernel, args, kwargs)
     if name not in KERNELS:
         return genuine(operator, *args, **kwargs)
     if name == "cond" and not isinstance(args[0], torch.Tensor):
@@ -65,9 +67,15 @@ def _called_in(captures: Captures, name: str, given: list[Any], structure: Any) 
     )
 
 
-def _inlined(operator: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Call the operators that a higher-order operator, functions included, is in eager PyTorch."""
-    kernel = operator.py_kernels[DispatchKey.CompositeExplicitAutograd]
+# Masks of flex_attention, whose functions PyTorch calls by vmap, too.
+@patches(flex_attention, "create_mask")
+@patches(flex_attention, "_ordered_to_dense")
+def _mask_made(genuine: Any, *args: Any, **kwargs: Any) -> Any:
+    return _inlined("flex_attention", genuine, args, kwargs)
+
+
+def _inlined(name: str, kernel: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Call the operators that ``kernel``, a function of PyTorch's, and functions given it call."""
     given, structure = pytree.tree_flatten((args, dict(kwargs)))
     places = [i for i, value in enumerate(given) if isinstance(value, torch.Tensor)]
 
@@ -78,7 +86,7 @@ def _inlined(operator: HigherOrderOperator, args: tuple[Any, ...], kwargs: Any) 
 
     # Watching modes do not see into the vmap that the kernels call functions by.
     with Captures(watched=False) as captures:
-        traced = TracedFunction(operator.name(), whole, captures)
+        traced = TracedFunction(name, whole, captures)
         with captures.alone():
             traced(*(captures.fake_of(Layout.of(given[i])) for i in places))
         (graph,) = traced.graphs.values()
