@@ -41,6 +41,8 @@ from tvmbridge.graph_capture.trace.patches import patched_here
 _OF_TRACES = ("torch.fx", "torch.export", "torch._export")
 # Operators that torch.library has registered: they are in the graph as they are.
 _BY_LIBRARY = "GeneratedBackwardFor_"
+# PyTorch's, for ``tensor[i]`` in a function of flex_attention: the gradient is that of indexing.
+_INDEXING = "ModIndex"
 
 
 @dataclass(frozen=True)
@@ -332,11 +334,13 @@ def _put_back(modes: Sequence[Any]) -> None:
 @contextmanager
 def _custom_functions_refused(name: str) -> Iterator[None]:
     """A graph has the operators of forward alone, and would lose a backward of its own."""
+    records = torch.is_grad_enabled()
 
     def applied(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         # The patch's call and its stub stand between this function and Function.apply.
         applying = getattr(sys._getframe(3).f_locals.get("cls"), "__name__", "unnamed")
-        if torch.is_grad_enabled() and not applying.startswith(_BY_LIBRARY):
+        known = applying.startswith(_BY_LIBRARY) or applying.endswith(_INDEXING)
+        if records and not known:
             raise _refusal(name, f"applies the custom autograd function {applying}")
         return unwrap(args)
 
