@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tvmbridge import BridgeError, add_tvm_dispatch, dispatch_report
+from tvmbridge.graph_capture.trace.region_ops import REGIONS
 
 Function = Callable[..., Any]
 
@@ -71,7 +72,9 @@ def _by_shape(model: Model, x: torch.Tensor) -> torch.Tensor:
 
 
 def _transposed(model: Model, x: torch.Tensor) -> torch.Tensor:
-    return torch.cond(x.sum() > 0, lambda z: z.t().reshape(-1) * 2, lambda z: z.sum(1).repeat(4), (x.t(),))
+    return torch.cond(
+        x.sum() > 0, lambda z: z.t().reshape(-1) * 2, lambda z: z.sum(1).repeat(4), (x.t(),)
+    )
 
 
 def _while(model: Model, x: torch.Tensor) -> Any:
@@ -107,8 +110,30 @@ CASES: dict[str, Function] = {
     "scan": _scan,
     "map": _map,
 }
-# Eager PyTorch does not differentiate the others (or asks for Dynamo's graph of the backward).
-TRAINED = [name for name in CASES]
+
+
+def _heads(model: Model, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    query = model.a(x)[None, :, None].expand(1, 4, 2, 4).transpose(1, 2)
+    return query, query.cos(), query * 2
+
+
+def _scored(model: Model, x: torch.Tensor) -> torch.Tensor:
+    def score(score: Any, batch: Any, head: Any, row: Any, column: Any) -> Any:
+        return score * model.b.weight[row, column] - (row - column) * model.offset[head]
+
+    return flex_attention(*_heads(model, x), score_mod=score)
+
+
+def _masked(model: Model, x: torch.Tensor) -> torch.Tensor:
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 4, 4, device="cpu")
+    return flex_attention(*_heads(model, x), block_mask=mask)
+
+
+FLEX: dict[str, Function] = {
+    "flex_attention": lambda model, x: flex_attention(*_heads(model, x)),
+    "flex_attention, scored": _scored,
+    "flex_attention, masked": _masked,
+}
 
 
 def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -116,10 +141,10 @@ def _inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [x, -x, x.flip(0) - 0.5]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", CASES)
-def test_forward_is_eager_pytorchs(case: str, dtype: torch.dtype) -> None:
-    model = Model(CASES[case]).to(dtype).eval()
+@pytest.mark.parametrize("case", [*CASES, *FLEX])
+def test_forward_is_eager_pytorchs(case: str) -> None:
+    dtype = torch.float64 if len(case) % 2 else torch.float32
+    model = Model({**CASES, **FLEX}[case]).to(dtype).eval()
     eager = copy.deepcopy(model)
     with torch.no_grad():
         add_tvm_dispatch(model, _inputs(dtype)[0])
@@ -128,17 +153,16 @@ def test_forward_is_eager_pytorchs(case: str, dtype: torch.dtype) -> None:
     assert dispatch_report(model).fallbacks == {}
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_are_eager_pytorchs(case: str) -> None:
     model = Model(CASES[case]).double().train()
     eager = copy.deepcopy(model)
     add_tvm_dispatch(model, _inputs(torch.float64)[0].requires_grad_())
     for x in _inputs(torch.float64):
-        for each, other in ((model, eager),):
-            mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-            _loss(each(mine)).backward()
-            _loss(other(theirs)).backward()
-            torch.testing.assert_close(mine.grad, theirs.grad)
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        _loss(model(mine)).backward()
+        _loss(eager(theirs)).backward()
+        torch.testing.assert_close(mine.grad, theirs.grad)
     for ours, of_eager in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, of_eager.grad)
     assert dispatch_report(model).fallbacks == {}
@@ -147,3 +171,77 @@ def test_gradients_are_eager_pytorchs(case: str) -> None:
 def _loss(results: Any) -> torch.Tensor:
     several = results if isinstance(results, tuple) else (results,)
     return sum((r.double() ** 2).sum() for r in several if r.is_floating_point())
+
+
+class _Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 7
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "a draw": (lambda m, z: functional.dropout(z), "draws random numbers"),
+    "an operand": (lambda m, z: z.view(-1).view(4, 4), "returns an operand"),
+    "a buffer": (lambda m, z: m.offset.add_(1) + z, "writes into a tensor from outside"),
+    "a custom function": (lambda m, z: _Squared.apply(z), "custom autograd function _Squared"),
+    "other strides": (lambda m, z: (z * 2).t(), "other shapes, strides or dtypes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_region_would_not_repeat_is_refused_by_name(case: str) -> None:
+    function, reason = REFUSED[case]
+
+    def branching(model: Model, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda z: function(model, z), lambda z: z * 3, (x,))
+
+    sample = torch.rand(4, 4).requires_grad_(case != "a buffer")
+    with torch.set_grad_enabled(case != "a buffer"), pytest.raises(BridgeError, match=reason):
+        add_tvm_dispatch(Model(branching).eval(), sample)
+
+
+def test_other_strides_of_an_operand_give_the_same_numbers() -> None:
+    model = Model(_transposed).eval()
+    eager, x = copy.deepcopy(model), torch.rand(4, 4)
+    with torch.no_grad():
+        add_tvm_dispatch(model, x)
+        torch.testing.assert_close(model(x.t()), eager(x.t()))
+
+
+def test_other_sizes_run_as_in_eager_pytorch() -> None:
+    model = add_tvm_dispatch(Model(_cond).eval())
+    eager = Model(_cond)
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        for rows in (4, 2, 3, 5):
+            x = torch.rand(rows, 4) - 0.4
+            torch.testing.assert_close(model(x), eager.eval()(x))
+
+
+def test_through_torch_compile() -> None:
+    model = Model(_cond).eval()
+    compiled = torch.compile(model, backend="tvmbridge")
+    with torch.no_grad():
+        for x in _inputs(torch.float32):
+            torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_a_region_is_known_by_all_that_it_computes() -> None:
+    """Code on disk calls regions by their keys: none may stand for another."""
+    known = set(REGIONS)
+    for scale in (2.0, 3.0):
+        table = torch.tensor([scale])
+
+        def function(model: Model, x: torch.Tensor, table: torch.Tensor = table) -> torch.Tensor:
+            factor = float(table)
+            return torch.cond(x.sum() > 0, lambda z: z * factor, lambda z: z.sin(), (x,))
+
+        model = Model(function).eval()
+        with torch.no_grad():
+            x = torch.rand(4, 4)
+            torch.testing.assert_close(add_tvm_dispatch(model, x)(x), x * 2 * scale)
+    assert len(set(REGIONS) - known) == 2

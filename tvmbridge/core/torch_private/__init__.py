@@ -29,6 +29,7 @@ import torch._utils
 import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
+import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -181,13 +182,16 @@ def renew_dynamo_lock() -> None:
 
 
 def eval_frame() -> Any:
-    """The module by which TorchDynamo is called, whose tables of PyTorch's functions are complete.
+    """The module by which TorchDynamo is called; PyTorch's tables of its functions are complete.
 
-    The tables are built when they are first needed, and kept: no function may be replaced then.
+    They are built when they are first needed, and kept: no function may be replaced then.
     """
     _convert_frame()
     rules = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map()
+    torch.overrides.get_ignored_functions()
+    torch.overrides.get_testing_overrides()
+    torch.overrides.get_overridable_functions()
     return importlib.import_module("torch._dynamo.eval_frame")
 
 

@@ -224,7 +224,6 @@ class TracedFunction:
         leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
         return Graph(module, captured, described, tuple(leaves))
 
-
     def _refuse_effects(self, results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
         """Refuse a function that writes into its inputs, or returns one tensor's memory twice."""
         if any(t._version for t in inputs):
