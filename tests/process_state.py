@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch._dynamo  # replaces torch.manual_seed, once
 import torch.utils.checkpoint
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback

@@ -68,7 +68,7 @@ def code_of_stubs() -> tuple[CodeType, ...]:
 
 
 @contextmanager
-def answers_here(*flags: FunctionType) -> Iterator[None]:
+def answers_here(*flags: Any) -> Iterator[None]:
     """Within it calls of ``flags``, functions without arguments, are false in other threads.
 
     They stay the functions that they are, under all the names that they have been imported by.

@@ -8,7 +8,7 @@ the functions within the compiled code. Its gradient is autograd's, of the same 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -144,4 +144,4 @@ def _described(leaves: list[Any]) -> list[Any]:
 
 
 # What the operators return for fake tensors.
-_FAKES = {**KERNELS, "cond": _one_of_both, "while_loop": _carried}
+_FAKES: dict[str, Callable[..., Any]] = {**KERNELS, "cond": _one_of_both, "while_loop": _carried}
