@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.trace.patches import patched_here
+from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, Layout, constants_of
 
 # The modes by which PyTorch notes calls in the program that it traces around.
 _OF_TRACES = ("torch.fx", "torch.export", "torch._export")
@@ -43,74 +43,6 @@ _OF_TRACES = ("torch.fx", "torch.export", "torch._export")
 _BY_LIBRARY = "GeneratedBackwardFor_"
 # PyTorch's, for ``tensor[i]`` in a function of flex_attention: the gradient is that of indexing.
 _INDEXING = "ModIndex"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a graph takes for granted of a tensor: shape, strides, dtype, device, and whether its
-    gradient is wanted.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool = field(default=False, compare=False)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
-        sizes = (*tensor.shape, *tensor.stride())
-        if tensor.layout is not torch.strided or any(type(size) is not int for size in sizes):
-            raise UnsupportedOperatorError(
-                "an operand of a higher-order operator has symbolic sizes, or no strides"
-            )
-        shape = tuple(tensor.shape)
-        strides = tuple(s if n > 1 else 1 for n, s in zip(shape, tensor.stride(), strict=True))
-        return cls(shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def empty(self) -> torch.Tensor:
-        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        if self.requires_grad and torch.is_grad_enabled():
-            made.requires_grad_()
-        return made
-
-    def fitted(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, or a copy of it with these strides."""
-        if Layout.of(tensor) == self:
-            return tensor
-        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-        return made.copy_(tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """A function as a graph: of the tensors among its operands, then of what else it reads.
-
-    ``structure`` and ``leaves`` describe what it returns: None stands for a tensor of the graph.
-    """
-
-    module: fx.GraphModule
-    captured: tuple[int, ...]
-    structure: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-
-    def __call__(self, operands: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> Any:
-        found = iter(self.module(*operands, *captured))
-        results = [next(found) if leaf is _TENSOR else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(results, self.structure)
-
-    def content(self) -> list[Any]:
-        """What tells it from other graphs, as text and numbers."""
-        constants = [
-            (name, str(value.dtype), tuple(value.shape), value.tolist())
-            for name, value in sorted(_constants(self.module).items())
-        ]
-        described = [str(self.structure), self.captured]
-        leaves = ["tensor" if leaf is _TENSOR else repr(leaf) for leaf in self.leaves]
-        return [self.module.code, constants, described, leaves]
-
-
-_TENSOR = object()
 
 
 class Captures:
@@ -221,7 +153,7 @@ class TracedFunction:
         module.graph.eliminate_dead_code()
         module.recompile()
         self._refuse_operators(module)
-        leaves = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+        leaves = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
         return Graph(module, captured, described, tuple(leaves))
 
     def _refuse_effects(self, results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
@@ -248,7 +180,7 @@ class TracedFunction:
                 raise _refusal(self._name, f"draws random numbers, by {target}")
             if isinstance(target, HigherOrderOperator):
                 raise _refusal(self._name, f"calls {target}")
-        if any(isinstance(value, FakeTensor) for value in _constants(module).values()):
+        if any(isinstance(value, FakeTensor) for value in constants_of(module).values()):
             raise _refusal(self._name, "keeps a tensor of its trace")
 
 
@@ -309,11 +241,6 @@ def _refusal(name: str, what: str) -> UnsupportedOperatorError:
     return UnsupportedOperatorError(
         f"a function that {name} calls {what}, which compiled code would not repeat there"
     )
-
-
-def _constants(module: fx.GraphModule) -> dict[str, Any]:
-    names = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
-    return {name: getattr(module, name) for name in names}
 
 
 def _is_of_trace(mode: Any) -> bool:

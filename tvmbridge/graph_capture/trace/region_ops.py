@@ -16,7 +16,7 @@ from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import pytree, storage_key
-from tvmbridge.graph_capture.trace.region_functions import Graph, Layout
+from tvmbridge.graph_capture.trace.region_graphs import Graph, Layout
 
 Tensors = Sequence[torch.Tensor]
 

@@ -17,7 +17,8 @@ from torch.nn.attention import flex_attention
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import DispatchKey, HigherOrderOperator, pytree
 from tvmbridge.graph_capture.trace.patches import patches
-from tvmbridge.graph_capture.trace.region_functions import Captures, Layout, TracedFunction
+from tvmbridge.graph_capture.trace.region_functions import Captures, TracedFunction
+from tvmbridge.graph_capture.trace.region_graphs import Layout
 from tvmbridge.graph_capture.trace.region_ops import KERNELS, REGIONS, Function, Region
 
 # Operators of which compiled code is made, and not a region.
