@@ -22,6 +22,7 @@ from torch import nn
 from tvm import relax
 
 import tvmbridge.passes.relax
+from tests import process_state
 from tests.dispatch_helpers import make_block, sample
 from tests.relax_helpers import compile_and_run, fingerprint
 from tvmbridge import add_tvm_dispatch
@@ -60,6 +61,14 @@ def pytest_report_header() -> list[str]:
 def _seeds() -> None:
     torch.manual_seed(0)
     numpy.random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _state_of_the_process(_seeds: None) -> Iterator[None]:
+    """PyTorch is as it was before the test, whatever was refused in it (a millisecond)."""
+    before = process_state.now()
+    yield
+    assert process_state.changed(before, process_state.now()) == []
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import tvm
-import tvm_ffi
 
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of

@@ -12,10 +12,10 @@ import importlib.util
 import logging
 import os
 import sys
-import sysconfig
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, Final
 
@@ -220,9 +220,8 @@ def halves_folder() -> Path:
 
 def half_path(half: Half) -> Path:
     """The file of ``half`` for this Python, PyTorch and TVM; it need not exist."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
     short = half.name.rpartition(".")[2]
-    return halves_folder() / f"{short}-{digest_of_half(half.source)}{suffix}"
+    return halves_folder() / f"{short}-{digest_of_half(half.source)}{EXTENSION_SUFFIXES[0]}"
 
 
 def build_halves() -> list[HalfState]:

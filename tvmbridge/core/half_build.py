@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import uuid
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
@@ -79,7 +80,8 @@ def digest_of_half(source: Path) -> str:
         source.read_text(encoding="utf-8"),
         *_FLAGS,
         f"{sys.platform} {platform.machine()} {_c_library()}",
-        f"{sys.version} {sysconfig.get_config_var('SOABI')}",
+        # sysconfig's variables may be read by one thread at a time: others get None for them.
+        f"{sys.version} {EXTENSION_SUFFIXES[0]}",
         f"torch {torch.__version__} {torch.version.git_version}",
         f"tvm_ffi {tvm_ffi.__version__}",
     )

@@ -17,6 +17,7 @@ from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.torch_private import (
     DeviceContext,
     dispatch_mode_count,
+    dynamo_lock,
     function_mode_at,
     function_mode_count,
     generated_sources,
@@ -27,28 +28,22 @@ from tvmbridge.core.torch_private import (
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
+from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 # The class whose hook sees what a repeated call saves.
 _REPEATS = "_recomputation_hook"
-# The thread in which the bridge traces a module at this moment.
-_tracer: int | None = None
 
 
 @contextmanager
 def tracing_here() -> Iterator[None]:
     """Within it this thread traces, and no other one does; it may be entered again.
 
-    The flags that say that something is traced are PyTorch's, and of all threads.
+    Elsewhere ``torch.compiler.is_compiling()`` is false, though the flag is one for all threads.
     """
-    global _tracer
-    with compiling(), tensors_forgotten(), _failures_not_logged():
-        outer, _tracer = _tracer, threading.get_ident()
-        try:
-            yield
-        finally:
-            _tracer = outer
+    with compiling(), dynamo_left_out(), tensors_forgotten(), _failures_not_logged():
+        yield
 
 
 @contextmanager
@@ -71,7 +66,7 @@ def _failures_not_logged() -> Iterator[None]:
 
 def refused_now() -> str | None:
     """Why compiled code must not run in the current context; None if it may."""
-    if torch.compiler.is_compiling() and not _traced_elsewhere():
+    if torch.compiler.is_compiling() and not _captured_elsewhere():
         return "the module is being traced"
     if tracing_state():
         return "the module is being traced"
@@ -105,8 +100,13 @@ def _checkpoint_hook() -> object | None:
     return hooks[0]
 
 
-def _traced_elsewhere() -> bool:
-    return _tracer not in (None, threading.get_ident())
+def _captured_elsewhere() -> bool:
+    """Whether it is in another thread that something is compiled: TorchDynamo has the flag set."""
+    lock = dynamo_lock()
+    if not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return not torch.compiler.is_compiling()
 
 
 def _mode_refuses() -> str | None:

@@ -23,7 +23,7 @@ from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
 from tvmbridge.graph_capture.trace.exchanges import exchanges_written
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
-from tvmbridge.graph_capture.trace.standins import as_captured
+from tvmbridge.graph_capture.trace.standins import as_captured, transforms_ended
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,6 +73,7 @@ class TracedForward:
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
+            stack.enter_context(transforms_ended())
             if self.exported:
                 stack.enter_context(exchanges_written(self.module))
                 stack.enter_context(norms_put_back(self.module))

@@ -8,6 +8,8 @@ of the table. What takes long to import is a function here, called where it is n
 from __future__ import annotations
 
 import importlib
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ import torch._utils
 import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
+import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
 import torch.utils._pytree
@@ -39,6 +42,7 @@ functorch_utils = torch._functorch.utils
 # Operators and tensors
 DispatchKey = torch._C.DispatchKey
 OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
 registered_kernels = torch._C._dispatch_get_registrations_for_dispatch_key
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 core_aten_decompositions = torch._decomp.core_aten_decompositions
@@ -89,8 +93,17 @@ set_mkldnn_enabled = torch._C._set_mkldnn_enabled
 set_cudnn_enabled = torch._C._set_cudnn_enabled
 fp32_precision = torch._C._get_fp32_precision_getter
 is_compiling = torch._utils.is_compiling
+symbolic_tracing = torch.fx._symbolic_trace.is_fx_symbolic_tracing
 tracing_state = torch._C._get_tracing_state
+push_function_mode = torch._C._push_on_torch_function_stack
 innermost_transform = torch._C._functorch.peek_interpreter_stack
+is_in_transform = torch._C._functorch.is_functorch_wrapped_tensor
+out_of_transform = torch._C._functorch.get_unwrapped
+transform_depth = torch._C._functorch.get_dynamic_layer_stack_depth
+dispatch_keys_included = torch._C._dispatch_tls_local_include_set
+dispatch_keys_excluded = torch._C._dispatch_tls_local_exclude_set
+dispatch_keys_forced = torch._C._ForceDispatchKeyGuard
+end_transforms = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
 
 # Autograd
 InferenceMode = torch._C._InferenceMode
@@ -161,6 +174,36 @@ def graph_breaks() -> Counter[str]:
     for reason, count in (counters["graph_break"] | counters["unimplemented"]).items():
         found[reason.partition("\n")[0]] += count
     return found
+
+
+def dynamo_lock() -> Any:
+    """The lock that a thread holds while TorchDynamo captures in it."""
+    return _convert_frame().compile_lock
+
+
+def renew_dynamo_lock() -> None:
+    """In a forked process: no thread there holds the lock."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    if convert_frame is not None:
+        convert_frame.compile_lock = threading.RLock()  # type: ignore[attr-defined]
+
+
+def eval_frame() -> Any:
+    """The module by which TorchDynamo is called; PyTorch's tables of its functions are complete.
+
+    They are built when they are first needed, and kept: no function may be replaced then.
+    """
+    _convert_frame()
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    rules.get_torch_obj_rule_map()
+    torch.overrides.get_ignored_functions()
+    torch.overrides.get_testing_overrides()
+    torch.overrides.get_overridable_functions()
+    return importlib.import_module("torch._dynamo.eval_frame")
+
+
+def _convert_frame() -> Any:
+    return importlib.import_module("torch._dynamo.convert_frame")
 
 
 def captured_in() -> str:

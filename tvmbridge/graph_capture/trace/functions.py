@@ -18,6 +18,7 @@ from tvmbridge.graph_capture.trace import (  # noqa: F401
     opaque_ops,
     promotion,
     recurrent,
+    regions,
     rephrased,
 )
 from tvmbridge.graph_capture.trace.checkpoints import plain_checkpoints

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -76,6 +76,36 @@ def _called_over(
     return replacement(partial(before, genuine), *args, **kwargs)
 
 
+def code_of_stubs() -> tuple[CodeType, ...]:
+    """The code that runs in all threads in place of a patched function, before it is called."""
+    stub = _calling(_Installed(None, None))
+    return stub.__code__, _Installed.call.__code__
+
+
+@contextmanager
+def answers_here(*flags: Any) -> Iterator[None]:
+    """Within it calls of ``flags``, functions without arguments, are false in other threads.
+
+    They stay the functions that they are, under all the names that they have been imported by.
+    """
+    thread, genuine = threading.get_ident(), [flag.__code__ for flag in flags]
+
+    def answering(flag: FunctionType) -> Callable[[], bool]:
+        ask = FunctionType(flag.__code__, flag.__globals__)
+        return lambda: threading.get_ident() == thread and ask()
+
+    for flag in flags:
+        constants = (
+            answering(flag) if each == _ANSWERS else each for each in _answer.__code__.co_consts
+        )
+        flag.__code__ = _answer.__code__.replace(co_consts=tuple(constants))
+    try:
+        yield
+    finally:
+        for flag, code in zip(flags, genuine, strict=True):
+            flag.__code__ = code
+
+
 @contextmanager
 def forward_patched_here(
     module: nn.Module, kind: type[nn.Module], replacement: Callable[..., Any]
@@ -128,6 +158,22 @@ def table_patched_here(module: nn.Module) -> Iterator[None]:
         yield
 
 
+# Code has constants of its own, and the globals of the function that it is given to.
+_ANSWERS = "tvmbridge: the function that answers"
+
+
+def _answer() -> Any:
+    answers: Any = "tvmbridge: the function that answers"
+    return answers()
+
+
+def _calling(installed: _Installed) -> Callable[..., Any]:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        return installed.call(*args, **kwargs)
+
+    return stub
+
+
 def _install(owner: Any, name: str) -> _Installed:
     with _LOCK:
         installed = _INSTALLED.get((id(owner), name))
@@ -141,9 +187,7 @@ def _install(owner: Any, name: str) -> _Installed:
 
 
 def _stub(owner: Any, name: str, installed: _Installed) -> Any:
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        return installed.call(*args, **kwargs)
-
+    stub = _calling(installed)
     unbound = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
     return staticmethod(stub) if unbound and isinstance(owner, type) else stub
 

@@ -14,10 +14,18 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from tvmbridge.core.autocast import Autocast, under_autocast, without_autocast
 from tvmbridge.core.structure import map_tensors
-from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.torch_private import (
+    dispatch_keys_excluded,
+    dispatch_keys_forced,
+    dispatch_keys_included,
+    end_transforms,
+    pytree,
+    transform_depth,
+)
 from tvmbridge.graph_capture.trace.copies import faithful_copy, itself
 from tvmbridge.graph_capture.trace.generators import Generators
 from tvmbridge.graph_capture.trace.patches import patched_here
@@ -148,11 +156,33 @@ def run_apart(
     _exchange(module, copies)
     generators = Generators()
     try:
-        with torch.no_grad(), without_autocast(), under_autocast(autocast):
+        with (
+            transforms_ended(),
+            torch.no_grad(),
+            without_autocast(),
+            under_autocast(autocast),
+        ):
             module.forward(*args, **kwargs)
     finally:
         generators.restore()
         _exchange(module, {id(copy): own[key] for key, copy in copies.items()})
+
+
+@contextmanager
+def transforms_ended() -> Iterator[None]:
+    """Ends the function transforms that were begun within it, and not ended.
+
+    A graph of TorchDynamo begins and ends them by calls of their own, also where it raises.
+    """
+    depth, level = transform_depth(), forward_ad._current_level
+    include, exclude = dispatch_keys_included(), dispatch_keys_excluded()
+    with dispatch_keys_forced(include, exclude):
+        try:
+            yield
+        finally:
+            end_transforms(depth)
+            while forward_ad._current_level > level:
+                forward_ad.exit_dual_level()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

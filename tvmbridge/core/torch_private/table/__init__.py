@@ -14,6 +14,7 @@ from .guards import GUARDS
 from .imported import IMPORTED
 from .modes import MODES
 from .replaced import REPLACED
+from .transforms import TRANSFORMS
 
 __all__ = [
     "ATTRIBUTES",
@@ -24,6 +25,7 @@ __all__ = [
     "MODES",
     "REPLACED",
     "TABLE",
+    "TRANSFORMS",
     "PrivateName",
     "problem",
 ]
@@ -35,6 +37,7 @@ TABLE: tuple[PrivateName, ...] = (
     *MODES,
     *ATTRIBUTES,
     *REPLACED,
+    *TRANSFORMS,
     *GPU,
 )
 

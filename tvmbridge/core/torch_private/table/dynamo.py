@@ -50,4 +50,19 @@ DYNAMO = (
         "leaving a function to Python that Dynamo captures with other strides",
         lambda error: issubclass(error, Exception),
     ),
+    PrivateName(
+        "torch._dynamo.convert_frame.compile_lock",
+        "captures of TorchDynamo that wait for a trace",
+        has("acquire", "release"),
+    ),
+    PrivateName(
+        "torch._dynamo.trace_rules.get_torch_obj_rule_map",
+        "building TorchDynamo's tables before functions are replaced",
+        takes(),
+    ),
+    PrivateName(
+        "torch._dynamo.eval_frame",
+        "leaving TorchDynamo out of a trace",
+        has("set_eval_frame", "skip_code"),
+    ),
 )

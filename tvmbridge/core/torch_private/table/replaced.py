@@ -103,4 +103,14 @@ REPLACED = (
         "checkpoints that run once in a trace",
         takes(len, True),
     ),
+    PrivateName(
+        "torch._dynamo.eval_frame._callback_from_stance",
+        "leaving TorchDynamo out of a trace",
+        takes(None),
+    ),
+    PrivateName(
+        "torch.nn.attention.flex_attention._ordered_to_dense",
+        "block masks that forward makes",
+        takes(None, None, 1),
+    ),
 )

@@ -1,0 +1,139 @@
+"""PyTorch's state of the process and of this thread, to be compared before and after."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo  # replaces torch.manual_seed, once
+import torch.utils.checkpoint
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.nn.modules import activation, transformer
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tvmbridge.graph_capture.observe.settings import _SETTINGS as SETTINGS
+from tvmbridge.graph_capture.trace import patches
+
+# What a trace may patch, and where users find what it may patch.
+_OWNERS = (
+    torch,
+    torch.Tensor,
+    torch.autograd,
+    torch.compiler,
+    torch.overrides,
+    torch.random,
+    torch.utils.checkpoint,
+    torch._ops.HigherOrderOperator,
+    torch._subclasses.meta_utils.MetaTensorDescriber,
+    FakeTensorMode,
+    functional,
+    nn.Module,
+    nn.Parameter,
+    nn.TransformerEncoder,
+    activation,
+    transformer,
+    _BatchNorm,
+    saved_tensors_hooks,
+)
+# Their answers are of the thread that asks.
+_FLAGS = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_exporting,
+    torch.fx._symbolic_trace.is_fx_symbolic_tracing,
+)
+_dispatch, _functorch = torch._C, torch._C._functorch
+
+
+def now() -> dict[str, Any]:
+    """The state, by names; equal where nothing has changed."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return {
+        "dispatch modes": _dispatch._len_torch_dispatch_stack(),
+        "dispatch modes before dispatch": torch._ops._len_torch_dispatch_stack_pre_dispatch(),
+        "function modes": _dispatch._len_torch_function_stack(),
+        "keys included": _dispatch._dispatch_tls_local_include_set().raw_repr(),
+        "keys excluded": _dispatch._dispatch_tls_local_exclude_set().raw_repr(),
+        "transforms": _functorch.get_dynamic_layer_stack_depth(),
+        "forward-mode levels": forward_ad._current_level,
+        "hooks on saved tensors": hooks,
+        "jit traces": _dispatch._get_tracing_state(),
+        "fake mode": torch._guards.TracingContext.try_get(),
+        "flags": [(flag.__code__, flag()) for flag in _FLAGS],
+        "settings": [setting.get() for setting in SETTINGS],
+        "Dynamo's callback": get_eval_frame_callback(),
+        "functions": [dict(vars(owner)) for owner in _OWNERS],
+        "patches": dict(patches._INSTALLED),
+        "warnings": list(warnings.filters),
+        "log filters": list(logging.getLogger("torch._subclasses.fake_tensor").filters),
+        "garbage collection": gc.isenabled(),
+        "recursion limit": sys.getrecursionlimit(),
+    }
+
+
+def more() -> dict[str, Any]:
+    """State that takes longer to read, or that a compilation by torch.compile changes."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    codes = set(frames.input_codes.seen) if frames else set()  # type: ignore[attr-defined]
+    return {
+        "generator": torch.get_rng_state().tolist(),
+        "codes that Dynamo has seen": {id(reference()) for reference in codes},
+        "Dynamo's settings": _config("torch._dynamo.config"),
+        "functorch's settings": _config("torch._functorch.config"),
+    }
+
+
+def stubs_left() -> list[Any]:
+    """The functions that still stand for patched ones."""
+    gc.collect()
+    functions = (found for found in gc.get_objects() if type(found) is FunctionType)
+    return [found for found in functions if found.__qualname__.startswith("_calling.<locals>")]
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The names of what has changed, functions and settings one by one."""
+    names = [name for name, value in before.items() if not _same(value, after[name])]
+    if "functions" in names:
+        names.remove("functions")
+        names += [
+            f"{getattr(owner, '__name__', owner)}.{name}"
+            for owner, one, other in zip(
+                _OWNERS, before["functions"], after["functions"], strict=True
+            )
+            for name in one.keys() | other.keys()
+            if one.get(name) is not other.get(name)
+            if _is_function(other.get(name))
+        ]
+    if "settings" in names:
+        pairs = zip(SETTINGS, before["settings"], after["settings"], strict=True)
+        names += [setting.name for setting, one, other in pairs if one != other]
+    return names
+
+
+def _is_function(value: Any) -> bool:
+    """Whether it may be patched; TorchDynamo replaces two of nn.Module's once, for good."""
+    of_dynamo = str(getattr(value, "__module__", "")).startswith("torch._dynamo")
+    return isinstance(value, (Callable, staticmethod, classmethod)) and not of_dynamo
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+    return bool(one == other)
+
+
+def _config(name: str) -> Any:
+    module: Any = sys.modules.get(name)
+    return module and repr(sorted(module.get_config_copy().items()))

@@ -1,0 +1,99 @@
+"""Function transforms, dispatch keys, and operators whose operands are functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .checks import PrivateName, takes, within
+
+
+def _seen_in_vmap(ask: Any) -> tuple[Any, Any]:
+    """What ``ask`` says of a tensor that vmap wraps, and of one that it does not."""
+    seen: list[Any] = []
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        seen.append(ask(x))
+        return x
+
+    torch.func.vmap(called)(torch.ones(2))
+    return seen[0], ask(torch.ones(2)) if seen[0] is True else None
+
+
+def _counts(ask: Any) -> bool:
+    outside = ask()
+    return bool(_seen_in_vmap(lambda _: ask())[0] == outside + 1 and ask() == outside)
+
+
+def _ends(end: Any) -> bool:
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth
+    before = depth()
+    torch._C._functorch._vmap_increment_nesting(2, "error")
+    end(before)
+    return bool(depth() == before)
+
+
+def _pushes(push: Any) -> bool:
+    mode = torch.overrides.BaseTorchFunctionMode()
+    push(mode)
+    return torch._C._pop_torch_function_stack() is mode
+
+
+def _forces(guard: Any) -> bool:
+    include = torch._C._dispatch_tls_local_include_set
+    keys = include().raw_repr()
+    same = guard(include(), torch._C._dispatch_tls_local_exclude_set())
+    return bool(within(same, lambda: include().raw_repr() == keys))
+
+
+TRANSFORMS = (
+    PrivateName(
+        "torch._C._functorch.get_dynamic_layer_stack_depth",
+        "transforms that forward begins and does not end",
+        _counts,
+    ),
+    PrivateName(
+        "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth",
+        "ending transforms that forward has begun",
+        _ends,
+    ),
+    PrivateName(
+        "torch._C._functorch.is_functorch_wrapped_tensor",
+        "tensors within a function transform",
+        lambda ask: _seen_in_vmap(ask) == (True, False),
+    ),
+    PrivateName(
+        "torch._C._functorch.get_unwrapped",
+        "tensors within a function transform",
+        lambda ask: _seen_in_vmap(lambda x: tuple(ask(x).shape))[0] == (2,),
+    ),
+    PrivateName(
+        "torch._C._dispatch_tls_local_include_set",
+        "dispatch keys that forward leaves changed",
+        lambda ask: callable(ask().raw_repr),
+    ),
+    PrivateName(
+        "torch._C._dispatch_tls_local_exclude_set",
+        "dispatch keys that forward leaves changed",
+        lambda ask: callable(ask().raw_repr),
+    ),
+    PrivateName(
+        "torch._C._ForceDispatchKeyGuard", "dispatch keys that forward leaves changed", _forces
+    ),
+    PrivateName(
+        "torch._C._push_on_torch_function_stack",
+        "modes that are put aside while a region is traced",
+        _pushes,
+    ),
+    PrivateName(
+        "torch._ops.HigherOrderOperator",
+        "operators whose operands are functions",
+        lambda kind: isinstance(torch.ops.higher_order.cond, kind) and takes(1, 2)(kind.__call__),
+    ),
+    PrivateName(
+        "torch.fx._symbolic_trace.is_fx_symbolic_tracing",
+        "other threads, which trace nothing",
+        lambda ask: not ask(),
+    ),
+)

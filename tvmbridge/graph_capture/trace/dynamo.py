@@ -1,0 +1,47 @@
+"""TorchDynamo stays out of traces: what torch.compile has wrapped runs as it is written.
+
+TorchDynamo refuses a frame that it meets under the modes of a trace. PyTorch then never captures
+the code of that frame again, for no caller and until the process ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from tvmbridge.core.torch_private import eval_frame, symbolic_tracing
+from tvmbridge.graph_capture.trace.patches import answers_here, code_of_stubs, patched_here
+
+
+@contextmanager
+def dynamo_left_out() -> Iterator[None]:
+    """Within it TorchDynamo captures nothing in this thread.
+
+    Other threads run what torch.compile has made for them, and are told of no trace.
+    """
+    frames = eval_frame()
+    for code in code_of_stubs():
+        frames.skip_code(code)
+    # PyTorch 2.11 does not count frames. A count below 0 has ``fullgraph=True`` demand a capture.
+    count = getattr(frames, "set_fullgraph_compiled_frame_count", _uncounted)
+    with (
+        patched_here(frames, "_callback_from_stance", _no_callback),
+        answers_here(torch.compiler.is_compiling, torch.compiler.is_exporting, symbolic_tracing),
+    ):
+        callback, counted = frames.set_eval_frame(None), count(0)
+        try:
+            yield
+        finally:
+            count(counted)
+            frames.set_eval_frame(callback)
+
+
+def _no_callback(genuine: Any, callback: Any) -> None:
+    return None
+
+
+def _uncounted(count: int) -> int:
+    return count

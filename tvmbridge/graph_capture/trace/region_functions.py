@@ -1,0 +1,274 @@
+"""The functions that a higher-order operator calls, traced as graphs of their own.
+
+A graph is traced on fake tensors that no other trace knows. What the function reads beside its
+operands (weights, tensors of the scope around it) becomes further inputs of the graph.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import (
+    DisablePythonDispatcher,
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    disable_current_modes,
+    function_mode_count,
+    functorch_utils,
+    is_in_transform,
+    out_of_transform,
+    pop_function_mode,
+    push_function_mode,
+    pytree,
+    storage_key,
+)
+from tvmbridge.graph_capture.hoist import is_random
+from tvmbridge.graph_capture.trace.patches import patched_here
+from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, Layout, constants_of
+
+# The modes by which PyTorch notes calls in the program that it traces around.
+_OF_TRACES = ("torch.fx", "torch.export", "torch._export")
+# Operators that torch.library has registered: they are in the graph as they are.
+_BY_LIBRARY = "GeneratedBackwardFor_"
+# PyTorch's, for ``tensor[i]`` in a function of flex_attention: the gradient is that of indexing.
+_INDEXING = "ModIndex"
+
+
+class Captures:
+    """Tensors that functions of one operator read beside their operands, and fakes for them.
+
+    watched: whether the modes that watch forward watch the functions too.
+    """
+
+    def __init__(self, *, watched: bool = True) -> None:
+        self._watched = watched
+        self.mode = FakeTensorMode()
+        self.tensors: list[torch.Tensor] = []
+        self.fakes: list[torch.Tensor] = []
+        self.functions: list[TracedFunction] = []
+        self.places: dict[int, int] = {}
+        self._modes: list[Any] = []
+
+    def __enter__(self) -> Captures:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Graphs keep what traced them in circles, which would outlive the trace around it.
+        self.tensors, self.places = [], {}
+        for function in self.functions:
+            function.forget()
+
+    def fake_of(self, layout: Layout) -> torch.Tensor:
+        return layout.empty()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it operators run on fakes of this operator, and no trace sees them."""
+        modes = _taken_aside(0)
+        own = [m for m in modes if not isinstance(m, _Reads) and not _is_of_trace(m)]
+        self._modes = own if self._watched else []
+        try:
+            with disable_current_modes(), DisablePythonDispatcher(), self.mode:
+                yield
+        finally:
+            _put_back(modes)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Within it a function runs, watched by the modes that watch forward."""
+        count = function_mode_count()
+        _put_back(self._modes)
+        try:
+            yield
+        finally:
+            _taken_aside(count)
+
+    def place_of(self, tensor: torch.Tensor) -> int:
+        """The place of a tensor that no graph of this operator made."""
+        if id(tensor) not in self.places:
+            self.places[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.fakes.append(self.fake_of(Layout.of(tensor)))
+        return self.places[id(tensor)]
+
+
+class TracedFunction:
+    """A function of a higher-order operator, which is called with fake operands.
+
+    Its graphs are traced at its first call with operands of each layout.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], captures: Captures) -> None:
+        self.graphs: dict[tuple[Layout, ...], Graph] = {}
+        self._name = name
+        self._function = function
+        self._captures = captures
+        captures.functions.append(self)
+
+    def forget(self) -> None:
+        """Keep the graphs alone."""
+        del self._function
+
+    def __call__(self, *operands: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(operands)
+        if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            raise UnsupportedOperatorError(f"{self._name} carries a value that is no tensor")
+        layouts = tuple(map(Layout.of, leaves))
+        if layouts not in self.graphs:
+            self.graphs[layouts] = self._traced(layouts, structure)
+        graph = self.graphs[layouts]
+        return graph(leaves, [self._captures.fakes[i] for i in graph.captured])
+
+    def _traced(self, layouts: tuple[Layout, ...], structure: pytree.TreeSpec) -> Graph:
+        given = [self._captures.fake_of(layout) for layout in layouts]
+        reads = _Reads(self._captures, self._name, given)
+        with self._captures.calling(), _custom_functions_refused(self._name), reads:
+            results = self._function(*pytree.tree_unflatten(given, structure))
+        found, described = pytree.tree_flatten(results)
+        captured = tuple(reads.places)
+        fakes = [self._captures.fakes[i] for i in captured]
+        self._refuse_effects(found, [*given, *fakes])
+
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            own = dict(zip(captured, tensors[len(given) :], strict=True))
+            operands = pytree.tree_unflatten(list(tensors[: len(given)]), structure)
+            with _Reads(self._captures, self._name, tensors, own):
+                leaves = pytree.tree_leaves(self._function(*operands))
+            return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+        inputs = [self._captures.fake_of(Layout.of(t)) for t in (*given, *fakes)]
+        with self._captures.calling():
+            module = make_fx(run)(*inputs)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        self._refuse_operators(module)
+        leaves = [TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+        return Graph(module, captured, described, tuple(leaves))
+
+    def _refuse_effects(self, results: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+        """Refuse a function that writes into its inputs, or returns one tensor's memory twice."""
+        if any(t._version for t in inputs):
+            raise _refusal(self._name, "writes into a tensor from outside of it")
+        seen = {storage_key(t) for t in inputs}
+        for result in results:
+            if isinstance(result, torch.Tensor):
+                if storage_key(result) in seen:
+                    raise _refusal(
+                        self._name, "returns an operand, or two views of one tensor: clone it"
+                    )
+                seen.add(storage_key(result))
+                if result.requires_grad and not torch.is_grad_enabled():
+                    raise _refusal(self._name, "turns gradients on")
+            elif not (result is None or type(result) in (bool, int, float)):
+                raise _refusal(self._name, f"returns a {type(result).__name__}")
+
+    def _refuse_operators(self, module: fx.GraphModule) -> None:
+        for node in module.graph.nodes:
+            target = node.target
+            if isinstance(target, OpOverload) and is_random(target, node.args, node.kwargs):
+                raise _refusal(self._name, f"draws random numbers, by {target}")
+            if isinstance(target, HigherOrderOperator):
+                raise _refusal(self._name, f"calls {target}")
+        if any(isinstance(value, FakeTensor) for value in constants_of(module).values()):
+            raise _refusal(self._name, "keeps a tensor of its trace")
+
+
+class _Reads(TorchFunctionMode):
+    """Has a function find fakes, or inputs of its graph, for the tensors around it.
+
+    Args:
+        captures: the fakes.
+        name: the operator's.
+        given: the function's operands.
+        inputs: what stands for captured tensors by their places; None: the fakes.
+    """
+
+    def __init__(
+        self,
+        captures: Captures,
+        name: str,
+        given: Sequence[torch.Tensor],
+        inputs: dict[int, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.places: dict[int, None] = {}
+        self._captures = captures
+        self._name = name
+        self._inputs = inputs
+        self._records = torch.is_grad_enabled()
+        self._own = {id(t) for t in given}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._found, (args, kwargs or {}))
+        if self._records is torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        versions = [t._version for t in given]
+        results = func(*args, **kwargs)
+        if not self._records and torch.is_grad_enabled():
+            raise _refusal(self._name, "turns gradients on")
+        if versions != [t._version for t in given]:
+            raise _refusal(self._name, "writes into a tensor without gradients")
+        # The graph has no regions without gradients.
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
+
+    def _found(self, tensor: torch.Tensor) -> torch.Tensor:
+        innermost = tensor
+        while is_in_transform(innermost):
+            innermost = out_of_transform(innermost)
+        if isinstance(innermost, FakeTensor) and innermost.fake_mode is self._captures.mode:
+            return tensor
+        if self._inputs is not None:
+            # Besides what was read before there are constants, which a graph has itself.
+            return self._inputs.get(self._captures.places.get(id(tensor), -1), tensor)
+        place = self._captures.place_of(tensor)
+        self.places[place] = None
+        return self._captures.fakes[place]
+
+
+def _refusal(name: str, what: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(
+        f"a function that {name} calls {what}, which compiled code would not repeat there"
+    )
+
+
+def _is_of_trace(mode: Any) -> bool:
+    return type(mode).__module__.startswith(_OF_TRACES)
+
+
+def _taken_aside(count: int) -> list[Any]:
+    """Take function modes off the stack until it has ``count``; the outermost one comes first."""
+    return [pop_function_mode() for _ in range(function_mode_count() - count)][::-1]
+
+
+def _put_back(modes: Sequence[Any]) -> None:
+    for mode in modes:
+        push_function_mode(mode)
+
+
+@contextmanager
+def _custom_functions_refused(name: str) -> Iterator[None]:
+    """A graph has the operators of forward alone, and would lose a backward of its own."""
+    records = torch.is_grad_enabled()
+
+    def applied(unwrap: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # The patch's call and its stub stand between this function and Function.apply.
+        applying = getattr(sys._getframe(3).f_locals.get("cls"), "__name__", "unnamed")
+        known = applying.startswith(_BY_LIBRARY) or applying.endswith(_INDEXING)
+        if records and not known:
+            raise _refusal(name, f"applies the custom autograd function {applying}")
+        return unwrap(args)
+
+    with patched_here(functorch_utils, "unwrap_dead_wrappers", applied):
+        yield

@@ -1,0 +1,86 @@
+"""Graphs that stand for the functions of a higher-order operator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.errors import UnsupportedOperatorError
+from tvmbridge.core.torch_private import pytree
+
+# Stands for a tensor among the leaves of what a function returns.
+TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a graph takes for granted of a tensor: shape, strides, dtype, device, and whether its
+    gradient is wanted.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = field(default=False, compare=False)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        sizes = (*tensor.shape, *tensor.stride())
+        if tensor.layout is not torch.strided or any(type(size) is not int for size in sizes):
+            raise UnsupportedOperatorError(
+                "an operand of a higher-order operator has symbolic sizes, or no strides"
+            )
+        shape = tuple(tensor.shape)
+        strides = tuple(s if n > 1 else 1 for n, s in zip(shape, tensor.stride(), strict=True))
+        return cls(shape, strides, tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        if self.requires_grad and torch.is_grad_enabled():
+            made.requires_grad_()
+        return made
+
+    def fitted(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a copy of it with these strides."""
+        if Layout.of(tensor) == self:
+            return tensor
+        made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return made.copy_(tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A function as a graph: of the tensors among its operands, then of what else it reads.
+
+    ``structure`` and ``leaves`` describe what it returns: None stands for a tensor of the graph.
+    """
+
+    module: fx.GraphModule
+    captured: tuple[int, ...]
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    def __call__(self, operands: Sequence[torch.Tensor], captured: Sequence[torch.Tensor]) -> Any:
+        found = iter(self.module(*operands, *captured))
+        results = [next(found) if leaf is TENSOR else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(results, self.structure)
+
+    def content(self) -> list[Any]:
+        """What tells it from other graphs, as text and numbers."""
+        constants = [
+            (name, str(value.dtype), tuple(value.shape), value.tolist())
+            for name, value in sorted(constants_of(self.module).items())
+        ]
+        described = [str(self.structure), self.captured]
+        leaves = ["tensor" if leaf is TENSOR else repr(leaf) for leaf in self.leaves]
+        return [self.module.code, constants, described, leaves]
+
+
+def constants_of(module: fx.GraphModule) -> dict[str, Any]:
+    names = {str(node.target) for node in module.graph.find_nodes(op="get_attr")}
+    return {name: getattr(module, name) for name in names}
