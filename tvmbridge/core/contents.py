@@ -11,6 +11,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -39,10 +40,49 @@ _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(No
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
+@dataclass(frozen=True)
+class PartOf:
+    """What is expected of a plain object of which a part matters.
+
+    kind: its class.
+    attributes: the values that matter, by name; MISSING where it has none.
+    asks: its class decides itself what an attribute is; otherwise the object's dict does.
+
+    Example: of ``config``, whose ``act`` alone was read: ``PartOf(Config, {"act": "relu"})``.
+    """
+
+    kind: type
+    attributes: dict[str, Any]
+    asks: bool = False
+
+    def found(self, value: Any, name: str) -> Any:
+        """What ``value``, an object of this kind, has under ``name``."""
+        if not self.asks:
+            return vars(value).get(name, MISSING)
+        try:
+            found = getattr(value, name, MISSING)
+        except Exception as error:  # of the class of ``value``: any
+            return type(error)
+        own_method = isinstance(found, types.MethodType) and found.__self__ is value
+        return found.__func__ if own_method else found
+
+    def fits(self, value: Any, depth: int = DEPTH) -> bool:
+        """Whether ``value`` has what is expected."""
+        return type(value) is self.kind and all(
+            same_value(self.found(value, name), expected, depth - 1)
+            for name, expected in self.attributes.items()
+        )
+
+
 def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
-    """Whether two attributes mean the same to forward: equal in value, type and sign of zero."""
+    """Whether two attributes mean the same to forward: equal in value, type and sign of zero.
+
+    ``b``, or what it holds, may be a :class:`PartOf` what is expected of ``a``.
+    """
     if a is b:
         return True
+    if type(b) is PartOf and type(a) is not PartOf:
+        return b.fits(a, depth)
     if type(a) is not type(b):
         return False
     if isinstance(a, float):

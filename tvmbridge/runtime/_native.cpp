@@ -82,8 +82,17 @@ bool is_plain(PyObject *object) {
 
 // Watch ------------------------------------------------------------------------------------------
 
+// The places of one dictionary: its entries that matter, or a function that looks at all of them.
+struct Part {
+    PyObject *dict;     // borrowed from `places` or `asked`
+    PyObject *function; // borrowed from `asked`, or null
+    Py_ssize_t begin, end;
+    uint64_t version; // of the last time that they were as they should be
+};
+
 struct Watched {
     std::vector<uint64_t> versions;
+    std::vector<Part> parts;
     std::vector<PyTypeObject *> types;
     std::vector<Properties> tensors;
     std::vector<uintptr_t> addresses;
@@ -96,6 +105,7 @@ struct Watch {
     PyObject *tensors;
     PyObject *places;    // tuple of (dict, key, value)
     PyObject *functions; // tuple of (function, code, defaults or None)
+    PyObject *asked;     // tuple of (dict, function that says whether it is as it should be, None)
     PyObject *missing;   // stands for no value at a place
     Watched *watched;
 };
@@ -106,6 +116,7 @@ int watch_traverse(Watch *self, visitproc visit, void *arg) {
     Py_VISIT(self->tensors);
     Py_VISIT(self->places);
     Py_VISIT(self->functions);
+    Py_VISIT(self->asked);
     Py_VISIT(self->missing);
     return 0;
 }
@@ -116,6 +127,7 @@ int watch_clear(Watch *self) {
     Py_CLEAR(self->tensors);
     Py_CLEAR(self->places);
     Py_CLEAR(self->functions);
+    Py_CLEAR(self->asked);
     Py_CLEAR(self->missing);
     return 0;
 }
@@ -156,13 +168,50 @@ bool function_holds(PyObject *item) {
            (defaults == nullptr ? Py_None : defaults) == PyTuple_GET_ITEM(item, 2);
 }
 
+// Places of one dictionary that follow each other are one part.
+void find_parts(Watch *self) {
+    std::vector<Part> &parts = self->watched->parts;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++) {
+        PyObject *dict = PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->places, i), 0);
+        if (parts.empty() || parts.back().dict != dict)
+            parts.push_back({dict, nullptr, i, i, version_of(dict)});
+        parts.back().end = i + 1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->asked); i++) {
+        PyObject *item = PyTuple_GET_ITEM(self->asked, i);
+        PyObject *dict = PyTuple_GET_ITEM(item, 0);
+        parts.push_back({dict, PyTuple_GET_ITEM(item, 1), 0, 0, version_of(dict)});
+    }
+}
+
+// Looks at the entries where the dictionary has changed; what else it holds does not matter.
+bool part_holds(const Watch *self, Part &part) {
+    uint64_t version = version_of(part.dict);
+    if (version == part.version)
+        return true;
+    for (Py_ssize_t i = part.begin; i < part.end; i++)
+        if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
+            return false;
+    if (part.function != nullptr) {
+        PyObject *answer = PyObject_CallNoArgs(part.function);
+        bool holds = answer == Py_True;
+        Py_XDECREF(answer);
+        PyErr_Clear();
+        if (!holds)
+            return false;
+    }
+    part.version = version;
+    return true;
+}
+
 PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    PyObject *dicts, *objects, *tensors, *places, *functions, *missing;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
+    PyObject *dicts, *objects, *tensors, *places, *functions, *asked, *missing;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
                           &PyTuple_Type, &tensors, &PyTuple_Type, &places, &PyTuple_Type,
-                          &functions, &missing))
+                          &functions, &PyTuple_Type, &asked, &missing))
         return nullptr;
-    if (!all_triples(places, &PyDict_Type) || !all_triples(functions, &PyFunction_Type))
+    if (!all_triples(places, &PyDict_Type) || !all_triples(functions, &PyFunction_Type) ||
+        !all_triples(asked, &PyDict_Type))
         return nullptr;
     auto *self = reinterpret_cast<Watch *>(type->tp_alloc(type, 0));
     if (self == nullptr)
@@ -172,6 +221,7 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
     self->tensors = Py_NewRef(tensors);
     self->places = Py_NewRef(places);
     self->functions = Py_NewRef(functions);
+    self->asked = Py_NewRef(asked);
     self->missing = Py_NewRef(missing);
     self->watched = new Watched();
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(dicts); i++) {
@@ -195,13 +245,14 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
         self->watched->tensors.emplace_back(tensor, impl);
         self->watched->addresses.push_back(address_of(impl));
     }
+    find_parts(self);
     return reinterpret_cast<PyObject *>(self);
 }
 
 PyObject *watch_unchanged(Watch *self, PyObject *) {
     // Without branches, so that the loads, most of which miss the cache, overlap.
     uint64_t changed = 0;
-    const Watched &before = *self->watched;
+    Watched &before = *self->watched;
     PyObject **items = reinterpret_cast<PyTupleObject *>(self->dicts)->ob_item;
     for (size_t i = 0; i < before.versions.size(); i++)
         changed |= version_of(items[i]) ^ before.versions[i];
@@ -210,8 +261,8 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
         changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
     if (changed)
         Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++)
-        if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
+    for (Part &part : before.parts)
+        if (!part_holds(self, part))
             Py_RETURN_FALSE;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->functions); i++)
         if (!function_holds(PyTuple_GET_ITEM(self->functions, i)))
@@ -329,7 +380,7 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void) {
     WatchType.tp_name = "tvmbridge.runtime._native.Watch";
-    WatchType.tp_doc = "Watch(dicts, objects, tensors, places, functions, missing)\n--\n\n"
+    WatchType.tp_doc = "Watch(dicts, objects, tensors, places, functions, asked, missing)\n--\n\n"
                        "Remembers what they are.";
     WatchType.tp_basicsize = sizeof(Watch);
     WatchType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;

@@ -6,7 +6,7 @@ reads are recorded while forward is traced; ``runtime/guards`` compare the value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from tvmbridge.core.contents import MISSING, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.observe.foreign import ForeignModules
+from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
@@ -104,10 +105,13 @@ def values_assigned(
     return values
 
 
-def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+def values_read(
+    module: nn.Module, reads: set[tuple[str, str]], objects: ObjectReads
+) -> dict[tuple[str, str], Any]:
     """The attributes of ``reads`` that are data, with their values; MISSING: there is none.
 
-    Tensors are left out: they are inputs of the compiled code, or constants that are watched.
+    Tensors are left out: they are inputs of the compiled code, or constants that are watched. Of
+    objects there is what ``objects`` has recorded.
     """
     values: dict[tuple[str, str], Any] = {}
     for name, attribute in reads:
@@ -119,5 +123,22 @@ def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[st
         held = owner.__dict__.get(attribute, MISSING)
         value = own_names(owner) if attribute == "__dict__" else held
         if not isinstance(value, torch.Tensor):
-            values[name, attribute] = value
+            values[name, attribute] = objects.narrowed(value, value)
+    return values
+
+
+def values_in_place(
+    module: nn.Module,
+    written: Iterable[tuple[str, str]],
+    objects: ObjectReads,
+    before: nn.Module,
+) -> dict[tuple[str, str], Any]:
+    """As :func:`values_read`, of attributes that forward has ``written`` since ``before``.
+
+    Of objects there is what it has changed as well.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    for (name, attribute), value in values_read(module, set(written), NO_READS).items():
+        earlier = before.get_submodule(name).__dict__.get(attribute, MISSING)
+        values[name, attribute] = objects.narrowed(value, value, earlier)
     return values

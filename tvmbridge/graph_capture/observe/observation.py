@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,6 +40,7 @@ from tvmbridge.graph_capture.observe.attributes import (
 from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
 from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, is_tagged, laid_out
 from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
+from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.trace.answers import small_buffers
@@ -65,7 +66,8 @@ class Observation:
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
-    ``strides`` are those of what it returns, as of ``dense_strides``.
+    ``strides`` are those of what it returns, as of ``dense_strides``. ``objects``: what it read of
+    plain objects.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -84,6 +86,7 @@ class Observation:
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
     normed: tuple[str, ...] = ()
+    objects: ObjectReads = NO_READS
 
 
 def observe(
@@ -106,7 +109,8 @@ def observe(
         is_compiling: whether forward is told that it is traced.
         autocast: under which it runs.
     """
-    made, handled, outside = leaks.Made(), sys.exc_info()[1], OutsideReads(module)
+    made, handled, objects = leaks.Made(), sys.exc_info()[1], ObjectReads()
+    outside = OutsideReads(module, objects)
     with leaks.collections_put_off():
         try:
             with leaks.saved_without_circles():
@@ -118,7 +122,8 @@ def observe(
                     differentiated=needs_grad,
                     autocast=autocast,
                 )
-                run = partial(_observe, module, needs_grad, made, outside, within, forward)
+                watches = _Watches(made, outside, objects)
+                run = partial(_observe, module, needs_grad, watches, within, forward)
                 seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
@@ -133,6 +138,14 @@ def observe(
         return replace(seen, kept=kept)
 
 
+class _Watches(NamedTuple):
+    """What watches forward from before its fakes are made until after they are gone."""
+
+    made: leaks.Made
+    outside: OutsideReads
+    objects: ObjectReads
+
+
 class _Run:
     """One run of a forward on fakes, made in the modes that it runs in, and what watches it."""
 
@@ -142,9 +155,10 @@ class _Run:
         fakes: Fakes,
         foreign_modules: ForeignModules,
         forward: TracedForward,
-        outside: OutsideReads,
+        watches: _Watches,
     ) -> None:
-        self.outside = outside
+        self.outside = watches.outside
+        self._watches = watches
         self.foreign = ForeignTensors(fakes.beside)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
@@ -157,9 +171,7 @@ class _Run:
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
-    def run(
-        self, made: leaks.Made, within: Iterable[AbstractContextManager[Any]]
-    ) -> pytree.TreeSpec:
+    def run(self, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
         """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         held = self._fakes.held.values()
@@ -167,11 +179,12 @@ class _Run:
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
         with (
-            made,
+            self._watches.made,
             self.foreign,
             self.views,
             self.questions,
             self._foreign_modules.noticing_new_ones(),
+            self._watches.objects.recording(self._module),
             self.outside.collecting(),
             settings_kept() as settings,
             ExitStack() as further,
@@ -234,8 +247,7 @@ class _Run:
 def _observe(
     module: nn.Module,
     needs_grad: bool,
-    made: leaks.Made,
-    outside: OutsideReads,
+    watches: _Watches,
     within: Iterable[AbstractContextManager[Any]],
     traced: Callable[..., TracedForward],
     fakes: Fakes,
@@ -253,8 +265,8 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, traced(values=buffers), outside)
-        structure = run.run(made, within)
+        run = _Run(module, fakes, others, traced(values=buffers), watches)
+        structure = run.run(within)
         weights = normed_weights(module)
         read = set(reads)
         held = tensors_of(module, remove_duplicate=True)
@@ -274,7 +286,7 @@ def _observe(
         sharing = with_exchanged(sharing, rebound.keys(), run.given(), after)
         strides = tuple(map(dense_strides, run.results))
         exchanged = {name: dense_strides(after[name]) for name in rebound}
-    values = values_read(module, read)
+    values = values_read(module, read, watches.objects)
     return Observation(
         values=values,
         assigned=assigned,
@@ -291,6 +303,7 @@ def _observe(
         asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
         normed=normed,
+        objects=watches.objects,
     )
 
 

@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -29,6 +30,7 @@ from tvmbridge.graph_capture.observe.executed import Executed, executed_function
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
 from tvmbridge.graph_capture.observe.names import Names
+from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Source,
     below,
@@ -49,6 +51,8 @@ _ABOUT_COMPILERS = (
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
 # They may look up by a name that is computed.
 _SEARCHING = frozenset({"getattr", "vars", "__dict__"})
+# They look attributes up past what the class of an object says.
+_PAST_CLASSES = frozenset({"__getattribute__", "getattr_static"})
 # Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 
@@ -59,9 +63,10 @@ class OutsideReads:
     ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
+        self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
         self._names: frozenset[str] = _UNNAMED
@@ -89,10 +94,16 @@ class OutsideReads:
 
     def collecting(self) -> AbstractContextManager[None]:
         """Within it functions that run in this thread are looked at before they do."""
-        return executed_functions(self._note)
+        return executed_functions(self._note_function)
+
+    def _note_function(self, executed: Executed) -> None:
+        with self._objects.paused():
+            self._note(executed)
 
     def _note(self, executed: Executed) -> None:
         names = executed.names
+        if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
+            self._objects.blind = True
         if names.asks_identity:
             self.asks.add(Question.IDENTITY)
         same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
@@ -150,6 +161,8 @@ class OutsideReads:
         if found and any(source.owner is backend for backend in _EXCHANGED):
             self.complaints.append(f"reads {source.label} (which a trace exchanges)")
         self._keep(defaults(value))
+        if not all(each.itself for each in found):
+            self._objects.follow(value)
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches[id(value)] = value, value.cache_info().misses
             self._note_cached(value.__wrapped__)
@@ -192,7 +205,14 @@ class OutsideReads:
     def values(self) -> tuple[OutsideValue, ...]:
         """What was collected, as it was before it was read."""
         codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
-        return (*self._values.values(), codes)
+        return (*(self._narrowed(value) for value in self._values.values()), codes)
+
+    def _narrowed(self, value: OutsideValue) -> OutsideValue:
+        """``value``, without what nobody has read of it."""
+        source = self._sources.get(value.key)
+        if source is None or value.itself:
+            return value
+        return replace(value, expected=self._objects.narrowed(source.value, value.expected))
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was found; generators of random numbers are put back."""

@@ -18,7 +18,7 @@ from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.contents import same_value
 from tvmbridge.core.errors import BridgeError, CaptureError, NotApartError
 from tvmbridge.graph_capture.dependence import DependenceError
-from tvmbridge.graph_capture.observe.attributes import values_read
+from tvmbridge.graph_capture.observe.attributes import values_in_place
 from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
 from tvmbridge.graph_capture.observe.foreign import refuse_foreign
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
@@ -100,7 +100,8 @@ def staged(
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
             # What it wrote must be in place at a call, although it may never read it.
-            in_place = values_read(actor, {_split(name) for name in seen.writes})
+            written = map(_split, seen.writes)
+            in_place = values_in_place(actor, written, again.objects, module)
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
         raise CaptureError(f"{error}, at {user_line(error) or 'an unknown line'}") from error

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -129,8 +129,17 @@ def _stub(owner: Any, name: str, installed: _Installed) -> Any:
     def stub(*args: Any, **kwargs: Any) -> Any:
         return installed.call(*args, **kwargs)
 
+    stub.__dict__["installed"] = installed
     unbound = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
     return staticmethod(stub) if unbound and isinstance(owner, type) else stub
+
+
+def unpatched(value: Any, default: Any) -> Any:
+    """What the owner of ``value`` holds itself: ``default`` where a patch alone stands there."""
+    installed = getattr(value, "installed", None) if type(value) is FunctionType else None
+    if not isinstance(installed, _Installed):
+        return value
+    return default if installed.own is None else installed.own
 
 
 def _release(owner: Any, name: str, installed: _Installed) -> None:

@@ -26,8 +26,11 @@ from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, struct
 from tvmbridge.runtime.guards.forwards import stands_for
 from tvmbridge.runtime.guards.kinds import KindGuard
 from tvmbridge.runtime.guards.values import ValueGuard
+from tvmbridge.runtime.guards.watch import Place
 
 _HELD = ("_parameters", "_buffers", "_modules")
+# What a module's own dictionary holds of its structure.
+_STRUCTURE = (*_HELD, *HOOKS, "training", "forward")
 _REHOOKED = "the hooks of a submodule changed"
 
 
@@ -170,13 +173,18 @@ class ModuleState:
             attributes[name] = value
 
     def watched_dicts(self) -> list[dict[Any, Any]]:
-        """The dictionaries in which everything is found that is compared here, but for values."""
-        return [
-            *(m.__dict__ for m in self._members),
-            *self._dicts,
-            *self._hooks,
-            *(place for place, *_ in self._entries),
-        ]
+        """The dictionaries that are compared here as a whole."""
+        own = {id(m.__dict__) for m in self._members}
+        places = (place for place, *_ in self._entries if id(place) not in own)
+        return [*self._dicts, *self._hooks, *places]
+
+    def watched_places(self) -> list[Place]:
+        """What is compared here of the modules' own dictionaries, but for values."""
+        own = {id(m.__dict__): m.__dict__ for m in self._members}
+        named = [(held, name) for held in own.values() for name in _STRUCTURE]
+        named += [place for place in self._found.values() if id(place[0]) in own]
+        named += [(place, key) for place, key, *_ in self._entries if id(place) in own]
+        return [(held, name, held.get(name, MISSING)) for held, name in named]
 
     @property
     def members(self) -> list[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy
@@ -15,6 +16,7 @@ from tvmbridge.core.contents import (
     CONTAINERS,
     DEPTH,
     MISSING,
+    PartOf,
     attributes_of,
     contents,
     is_constant,
@@ -25,6 +27,7 @@ from tvmbridge.core.contents import (
 )
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.runtime.guards.watch import Asked, Place
 
 
 class _Names:
@@ -67,9 +70,9 @@ class _Watched:
         self.name = name
         self.label = label
         self.expected = expected
-        # The value at the last full comparison, and the containers in it.
+        # The value at the last full comparison; the containers in it, with what is expected.
         self.last: Any = self
-        self.held: list[Any] = []
+        self.held: list[tuple[Any, Any]] = []
 
     def changed(self) -> bool:
         """A full comparison; remembers the signs if nothing that matters changed."""
@@ -80,7 +83,7 @@ class _Watched:
         if not same_value(value, self.expected):
             return True
         self.held = []
-        self._hold(value, DEPTH)
+        self._hold(value, self.expected, DEPTH)
         self.last = value
         return False
 
@@ -100,14 +103,21 @@ class _Watched:
         # A class is its own copy.
         return _Watched(memo.get(id(self.owner), self.owner), self.name, self.label, expected)
 
-    def _hold(self, value: Any, depth: int) -> None:
+    def _hold(self, value: Any, expected: Any, depth: int) -> None:
+        if depth == 0:
+            return
+        if isinstance(expected, PartOf):
+            self.held.append((value, expected))
+            for name, each in expected.attributes.items():
+                self._hold(expected.found(value, name), each, depth - 1)
+            return
         held = state_of(value)
-        if depth == 0 or held is None or not (held or may_grow(value)):
+        if held is None or not (held or may_grow(value)):
             return
         if not isinstance(value, tuple | frozenset):
-            self.held.append(value)
-        for item in held:
-            self._hold(item, depth - 1)
+            self.held.append((value, None))
+        for item, each in zip(held, state_of(expected) or [], strict=False):
+            self._hold(item, each, depth - 1)
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
@@ -155,14 +165,61 @@ class _Container:
         return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
 
 
-Holding = _Container
+class _Part:
+    """A plain object of which a part matters, and that part: the same objects under the names?"""
+
+    def __init__(self, value: Any, part: PartOf) -> None:
+        self.value = value
+        self.watched: list[_Watched] = []
+        self.part = part
+        self._found: dict[str, Any] = {}
+        self.add(part)
+
+    def add(self, part: PartOf) -> None:
+        """Look at the attributes of ``part`` too, another part of the same object."""
+        self._found.update((n, part.found(self.value, n)) for n in part.attributes)
+
+    def places(self) -> list[Place]:
+        """The entries of its dictionary that matter, where they are what its class reads."""
+        return [(vars(self.value), name, value) for name, value in self._found.items()]
+
+    def changed(self) -> bool:
+        return type(self.value) is not self.part.kind or not all(
+            _is_still(self.part.found(self.value, name), then) for name, then in self._found.items()
+        )
+
+    def holds(self) -> bool:
+        """Whether it is as it was."""
+        return not self.changed()
+
+
+def _is_still(now: Any, then: Any) -> bool:
+    """Whether a value is the same object, or the same constant made anew."""
+    return now is then or (is_constant(then) and same_value(now, then))
+
+
 # Where a value is looked up, its name, and the object that it was.
 Slot: TypeAlias = tuple[Any, str, Any]
 
 
-def _dict_of(holder: Any) -> Any:
-    """The dictionary that tells all that ``holder`` does."""
-    return holder.owner.__dict__ if isinstance(holder, _Names) else holder
+@dataclass(frozen=True)
+class Beyond:
+    """What a fast guard looks at beside the dictionaries that it watches anyway.
+
+    dicts: further dictionaries, as a whole.
+    places: entries of dictionaries of which others do not matter.
+    slots: places to be compared by identity at each call.
+    containers: what has no dictionary of its own.
+    asked: dictionaries, with functions that say whether what matters in them has changed.
+    objects: whose class must be what it is.
+    """
+
+    dicts: list[dict[Any, Any]]
+    places: list[Place]
+    slots: list[Slot]
+    containers: list[_Container]
+    asked: list[Asked]
+    objects: list[Any]
 
 
 def _reader(value: Any) -> Callable[[Any], Any]:
@@ -232,27 +289,37 @@ class ValueGuard:
             watched.changed()
         self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
         containers: dict[int, _Container] = {}
+        parts: dict[int, _Part] = {}
         for watched in self._watched:
-            for value in watched.held:
+            for value, part in watched.held:
                 # One configuration is often an attribute of many submodules.
-                containers.setdefault(id(value), _Container(value)).watched.append(watched)
+                if part is None:
+                    containers.setdefault(id(value), _Container(value)).watched.append(watched)
+                    continue
+                held = parts.setdefault(id(value), _Part(value, part))
+                held.add(part)
+                held.watched.append(watched)
         self._containers = list(containers.values())
+        self._parts = list(parts.values())
 
-    def beyond(self, watched: Collection[int]) -> tuple[list[Any], list[Slot], list[Holding]]:
-        """What must be looked at where the dictionaries with the ids ``watched`` did not change.
-
-        Returns:
-            further dictionaries to be watched, the places to be compared by identity at each call,
-            and the containers that have no dictionary of their own.
-        """
-        slots = [(h, n, v) for h, n, v, _ in self._slots if id(_dict_of(h)) not in watched]
+    def beyond(self, watched: Collection[int]) -> Beyond:
+        """What must be looked at where the dictionaries with the ids ``watched`` did not change."""
+        slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
+        names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
-        return dicts, slots, [c for c in self._containers if c.dictionary is None]
+        return Beyond(
+            dicts=[*names, *dicts],
+            places=[place for p in self._parts if not p.part.asks for place in p.places()],
+            slots=[slot for slot in slots if not isinstance(slot[0], _Names)],
+            containers=[c for c in self._containers if c.dictionary is None],
+            asked=[(vars(p.value), p.holds, None) for p in self._parts if p.part.asks],
+            objects=[p.value for p in self._parts],
+        )
 
     def changed(self) -> str | None:
         """What has another value now, by its name; None: nothing."""
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        for container in self._containers:
+        for container in (*self._containers, *self._parts):
             if container.changed():
                 suspects += container.watched
         if not suspects:
