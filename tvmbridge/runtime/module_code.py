@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import forward_of_class
 from tvmbridge.runtime.guards.mode import Mode, flags_of
-from tvmbridge.runtime.guards.signature import Matched, Signature, nearest
+from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
 from tvmbridge.runtime.specialization import Specialization
 
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 # fewer, since each of its values is a signature.
 _MOST_AT_CALLS = 4
 _MOST_VALUES = 2
+# So often calls may have compiled because the module is otherwise, for one reason.
+_MOST_STATES = 8
 
 _IN_TRAINING = "the weights are frozen, and the module is in train mode"
 _NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
@@ -68,6 +71,8 @@ class ModuleCode:
             module, own, target, options, self.packing, background=self.background
         )
         self.dropped = 0
+        # Compilations because the module is otherwise than it was, by the reason.
+        self._outgrown: Counter[str] = Counter()
         self._retired_calls = 0
         # Those that are asked before any full guard, with a guard of their own.
         self.fast_paths: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
@@ -246,6 +251,29 @@ class ModuleCode:
         sizes = other.any_size
         self.any_size = None if sizes is None else sizes.renewed(self.compiler, self._retire)
 
+    def _may_specialize(
+        self,
+        outgrown: CompiledEntry | None,
+        why: str | Mismatch | None,
+        misfits: Sequence[Mismatch],
+    ) -> bool:
+        """Whether a call may add a specialisation: it fits no signature, for these reasons, or the
+        module has ``outgrown`` the code, because of ``why``.
+        """
+        if not self.compiles_signatures:
+            return False
+        if outgrown is None:
+            return not isinstance(why, str) and self._has_room(misfits)
+        if self.options.freeze or not isinstance(why, str):
+            return False
+        by_number = outgrown.state.outgrown()
+        if by_number is None:
+            return False
+        most = _MOST_VALUES if by_number else _MOST_STATES
+        with self._counting:
+            self._outgrown[why] += 1
+            return self._outgrown[why] <= most
+
     def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
         """Whether a call that fits no signature, for these reasons, may add one."""
         most = min(_MOST_AT_CALLS, self.options.max_specializations)
@@ -256,9 +284,10 @@ class ModuleCode:
         known: tuple[Specialization, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        misfits: Sequence[Mismatch],
+        why: str | Mismatch | None,
     ) -> str | Mismatch | None:
-        """Add a specialisation for the arguments of this call, beside those ``known`` to it.
+        """Add a specialisation for the arguments of this call, beside those ``known`` to it, which
+        do not serve it because of ``why``.
 
         It is there when the call is looked at again, with code or the reason why it has none.
 
@@ -277,9 +306,9 @@ class ModuleCode:
             mode = self._mode(specialization, matched.leaves)
             if isinstance(mode, str):
                 return mode
-            misfit = nearest(misfits)
-            why = "the first" if misfit is None else misfit.detail or misfit.reason
-            found = self._compiled(specialization, mode, matched, why)
+            if isinstance(why, Mismatch):
+                why = why.detail or why.reason
+            found = self._compiled(specialization, mode, matched, why or "the first")
             if isinstance(found, str) and found != COMPILING and not specialization.failures:
                 return found
             self.add(specialization)

@@ -132,7 +132,7 @@ class OutsideReads:
             space, label = vars(value), source.label
             if looked_up & _SEARCHING:
                 looked_up |= space.keys()
-            absent = names.strings - space.keys()
+            absent = {n for n in names.strings - space.keys() if not n.startswith("__")}
             found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in absent]
         else:
             found = []
@@ -222,11 +222,10 @@ class OutsideReads:
         return tuple(dict.fromkeys(changed))
 
     def _added(self) -> Iterator[tuple[Source, str]]:
-        """The names that namespaces have and had not, but for those of submodules."""
+        """The names that namespaces have and had not, but for what is imported when asked for."""
         for source, names in self._namespaces.values():
             for name, value in list(vars(source.value).items()):
-                special = name.startswith("__") or isinstance(value, types.ModuleType)
-                if name not in names and not special:
+                if name not in names and not (name.startswith("__") or _is_imported(source, value)):
                     yield source, name
 
     def remove_fakes(self) -> None:
@@ -250,6 +249,19 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from _codes_within(constant)
+
+
+def _is_imported(source: Source, value: Any) -> bool:
+    """Whether ``value`` has come to ``source`` because a module was imported.
+
+    A package may have what its modules define once somebody asks for it.
+    """
+    if isinstance(value, types.ModuleType):
+        return True
+    defined = isinstance(value, type | types.FunctionType)
+    package = f"{getattr(source.value, '__name__', '')}."
+    in_package = isinstance(source.value, types.ModuleType) and defined
+    return in_package and str(value.__module__).startswith(package)
 
 
 def _has_changed(found: OutsideValue) -> bool:

@@ -31,6 +31,7 @@ from tvmbridge.runtime.guards.watch import Place
 _HELD = ("_parameters", "_buffers", "_modules")
 # What a module's own dictionary holds of its structure.
 _STRUCTURE = (*_HELD, *HOOKS, "training", "forward")
+_WRITTEN = "a tensor that forward has as a constant was written"
 _REHOOKED = "the hooks of a submodule changed"
 
 
@@ -266,7 +267,7 @@ class ModuleState:
                 return "tied parameters were untied"
         for constant, signs, requires_grad in self._constants:
             if _written(constant) != signs:
-                return "a tensor that forward has as a constant was written"
+                return _WRITTEN
             if check_grad and constant.requires_grad is not requires_grad:
                 return "requires_grad of a tensor that forward has as a constant changed"
         value = self.value_changed()
@@ -275,6 +276,15 @@ class ModuleState:
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
         return self._values.changed() or self._answers.changed(self.tensor)
+
+    def outgrown(self) -> bool | None:
+        """Whether the module is otherwise than the code was compiled for because of a number, or of
+        a constant tensor, each value of which asks for other code. None: it is not otherwise.
+        """
+        reason = self.changed(self.tensors(), check_grad=True)
+        if reason is None:
+            return None
+        return reason == _WRITTEN or self._values.is_number_changed()
 
     def is_otherwise(self) -> bool:
         """Whether what forward reads, tensors too, is not of the kind that it was captured with."""

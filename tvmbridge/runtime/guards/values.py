@@ -87,6 +87,11 @@ class _Watched:
         self.last = value
         return False
 
+    def is_number(self) -> bool:
+        """Whether it is a number and was one."""
+        now = self.holder.get(self.name, MISSING)
+        return type(now) in (int, float) and type(self.expected) in (int, float)
+
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
         """The same of a deep copy of the module, found through the copy's ``memo``."""
         if self.owner is None:
@@ -329,3 +334,7 @@ class ValueGuard:
                 return watched.label
         self._refresh()
         return None
+
+    def is_number_changed(self) -> bool:
+        """Whether a number is another one now."""
+        return any(w.is_number() and w.changed() for w in self._watched)
