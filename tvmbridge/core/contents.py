@@ -20,6 +20,8 @@ from torch import nn
 
 # No value at all.
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
+# Stands, where a value is expected, for any tensor.
+ANY_TENSOR: Any = enum.Enum("Tensor", "ANY_TENSOR").ANY_TENSOR  # type: ignore[attr-defined]
 # How deep objects are looked into.
 DEPTH = 4
 # Two of these are the same only where they are one object. Modules are watched by themselves, and
@@ -81,6 +83,8 @@ def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
     """
     if a is b:
         return True
+    if b is ANY_TENSOR:
+        return isinstance(a, torch.Tensor)
     if type(b) is PartOf and type(a) is not PartOf:
         return b.fits(a, depth)
     if type(a) is not type(b):
@@ -167,6 +171,22 @@ def slots_of(class_: type[Any]) -> tuple[str, ...]:
             private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+# Of an object with a dict, and weak references to it.
+_PLAIN_SIZE = object.__basicsize__ + 2 * tuple.__itemsize__
+_HEAP_TYPE = 1 << 9
+_NO_OBJECTS = (*CONTAINERS, torch.Tensor, nn.Module, type, types.ModuleType, enum.Enum)
+
+
+def holds_all_in_dict(kind: type) -> bool:
+    """Whether a class is written in Python alone, its objects having all that they hold in their
+    dict."""
+    if issubclass(kind, _NO_OBJECTS) or slots_of(kind) or kind.__itemsize__:
+        return False
+    if kind.__basicsize__ > _PLAIN_SIZE or not kind.__dictoffset__:
+        return False
+    return all(c.__flags__ & _HEAP_TYPE for c in kind.__mro__ if c is not object)
 
 
 def state_of(value: Any) -> list[Any] | None:

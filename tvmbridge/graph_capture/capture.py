@@ -135,6 +135,7 @@ def capture_staged(
         out_spec=seen.structure if forward.epilogue is None else children(seen.structure)[0],
         changed_arguments=forward.changed_arguments,
         assigned=seen.assigned,
+        left=forward.ways,
         bases=bases,
         checks=forward.checks,
     )
@@ -236,6 +237,7 @@ def _exported(
                 bases=bases,
                 exported=True,
                 autocast=stage.autocast,
+                left=() if stage.observation is None else tuple(stage.observation.left),
             )
             with forward.in_place():
                 given, named = without_repetitions((args, dict(kwargs)))

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import MISSING, is_constant
+from tvmbridge.core.contents import ANY_TENSOR, MISSING, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.observe.foreign import ForeignModules
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
+from tvmbridge.graph_capture.trace.left import assigned as assign
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
@@ -82,7 +83,7 @@ def recorded_assignments(
         key = names.get(id(owner), ""), attribute
         if id(owner) in names and attribute not in _OF_EVERY_MODULE and key not in reads:
             assigned.add(key)
-        genuine(owner, attribute, value)
+        assign(genuine, owner, attribute, value)
 
     with patched_here(nn.Module, "__setattr__", write):
         yield assigned
@@ -110,7 +111,7 @@ def values_read(
 ) -> dict[tuple[str, str], Any]:
     """The attributes of ``reads`` that are data, with their values; MISSING: there is none.
 
-    Tensors are left out: they are inputs of the compiled code, or constants that are watched. Of
+    Tensors may be any: they are inputs of the compiled code, or constants that are watched. Of
     objects there is what ``objects`` has recorded.
     """
     values: dict[tuple[str, str], Any] = {}
@@ -122,8 +123,8 @@ def values_read(
             continue
         held = owner.__dict__.get(attribute, MISSING)
         value = own_names(owner) if attribute == "__dict__" else held
-        if not isinstance(value, torch.Tensor):
-            values[name, attribute] = objects.narrowed(value, value)
+        tensor = isinstance(value, torch.Tensor)
+        values[name, attribute] = ANY_TENSOR if tensor else objects.narrowed(value, value)
     return values
 
 

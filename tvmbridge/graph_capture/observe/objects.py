@@ -7,33 +7,25 @@ a special attribute (``vars``, ``copy``, ``pickle`` and ``repr`` do), reads all 
 from __future__ import annotations
 
 import argparse
-import enum
-import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from tvmbridge.core.contents import (
-    CONTAINERS,
     DEPTH,
     MISSING,
     PartOf,
     all_held,
+    holds_all_in_dict,
     same_value,
-    slots_of,
 )
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 # Special attributes that say nothing of what an object holds.
 _OF_CLASS = frozenset({"__class__", "__doc__", "__module__"})
-# Of an object with a dict, and weak references to it.
-_PLAIN_SIZE = object.__basicsize__ + 2 * tuple.__itemsize__
-_HEAP_TYPE = 1 << 9
-_NO_OBJECTS = (*CONTAINERS, torch.Tensor, nn.Module, type, types.ModuleType, enum.Enum)
 
 
 class ObjectReads:
@@ -153,13 +145,8 @@ def _has_own_lookup(kind: type) -> bool:
 
 
 def _can_be_followed(kind: type) -> bool:
-    """Whether a class is written in Python alone, its objects having all in their dict."""
+    """Whether what is read of objects of a class of users can be recorded, and is all of it."""
     if not is_of_users(kind) and kind is not argparse.Namespace:
         return False
-    if issubclass(kind, _NO_OBJECTS) or slots_of(kind) or kind.__itemsize__:
-        return False
-    if type(kind).__setattr__ is not type.__setattr__:  # its class may refuse the recorder
-        return False
-    if kind.__basicsize__ > _PLAIN_SIZE or not kind.__dictoffset__:
-        return False
-    return all(c.__flags__ & _HEAP_TYPE for c in kind.__mro__ if c is not object)
+    # The class of a class may refuse the recorder.
+    return type(kind).__setattr__ is type.__setattr__ and holds_all_in_dict(kind)

@@ -7,9 +7,9 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ from torch import nn
 
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
-from tvmbridge.core.contents import all_held
+from tvmbridge.core.contents import MISSING, PartOf, all_held, is_constant
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.types import Left
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.aliasing import (
     Sharing,
@@ -67,7 +68,7 @@ class Observation:
     them that it changes, and ``asks`` is what it asks of tensors.
     ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
     ``strides`` are those of what it returns, as of ``dense_strides``. ``objects``: what it read of
-    plain objects.
+    plain objects. ``left``: the attributes in which it leaves values that are results as well.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -87,6 +88,7 @@ class Observation:
     strides: tuple[tuple[int, ...] | None, ...] = ()
     normed: tuple[str, ...] = ()
     objects: ObjectReads = NO_READS
+    left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
 
 
 def observe(
@@ -97,6 +99,7 @@ def observe(
     within: Iterable[AbstractContextManager[Any]] = (),
     is_compiling: bool = True,
     autocast: Autocast = (),
+    left: Sequence[tuple[str, str]] | None = (),
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does.
 
@@ -108,6 +111,8 @@ def observe(
         within: further contexts, for forward alone.
         is_compiling: whether forward is told that it is traced.
         autocast: under which it runs.
+        left: attributes in which it leaves values, as (submodule's name, attribute's name); None:
+            they are found.
     """
     made, handled, objects = leaks.Made(), sys.exc_info()[1], ObjectReads()
     outside = OutsideReads(module, objects)
@@ -121,6 +126,7 @@ def observe(
                     is_compiling=is_compiling,
                     differentiated=needs_grad,
                     autocast=autocast,
+                    left=left,
                 )
                 watches = _Watches(made, outside, objects)
                 run = partial(_observe, module, needs_grad, watches, within, forward)
@@ -167,7 +173,7 @@ class _Run:
         self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
-        self._forward = forward
+        self.forward = forward
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
@@ -191,7 +197,7 @@ class _Run:
         ):
             for each in within:
                 further.enter_context(each)
-            self.results, structure = pytree.tree_flatten(self._forward(*args, **kwargs))
+            self.results, structure = pytree.tree_flatten(self.forward(*args, **kwargs))
             self._left_changed = settings.changed()
         self._reshaped = shapes != list(map(laid_out, tensors))
         # What is written into comes to require a gradient as well, and is no leaf then.
@@ -271,7 +277,7 @@ def _observe(
         read = set(reads)
         held = tensors_of(module, remove_duplicate=True)
         after = {name: t for name, t in held.items() if name not in weights}
-        assigned = values_assigned(module, set(assignments))
+        assigned, left = values_assigned(module, set(assignments)), run.forward.ways
         writes = before.written()
         normed = tuple(name for name in writes if name in weights)
         shared = shared_with(normed, module, run.results)
@@ -286,7 +292,12 @@ def _observe(
         sharing = with_exchanged(sharing, rebound.keys(), run.given(), after)
         strides = tuple(map(dense_strides, run.results))
         exchanged = {name: dense_strides(after[name]) for name in rebound}
+    # What forward itself has left is no state that it depends on, nor is what it never reads.
+    read_first = {key for key in left if key in read and key not in assignments}
+    read -= {key for key, way in left.items() if key in assignments or way.count is not None}
     values = values_read(module, read, watches.objects)
+    impure += _read_and_left(values, left, read_first, run.foreign.found.keys())
+    values.update((key, PartOf(list, {})) for key, way in left.items() if way.into != "place")
     return Observation(
         values=values,
         assigned=assigned,
@@ -304,7 +315,23 @@ def _observe(
         strides=strides,
         normed=normed,
         objects=watches.objects,
+        left=left,
     )
+
+
+def _read_and_left(
+    values: Mapping[tuple[str, str], Any],
+    left: Mapping[tuple[str, str], Left],
+    read_first: Collection[tuple[str, str]],
+    foreign: Collection[int],
+) -> Iterator[str]:
+    """Complaints about what forward leaves at each call, and depends on at the next."""
+    for key in read_first:
+        value = values.get(key)
+        number = left[key].into == "place" and value not in (None, MISSING) and is_constant(value)
+        items = all_held(value) if left[key].into == "end" else []
+        if number or any(id(item) in foreign for item in items):
+            yield f"writes {'.'.join(filter(None, key))}, which it reads"
 
 
 def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:

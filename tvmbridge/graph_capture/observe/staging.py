@@ -6,7 +6,7 @@ It is observed first; side effects that compiled code would not repeat are refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -88,10 +88,12 @@ def staged(
         refuse_own_call(module)
     originals: dict[int, nn.Module] = {}
     watch = partial(observe, args=args, kwargs=kwargs, needs_grad=needs_grad, autocast=autocast)
+    if apart:
+        watch = partial(watch, left=None)
     actor = _actor(module, originals) if apart else module
     try:
         seen = watch(actor, is_compiling=is_compiling)
-        leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
+        leaves_traces = seen.writes or seen.assigned or seen.left or seen.kept or seen.changes
         # What hooks collect outside of the module is the user's, and is not added to here.
         collects = seen.changes and any(map(traced_hooks, actor.modules()))
         if leaves_traces and apart and not seen.impure and not collects:
@@ -99,8 +101,13 @@ def staged(
             run_apart(actor, args, kwargs, autocast)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
+            counted = _attributes_among(actor, again.writes)
+            grown = any(way.into != "place" for way in again.left.values())
+            watch = partial(watch, left=[*again.left, *counted])
+            if counted or grown:
+                again = _watched_again(partial(watch, actor), again, is_compiling)
             # What it wrote must be in place at a call, although it may never read it.
-            written = map(_split, seen.writes)
+            written = {*map(_split, seen.writes), *seen.left} - again.left.keys()
             in_place = values_in_place(actor, written, again.objects, module)
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
@@ -156,6 +163,29 @@ def _settled(first: Observation, again: Observation) -> Observation:
     }
     values = {key: value for key, value in again.values.items() if key not in assigned}
     return replace(again, values=values, assigned=assigned)
+
+
+def _watched_again(
+    watch: Callable[..., Observation], seen: Observation, is_compiling: bool
+) -> Observation:
+    """What is observed where stand-ins of numbers and lists note whether they are read."""
+    try:
+        return watch(is_compiling=is_compiling)
+    except Exception:
+        # C code has looked at a stand-in.
+        logger.debug("numbers and lists are read", exc_info=True)
+        grown = ['.'.join(filter(None, k)) for k, way in seen.left.items() if way.into != "place"]
+        return replace(seen, writes=(*seen.writes, *grown))
+
+
+def _attributes_among(module: nn.Module, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Those of ``names`` that are attributes, and neither parameters, buffers nor submodules."""
+    found = []
+    for path, name in map(_split, names):
+        owner = module.get_submodule(path)
+        if not any(name in held for held in (owner._parameters, owner._buffers, owner._modules)):
+            found.append((path, name))
+    return found
 
 
 def _refuse_to_part(module: nn.Module, seen: Observation) -> None:

@@ -7,7 +7,7 @@ replaced, retied, loaded and optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from tvmbridge.core.libraries import acts
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
+from tvmbridge.graph_capture.trace.left import leave
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
@@ -77,6 +78,8 @@ class ModuleState:
             (module.get_submodule(path), name, value)
             for (path, name), value in captured.convention.assigned.items()
         ]
+        left = captured.convention.left.items()
+        self._left = [(module.get_submodule(path), name, way) for (path, name), way in left]
         self.norms = OldNorms.of(module, assumed.normed)
         self._traced_hooks = list(map(traced_hooks, self._modules[1:]))
         self._is_hooked = any(self._traced_hooks)
@@ -123,6 +126,7 @@ class ModuleState:
         other._bind(memo)
         other.kinds = self.kinds.renewed()
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
+        other._left = [(memo[id(o)], n, way) for o, n, way in self._left]
         other._values = self._values.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
         other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
@@ -173,6 +177,12 @@ class ModuleState:
         for attributes, name, value in self._assignments:
             attributes[name] = value
 
+    def leave(self, values: Iterable[Any]) -> None:
+        """Leave in attributes what a call of forward leaves there."""
+        remaining = iter(values)
+        for owner, name, way in self._left:
+            leave(owner, name, way, remaining)
+
     def watched_dicts(self) -> list[dict[Any, Any]]:
         """The dictionaries that are compared here as a whole."""
         own = {id(m.__dict__) for m in self._members}
@@ -204,8 +214,8 @@ class ModuleState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether calls leave the module's dictionaries alone, and ask no values of buffers."""
-        return not (self._assignments or self.norms or self._answers.names)
+        """Whether calls make no weights, and ask no values of buffers."""
+        return not (self.norms or self._answers.names)
 
     @property
     def constants(self) -> list[torch.Tensor]:
