@@ -14,13 +14,14 @@ from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, CaptureError
 from tvmbridge.core.libraries import register_containers
+from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
-from tvmbridge.report import DispatchReport, report_of
+from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher
@@ -29,6 +30,7 @@ from tvmbridge.runtime.guards.forwards import standing_behind
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
 from tvmbridge.runtime.specialization import Specialization
 
 
@@ -43,6 +45,7 @@ def add_tvm_dispatch(
     dynamic_shapes: Any = None,
     freeze: bool | None = None,
     budget: float | None = None,
+    methods: Sequence[str] | Mapping[str, Any] = ("forward",),
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
@@ -82,13 +85,16 @@ def add_tvm_dispatch(
             then goes on in another process, while the module's own forward runs; 0: nothing waits.
             ``CompileOptions.background`` says the same and where it can be. None, the default:
             what the options say, or an earlier dispatch of the module.
+        methods: the names of what is dispatched, ``["encode", "decode"]``: each method as forward
+            is. A dict gives each a sample, or None: ``{"encode": x, "decode": (z,)}``.
 
     Returns:
         ``module``.
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
-        ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
+        ValueError: the module has no method of a name in ``methods``, or a sample is given beside
+            them; ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
             ``on_fallback`` or ``dynamic_shapes`` is another word; the spec of sizes has one that
             the sample does not have, or a Dim made of another; ``freeze`` is True for a module in
             train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze;
@@ -103,6 +109,26 @@ def add_tvm_dispatch(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if tuple(methods) != ("forward",) or isinstance(methods, Mapping):
+        if sample_input is not MISSING or sample_kwargs is not None:
+            raise ValueError("give methods their samples in a dict: methods={'encode': (x,)}")
+        given = samples_by_method(methods)
+        holders = {n: module if n == "forward" else holder_of(module, n) for n in given}
+        for name, holder in holders.items():
+            add_tvm_dispatch(
+                holder,
+                given[name],
+                target=target,
+                options=options,
+                on_fallback=on_fallback,
+                dynamic_shapes=dynamic_shapes,
+                freeze=freeze,
+                budget=budget,
+            )
+        for holder in holders.values():
+            if isinstance(holder, MethodOf):
+                install(holder)
+        return module
     chosen = CompileOptions.of(options)
     if freeze is not None:
         chosen = replace(chosen, freeze=freeze)
@@ -241,12 +267,27 @@ def _dispatcher_of(module: nn.Module) -> Dispatcher:
     return dispatcher
 
 
+def _dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
+    """The dispatchers of a module's forward and methods, by name."""
+    methods = methods_of(module) if isinstance(module, nn.Module) else {}
+    found = {name: _dispatcher_of(method.holder) for name, method in methods.items()}
+    if found and standing_behind(module.__dict__.get("forward")) is None:
+        return found
+    return {"forward": _dispatcher_of(module), **found}
+
+
 def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
-    """Give ``module`` back the forward it had; it is then exactly as before dispatch.
+    """Give ``module`` back the forward and the methods it had; it is then exactly as before dispatch.
 
     Raises:
         ValueError: the module is not dispatched, or its forward was wrapped since.
     """
+    methods = methods_of(module)
+    for name, method in methods.items():
+        _dispatcher_of(method.holder).background.cancel()
+        uninstall(module, name)
+    if methods and standing_behind(module.__dict__.get("forward")) is None:
+        return module
     dispatcher = _dispatcher_of(module)
     if module.__dict__["forward"] is not dispatcher:
         raise ValueError(
@@ -274,7 +315,8 @@ def wait(module: nn.Module, timeout: float | None = None) -> None:
         TimeoutError: it has not ended by then, and goes on.
         ValueError: the module is not dispatched.
     """
-    _dispatcher_of(module).background.wait(timeout)
+    for dispatcher in _dispatchers_of(module).values():
+        dispatcher.background.wait(timeout)
 
 
 def dispatch_report(module: nn.Module) -> DispatchReport:
@@ -283,4 +325,4 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     Raises:
         ValueError: the module is not dispatched.
     """
-    return report_of(_dispatcher_of(module))
+    return report_of_all(_dispatchers_of(module))

@@ -15,7 +15,7 @@ from torch import nn
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.standins import STAND_IN
+from tvmbridge.graph_capture.trace.standins import NO_ATTRIBUTE, STAND_IN
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import COMPILING, Tally
@@ -243,7 +243,7 @@ class Dispatcher(ModuleCode, StandsForForward):
             return self
         own = None if self.own is None else rebound(self.own, self.module, module, memo)
         if STAND_IN in memo:
-            return own or forward_of_class(module)
+            return own or NO_ATTRIBUTE
         duplicate = Dispatcher(module, own, self.target, self.options, self.tally.on_fallback)
         duplicate.compiles_signatures = self.compiles_signatures
         duplicate.serve_sizes_like(self)

@@ -24,6 +24,7 @@ from torch import nn
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
+from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
 from tvmbridge.graph_capture.observe.data import holds_iterator
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
@@ -69,7 +70,7 @@ class OutsideReads:
         self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
-        self._names: frozenset[str] = _UNNAMED
+        self._names = _UNNAMED | ({module.method} if isinstance(module, MethodOf) else set())
         # By their ids: what attributes may be looked up in, with the names that it had, and caches
         # with what they had missed.
         self._namespaces: dict[int, tuple[Source, frozenset[str]]] = {}
@@ -84,7 +85,7 @@ class OutsideReads:
             for source in self._new_namespaces(met):
                 for held in vars(source.value).values():
                     self._keep(defaults(held))
-                for each in below(source, _UNNAMED):
+                for each in below(source, self._names):
                     self._look_at(each)
 
         for hook in [h for m in module.modules() for h, _ in traced_hooks(m)]:

@@ -27,6 +27,7 @@ from tvmbridge.core.contents import (
 )
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
 from tvmbridge.runtime.guards.watch import Asked, Place
 
 
@@ -76,15 +77,17 @@ class _Watched:
 
     def changed(self) -> bool:
         """A full comparison; remembers the signs if nothing that matters changed."""
-        value = self.holder.get(self.name, MISSING)
+        value = found = self.holder.get(self.name, MISSING)
+        if isinstance(value, StandsForForward):  # a method that is dispatched
+            value = stands_for(value)
         if self.itself:
-            self.last = value
+            self.last = found
             return value is not self.expected
         if not same_value(value, self.expected):
             return True
         self.held = []
         self._hold(value, self.expected, DEPTH)
-        self.last = value
+        self.last = found
         return False
 
     def is_number(self) -> bool:
