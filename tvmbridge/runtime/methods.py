@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.methods import MethodOf, method_of
 from tvmbridge.graph_capture.trace.standins import NO_ATTRIBUTE, STAND_IN
-from tvmbridge.runtime.guards.forwards import StandsForForward, rebound
+from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class, rebound
 
 
 class DispatchedMethod(StandsForForward):
@@ -27,38 +28,38 @@ class DispatchedMethod(StandsForForward):
     def __init__(self, holder: MethodOf) -> None:
         self.holder = holder
         self.own = holder.own
+        # How many references there were to it when it was last found in no copy.
         self._references = 0
+        functools.update_wrapper(self, forward_of_class(holder), updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         count = sys.getrefcount(self)
         if count != self._references:
-            if count > self._references:
-                self._refuse_copies()
-            self._references = count
+            self._references = 0 if self._is_in_copies() else count
         return self.holder.forward(*args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        # What looks at functions (their name, signature, code) sees the method.
-        if name.startswith("__") and name != "__deepcopy__" and "holder" in self.__dict__:
-            return getattr(type(self.holder).forward, name)
-        raise AttributeError(name)
+    def _is_in_copies(self) -> bool:
+        """Whether a shallow copy of the module has this method of the original.
 
-    def _refuse_copies(self) -> None:
-        """Raise BridgeError where a shallow copy of the module has this method of the original.
+        A call does not say through which of the two it is made.
 
-        A call does not say through which of the two it is made, and they may differ.
+        Raises:
+            BridgeError: they differ.
         """
+        found = False
         module, name = self.holder.module, self.holder.method
         for held in gc.get_referrers(self):
             if not isinstance(held, dict) or held is module.__dict__ or held.get(name) is not self:
                 continue
             owners = [m for m in gc.get_referrers(held) if isinstance(m, nn.Module)]
+            found |= bool(owners)
             if owners and not _same_entries(held, module.__dict__):
                 raise BridgeError(
                     f"{name} of a {type(module).__name__} was called, of which there is a shallow "
                     "copy (copy.copy, a replica of DataParallel) that has the same dispatch: call "
                     "remove_tvm_dispatch before it is copied, or deepcopy the module"
                 )
+        return found
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         module = memo.get(id(self.holder.module))
