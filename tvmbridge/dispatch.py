@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,26 +11,21 @@ from torch import nn
 from tvmbridge.backends import known_target
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
-from tvmbridge.core.errors import BridgeError, CaptureError
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
 from tvmbridge.report import DispatchReport, report_of_all
-from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
-from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.runtime.guards.signature import Signature
-from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
-from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.runtime.samples import compile_sample
 
 
 def add_tvm_dispatch(
@@ -112,12 +106,12 @@ def add_tvm_dispatch(
     if tuple(methods) != ("forward",) or isinstance(methods, Mapping):
         if sample_input is not MISSING or sample_kwargs is not None:
             raise ValueError("give methods their samples in a dict: methods={'encode': (x,)}")
-        given = samples_by_method(methods)
-        holders = {n: module if n == "forward" else holder_of(module, n) for n in given}
+        samples = samples_by_method(methods)
+        holders = {n: module if n == "forward" else holder_of(module, n) for n in samples}
         for name, holder in holders.items():
             add_tvm_dispatch(
                 holder,
-                given[name],
+                samples[name],
                 target=target,
                 options=options,
                 on_fallback=on_fallback,
@@ -175,7 +169,7 @@ def add_tvm_dispatch(
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
     if sampled:
-        _compile_sample(dispatcher, args, kwargs)
+        compile_sample(dispatcher, args, kwargs)
     elif not isinstance(dispatcher.any_size, DeclaredSizes):
         dispatcher.compiles_signatures = True
     if on_fallback is not None:
@@ -189,72 +183,6 @@ def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:
         raise ValueError("freeze=True is for evaluation: call module.eval() first")
     if dynamic_shapes is not None:
         raise ValueError("freeze=True compiles for the sizes of samples alone, not dynamic_shapes")
-
-
-def _compile_sample(
-    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Compile for a sample what is not there yet."""
-    dispatcher.drop_outdated()
-    if isinstance(dispatcher.any_size, DeclaredSizes):
-        _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
-        return
-    specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
-    if mode is not None:
-        with contextlib.suppress(UnderWayError):  # calls look after it
-            dispatcher.compile(specialization, mode, *arguments)
-    if specialization not in dispatcher.specializations:
-        dispatcher.add(specialization)
-
-
-def _compile_declared(
-    dispatcher: Dispatcher, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """As :func:`_compile_sample`, with symbols."""
-    specialization = sizes.of_sample(args, kwargs)
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    mode = _mode(dispatcher, specialization, leaves)
-    while specialization.chosen(mode, leaves) is None:
-        try:
-            dispatcher.compile(specialization, mode, args, kwargs)
-        except UnderWayError:
-            return
-        except BridgeError:
-            failed, specialization = specialization, sizes.of_sample(args, kwargs)
-            if specialization is failed:
-                sizes.forget(failed)
-                raise
-
-
-def _find_or_add(
-    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Specialization, Mode | None, Arguments]:
-    """The specialisation for the sample, or a new one, the mode to compile (None: there is code),
-    and the arguments in its spelling."""
-    for specialization in dispatcher.specializations:
-        matched = specialization.signature.match(args, kwargs)
-        if isinstance(matched, Mismatch):
-            continue
-        leaves, arguments = matched
-        mode = _mode(dispatcher, specialization, leaves)
-        entry = specialization.chosen(mode, leaves)
-        if entry is None:
-            return specialization, mode, arguments
-        tensors = entry.state.tensors()
-        if entry.mismatch(leaves, tensors) is None:
-            return specialization, None, arguments
-        # Code for the same arguments that the module has changed under serves other calls.
-        if entry.differs_in_flags_alone(leaves, tensors):
-            return specialization, mode, arguments
-    specialization = Specialization(Signature(args, kwargs, dispatcher.original))
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    return specialization, _mode(dispatcher, specialization, leaves), (args, kwargs)
-
-
-def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
-    training = dispatcher.module.training
-    needs_grad = training and specialization.anything_requires_grad(dispatcher.module, leaves)
-    return Mode.of_now(training, needs_grad)
 
 
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
@@ -277,7 +205,7 @@ def _dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
 
 
 def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
-    """Give ``module`` back the forward and the methods it had; it is then exactly as before dispatch.
+    """Give ``module`` back its forward and methods; it is then exactly as before dispatch.
 
     Raises:
         ValueError: the module is not dispatched, or its forward was wrapped since.

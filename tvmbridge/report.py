@@ -242,7 +242,9 @@ def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
         dropped=sum(r.dropped for r in parts),
         aten_calls=sorted({name for r in parts for name in r.aten_calls}),
         specializations=[
-            replace(s, mode=f"{name}, {s.mode}") for name, r in reports.items() for s in r.specializations
+            replace(s, mode=f"{name}, {s.mode}")
+            for name, r in reports.items()
+            for s in r.specializations
         ],
         packs=tuple(pack for r in parts for pack in r.packs),
         under_way=tuple(what for r in parts for what in r.under_way),

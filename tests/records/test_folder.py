@@ -12,7 +12,16 @@ import torch
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from tests.records.planted import Softmax, other_processor, plant, record_of, right, sample, softmax_task, wrong
+from tests.records.planted import (
+    Softmax,
+    other_processor,
+    plant,
+    record_of,
+    right,
+    sample,
+    softmax_task,
+    wrong,
+)
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.records import Coverage, Folder, Library, Task

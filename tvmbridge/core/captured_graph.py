@@ -31,9 +31,9 @@ class CallingConvention:
     returns. ``changed_arguments`` are the places of the container arguments that forward changes:
     their content is among the outputs. ``assigned`` are the attributes that each call gives a
     value, by (submodule's name, attribute's name), with it. ``left`` are those in which each call
-    leaves what it computes: with them the results are ``(results, left)``. ``bases`` are user outputs behind all
-    that are returned, from which views among the outputs are made again. The last user outputs
-    tell whether the ``checks`` have passed.
+    leaves what it computes: with them the results are ``(results, left)``. ``bases`` are user
+    outputs behind all that are returned, from which views among the outputs are made again. The
+    last user outputs tell whether the ``checks`` have passed.
     """
 
     in_spec: pytree.TreeSpec

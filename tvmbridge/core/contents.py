@@ -179,10 +179,12 @@ _HEAP_TYPE = 1 << 9
 _NO_OBJECTS = (*CONTAINERS, torch.Tensor, nn.Module, type, types.ModuleType, enum.Enum)
 
 
-def holds_all_in_dict(kind: type) -> bool:
+def holds_all_in_dict(kind: type[Any]) -> bool:
     """Whether a class is written in Python alone, its objects having all that they hold in their
     dict."""
-    if issubclass(kind, _NO_OBJECTS) or slots_of(kind) or kind.__itemsize__:
+    if issubclass(kind, _NO_OBJECTS) or kind.__itemsize__:
+        return False
+    if slots_of(kind):  # type: ignore[arg-type]
         return False
     if kind.__basicsize__ > _PLAIN_SIZE or not kind.__dictoffset__:
         return False

@@ -19,8 +19,8 @@ class _Method:
         method = getattr(self.kind, self.name, None)
         if holder is None or (own := holder.__dict__["own"]) is None:
             assert method is not None
-            return method if holder is None else method.__get__(holder.module)  # type: ignore[no-any-return]
-        return own  # type: ignore[no-any-return]
+            return method if holder is None else method.__get__(holder.module)
+        return own
 
 
 class MethodOf(nn.Module):
@@ -41,7 +41,7 @@ class MethodOf(nn.Module):
         self.own = own
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The mode of its module."""
         return self.module.training
 

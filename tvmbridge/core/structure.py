@@ -186,7 +186,9 @@ def children(spec: Any) -> list[Any]:
 def _has_own(spec: Any) -> bool:
     if spec.is_leaf():
         return False
-    return spec.type in (torch.Size, Fields, Parts) or any(_has_own(child) for child in children(spec))
+    return spec.type in (torch.Size, Fields, Parts) or any(
+        _has_own(child) for child in children(spec)
+    )
 
 
 def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:

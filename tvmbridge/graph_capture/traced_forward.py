@@ -36,12 +36,12 @@ class TracedForward:
     ``differentiated`` whether its results will be, ``values`` what the small buffers of the module
     hold, ``bases`` the intermediate view bases that it returns as well. ``exported``: torch.export
     calls it, which refuses rebound attributes, so that the module gets its old ones back.
-    ``autocast`` is the state of autocast that forward finds. ``left`` are the attributes in which it
-    leaves values, which are then results as well; None: they are yet to be found.
+    ``autocast`` is the state of autocast that forward finds. ``left`` are the attributes in which
+    it leaves values, which are then results as well; None: they are yet to be found.
 
     After a call, ``changed_arguments`` are the positions and keywords of the containers that it
-    mutated, ``ways`` how values are ``left``, ``checks`` the checks of values that became outputs, ``answers`` the guards on small
-    buffers, and ``epilogue`` computes its data-dependent results.
+    mutated, ``ways`` how values are ``left``, ``checks`` the checks of values that became outputs,
+    ``answers`` the guards on small buffers, and ``epilogue`` computes its data-dependent results.
     """
 
     module: nn.Module

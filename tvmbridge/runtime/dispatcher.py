@@ -160,7 +160,8 @@ class Dispatcher(ModuleCode, StandsForForward):
                 return served.results
             unserved = served
         why = unserved.reason or nearest(misfits)
-        if not again and self._may_specialize(unserved.outgrown, why, misfits):
+        may_add = self.compiles_signatures and not again
+        if may_add and self.room.is_left(unserved.outgrown, why, misfits):
             refused = self._specialize(known, args, kwargs, why)
             if refused is None:
                 return self._call(args, kwargs, again=True)

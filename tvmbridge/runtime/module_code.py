@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,17 +26,11 @@ from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import forward_of_class
 from tvmbridge.runtime.guards.mode import Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
-from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
+from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.room import Room
 from tvmbridge.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
-
-# So many signatures calls may have compiled, where no sample was given; of a number that changes
-# fewer, since each of its values is a signature.
-_MOST_AT_CALLS = 4
-_MOST_VALUES = 2
-# So often calls may have compiled because the module is otherwise, for one reason.
-_MOST_STATES = 8
 
 _IN_TRAINING = "the weights are frozen, and the module is in train mode"
 _NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
@@ -64,6 +57,7 @@ class ModuleCode:
         self.options = options
         self.specializations: tuple[Specialization, ...] = ()
         self.compiles_signatures = False
+        self.room = Room(options)
         self.any_size: AnySize | None = None
         self.packing = Packing(module)
         self.background = Background(options)
@@ -71,8 +65,6 @@ class ModuleCode:
             module, own, target, options, self.packing, background=self.background
         )
         self.dropped = 0
-        # Compilations because the module is otherwise than it was, by the reason.
-        self._outgrown: Counter[str] = Counter()
         self._retired_calls = 0
         # Those that are asked before any full guard, with a guard of their own.
         self.fast_paths: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
@@ -250,34 +242,6 @@ class ModuleCode:
         """Have calls of other sizes served as ``other`` does; nothing is compiled for them."""
         sizes = other.any_size
         self.any_size = None if sizes is None else sizes.renewed(self.compiler, self._retire)
-
-    def _may_specialize(
-        self,
-        outgrown: CompiledEntry | None,
-        why: str | Mismatch | None,
-        misfits: Sequence[Mismatch],
-    ) -> bool:
-        """Whether a call may add a specialisation: it fits no signature, for these reasons, or the
-        module has ``outgrown`` the code, because of ``why``.
-        """
-        if not self.compiles_signatures:
-            return False
-        if outgrown is None:
-            return not isinstance(why, str) and self._has_room(misfits)
-        if self.options.freeze or not isinstance(why, str):
-            return False
-        by_number = outgrown.state.outgrown()
-        if by_number is None:
-            return False
-        most = _MOST_VALUES if by_number else _MOST_STATES
-        with self._counting:
-            self._outgrown[why] += 1
-            return self._outgrown[why] <= most
-
-    def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
-        """Whether a call that fits no signature, for these reasons, may add one."""
-        most = min(_MOST_AT_CALLS, self.options.max_specializations)
-        return len(misfits) < most and sum(m.reason == CONSTANT for m in misfits) < _MOST_VALUES
 
     def _specialize(
         self,

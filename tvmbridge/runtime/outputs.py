@@ -141,11 +141,11 @@ class Outputs:
             flat = captured.epilogue.resolve(flat)
         convention = captured.convention
         changed, checks = convention.changed_arguments, convention.checks
-        results = rebuild(flat, convention.out_spec, changed, arguments, checks)
+        returned = rebuild(flat, convention.out_spec, changed, arguments, checks)
         if convention.left:
-            results, left = results
+            returned, left = returned
             self._state.leave(left)
-        return results
+        return returned
 
     def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
         """What the eager epilogue gets of the computed ``results``; nothing is written."""

@@ -35,7 +35,7 @@ class Config:
 class Mapped(Config):
     """A configuration that has other names for some attributes, as transformers' do."""
 
-    names = {"factor": "scale"}  # noqa: RUF012
+    names = {"factor": "scale"}
 
     def __getattribute__(self, name: str) -> Any:
         return super().__getattribute__(Mapped.names.get(name, name))
@@ -90,9 +90,7 @@ def _read_in_part(config: Any, read: Callable[[Any], Any]) -> dict[str, Any]:
     ],
     ids=["attribute", "computed", "absence", "property", "class", "class-alone"],
 )
-def test_an_object_is_read_in_part(
-    read: Callable[[Any], Any], attributes: dict[str, Any]
-) -> None:
+def test_an_object_is_read_in_part(read: Callable[[Any], Any], attributes: dict[str, Any]) -> None:
     assert _read_in_part(Config(), read) == attributes
 
 
@@ -123,7 +121,8 @@ def test_objects_in_containers_and_objects_are_read_in_part() -> None:
 
 def test_a_class_that_decides_itself_is_asked_again() -> None:
     expected = _expected(Mapped(), lambda c: c.factor)
-    assert expected.asks and expected.attributes == {"factor": 2.0}
+    assert expected.asks
+    assert expected.attributes == {"factor": 2.0}
     now = Mapped()
     now.name = "other"
     assert expected.fits(now)

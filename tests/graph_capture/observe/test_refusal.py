@@ -148,7 +148,7 @@ class Asks(nn.Module):
 
 
 def test_what_forward_does_where_it_is_not_compiled_is_refused() -> None:
-    with pytest.raises(CaptureError, match="asks whether it is compiled .*follow"):
+    with pytest.raises(CaptureError, match=r"asks whether it is compiled .*follow"):
         tvmbridge.add_tvm_dispatch(Asks("looks"), torch.rand(3) + 1)
 
 

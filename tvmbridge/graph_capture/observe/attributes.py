@@ -6,15 +6,16 @@ reads are recorded while forward is traced; ``runtime/guards`` compare the value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import ANY_TENSOR, MISSING, is_constant
+from tvmbridge.core.contents import ANY_TENSOR, MISSING, all_held, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
+from tvmbridge.core.types import Left
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.observe.foreign import ForeignModules
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
@@ -143,3 +144,25 @@ def values_in_place(
         earlier = before.get_submodule(name).__dict__.get(attribute, MISSING)
         values[name, attribute] = objects.narrowed(value, value, earlier)
     return values
+
+
+def read_and_left(
+    values: Mapping[tuple[str, str], Any],
+    left: Mapping[tuple[str, str], Left],
+    read_first: Collection[tuple[str, str]],
+    foreign: Collection[int],
+) -> Iterator[str]:
+    """Complaints about what forward leaves at each call, and depends on at the next."""
+    for key in read_first:
+        value = values.get(key)
+        number = left[key].into == "place" and value not in (None, MISSING) and is_constant(value)
+        items = all_held(value) if left[key].into == "end" else []
+        if number or any(id(item) in foreign for item in items):
+            yield f"writes {'.'.join(filter(None, key))}, which it reads"
+
+
+def iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    """Complaints about iterators that forward reads, which it may move on."""
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in all_held(value)):
+            yield f"reads the iterator {path}.{name}".replace(" .", " ")

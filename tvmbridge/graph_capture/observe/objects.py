@@ -50,7 +50,10 @@ class ObjectReads:
             known: set[int] = set()
             for owner in module.modules():
                 for name, value in owner.__dict__.items():
-                    if name not in ("_parameters", "_buffers", "_modules") and id(value) not in known:
+                    if (
+                        name not in ("_parameters", "_buffers", "_modules")
+                        and id(value) not in known
+                    ):
                         known.add(id(value))
                         self.follow(value)
             self._active = True

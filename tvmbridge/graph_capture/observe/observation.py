@@ -7,7 +7,7 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +18,7 @@ from torch import nn
 
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
-from tvmbridge.core.contents import MISSING, PartOf, all_held, is_constant
+from tvmbridge.core.contents import PartOf
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import Left
@@ -33,6 +33,8 @@ from tvmbridge.graph_capture.memory.layouts import dense_strides
 from tvmbridge.graph_capture.memory.views import ViewWatch
 from tvmbridge.graph_capture.observe import leaks
 from tvmbridge.graph_capture.observe.attributes import (
+    iterators_among,
+    read_and_left,
     recorded_assignments,
     recorded_reads,
     values_assigned,
@@ -296,7 +298,7 @@ def _observe(
     read_first = {key for key in left if key in read and key not in assignments}
     read -= {key for key, way in left.items() if key in assignments or way.count is not None}
     values = values_read(module, read, watches.objects)
-    impure += _read_and_left(values, left, read_first, run.foreign.found.keys())
+    impure += read_and_left(values, left, read_first, run.foreign.found.keys())
     values.update((key, PartOf(list, {})) for key, way in left.items() if way.into != "place")
     return Observation(
         values=values,
@@ -305,7 +307,7 @@ def _observe(
         structure=structure,
         sharing=sharing,
         rebound=exchanged,
-        impure=(*dict.fromkeys(impure), *run.complaints(), *_iterators_among(values)),
+        impure=(*dict.fromkeys(impure), *run.complaints(), *iterators_among(values)),
         foreign=tuple(run.foreign.found.values()),
         foreign_modules=tuple(others.stateful()),
         foreign_constants=tuple(others.constants_read()),
@@ -317,24 +319,3 @@ def _observe(
         objects=watches.objects,
         left=left,
     )
-
-
-def _read_and_left(
-    values: Mapping[tuple[str, str], Any],
-    left: Mapping[tuple[str, str], Left],
-    read_first: Collection[tuple[str, str]],
-    foreign: Collection[int],
-) -> Iterator[str]:
-    """Complaints about what forward leaves at each call, and depends on at the next."""
-    for key in read_first:
-        value = values.get(key)
-        number = left[key].into == "place" and value not in (None, MISSING) and is_constant(value)
-        items = all_held(value) if left[key].into == "end" else []
-        if number or any(id(item) in foreign for item in items):
-            yield f"writes {'.'.join(filter(None, key))}, which it reads"
-
-
-def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
-    for (path, name), value in values.items():
-        if any(isinstance(held, Iterator) for held in all_held(value)):
-            yield f"reads the iterator {path}.{name}".replace(" .", " ")

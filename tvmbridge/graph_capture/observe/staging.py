@@ -174,7 +174,7 @@ def _watched_again(
     except Exception:
         # C code has looked at a stand-in.
         logger.debug("numbers and lists are read", exc_info=True)
-        grown = ['.'.join(filter(None, k)) for k, way in seen.left.items() if way.into != "place"]
+        grown = [".".join(filter(None, k)) for k, way in seen.left.items() if way.into != "place"]
         return replace(seen, writes=(*seen.writes, *grown))
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import fx, nn
 
 from tvmbridge.core.contents import MISSING, all_held, is_constant
+from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.core.structure import UNKNOWN, with_parts
 from tvmbridge.core.types import Left
-from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.graph_capture.trace.left_numbers import Count, Grown, PassedOn
 from tvmbridge.graph_capture.trace.patches import patched_here
 
@@ -26,7 +26,7 @@ _OF_MODULES = frozenset(vars(nn.Module())) | {"forward"}
 
 
 class LeftWatch:
-    """Wraps a forward so that it returns ``(results, left)``, ``left`` being what it leaves, if any.
+    """Wraps a forward so that it returns ``(results, left)``, where it leaves something.
 
     After a call ``ways`` says for each attribute how its value is left. What cannot be left by
     compiled code stays on the module, where who observes forward finds it.
@@ -115,7 +115,9 @@ class LeftFinder:
                 left.append(value)
                 held.pop(name) if name not in earlier else held.update({name: earlier[name]})
         for path, name, value, items in lists:
-            if len(value) != len(items) or any(a is not b for a, b in zip(value, items, strict=True)):
+            if len(value) != len(items) or any(
+                a is not b for a, b in zip(value, items, strict=True)
+            ):
                 self.ways[path, name] = Left(into="end")
                 value[:] = items
         return (results, tuple(left)) if self.ways else results

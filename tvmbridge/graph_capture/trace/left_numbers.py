@@ -124,7 +124,7 @@ class Grown(list[Any]):
         """As of a list."""
         list.extend(self, items)
 
-    def __iadd__(self, items: Iterable[Any]) -> Any:
+    def __iadd__(self, items: Iterable[Any]) -> Any:  # type: ignore[misc]
         list.extend(self, items)
         return self
 
