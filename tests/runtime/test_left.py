@@ -218,3 +218,29 @@ def test_what_forward_leaves_and_reads_is_refused(act: Callable[..., Any], name:
     with pytest.raises(CaptureError, match=f"writes {name}"):
         add_tvm_dispatch(module, torch.randn(2, 4))
     assert (module.kept, module.steps, module.history) == (None, 0, [])
+
+
+class Cached(nn.Module):
+    """Computes by what cannot be compiled, at the first call alone, what it keeps."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.cache: tuple[torch.Tensor, int] | None = None
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if self.cache is None or not self.keeps:
+            kept = rows[rows >= 0]
+            self.cache = kept, len(kept)
+        return x[self.cache[0]] * self.cache[1]
+
+
+@pytest.mark.parametrize(("keeps", "served"), [(True, 3), (False, 0)])
+def test_what_the_first_call_makes_in_eager_is_found_by_others(keeps: bool, served: int) -> None:
+    module, reference = Cached(keeps).eval(), Cached(keeps).eval()
+    rows = torch.tensor([0, -1, 2])
+    add_tvm_dispatch(module)
+    for seed in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(module(x, rows), reference(x, rows))
+    assert dispatch_report(module).tvm_calls == served

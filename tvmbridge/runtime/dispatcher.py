@@ -219,7 +219,10 @@ class Dispatcher(ModuleCode, StandsForForward):
             self.tally.note_compiling()
         else:
             self.tally.note(reason, settling=settling)
-        return self.original(*args, **kwargs)
+        results = self.original(*args, **kwargs)
+        if self._failed is not None:
+            self._retry_if_settled()
+        return results
 
     def _without_code(self) -> str:
         if self.options.freeze:

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.turns import compiling
+from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import Background, UnderWayError
@@ -24,7 +25,7 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import forward_of_class
-from tvmbridge.runtime.guards.mode import Mode, flags_of
+from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.room import Room
@@ -34,6 +35,14 @@ logger = logging.getLogger(__name__)
 
 _IN_TRAINING = "the weights are frozen, and the module is in train mode"
 _NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
+
+
+class _Failed(NamedTuple):
+    """A compilation that failed, and the module before the call that asked for it."""
+
+    specialization: Specialization
+    key: tuple[Mode, Flags]
+    before: StateBefore
 
 
 class ModuleCode:
@@ -58,6 +67,8 @@ class ModuleCode:
         self.specializations: tuple[Specialization, ...] = ()
         self.compiles_signatures = False
         self.room = Room(options)
+        self._failed: _Failed | None = None
+        self._retried: set[int] = set()
         self.any_size: AnySize | None = None
         self.packing = Packing(module)
         self.background = Background(options)
@@ -171,7 +182,21 @@ class ModuleCode:
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
                 reason = specialization.failures[mode, flags] = f"{mode}: {error}"
+                if not specialization.compiled():
+                    self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
+
+    def _retry_if_settled(self) -> None:
+        """Have the next call compiled where the own forward, in this one, has made what it keeps.
+
+        The first call may compute, by what cannot be compiled, what others find. It is looked at
+        once: whoever writes at each call is not compiled at each.
+        """
+        failed, self._failed = self._failed, None
+        if failed is not None and id(failed.specialization) not in self._retried:
+            self._retried.add(id(failed.specialization))
+            if failed.before.written():
+                failed.specialization.failures.pop(failed.key, None)
 
     def _instead(
         self,
