@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -12,24 +11,21 @@ from torch import nn
 from tvmbridge.backends import known_target
 from tvmbridge.core.checks import CheckPolicy
 from tvmbridge.core.contents import MISSING
-from tvmbridge.core.errors import BridgeError, CaptureError
+from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import register_containers
+from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.inspect.check import Checker
-from tvmbridge.report import DispatchReport, report_of
-from tvmbridge.runtime.background import UnderWayError
+from tvmbridge.report import DispatchReport, report_of_all
 from tvmbridge.runtime.declared_sizes import DeclaredSizes, sizes_to_serve
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import ON_FALLBACK
 from tvmbridge.runtime.guards.forwards import standing_behind
-from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.runtime.guards.signature import Signature
-from tvmbridge.runtime.guards.spelling import Mismatch
-from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.runtime.methods import holder_of, install, methods_of, samples_by_method, uninstall
+from tvmbridge.runtime.samples import compile_sample
 
 
 def add_tvm_dispatch(
@@ -43,6 +39,7 @@ def add_tvm_dispatch(
     dynamic_shapes: Any = None,
     freeze: bool | None = None,
     budget: float | None = None,
+    methods: Sequence[str] | Mapping[str, Any] = ("forward",),
 ) -> nn.Module:
     """Make ``module`` run, and train, on code compiled by TVM.
 
@@ -82,6 +79,8 @@ def add_tvm_dispatch(
             then goes on in another process, while the module's own forward runs; 0: nothing waits.
             ``CompileOptions.background`` says the same and where it can be. None, the default:
             what the options say, or an earlier dispatch of the module.
+        methods: the names of what is dispatched, ``["encode", "decode"]``: each method as forward
+            is. A dict gives each a sample, or None: ``{"encode": x, "decode": (z,)}``.
 
     Returns:
         ``module``. Where an error is raised the module is left as it was; a compilation that fails
@@ -89,7 +88,8 @@ def add_tvm_dispatch(
 
     Raises:
         TypeError: ``module`` is no module, or ``options`` has an unknown field.
-        ValueError: ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
+        ValueError: the module has no method of a name in ``methods``, or a sample is given beside
+            them; ``TVMBRIDGE_CHECK`` is set to a word that says no calls to check, or
             ``on_fallback`` or ``dynamic_shapes`` is another word; the spec of sizes has one that
             the sample does not have, or a Dim made of another; ``freeze`` is True for a module in
             train mode, with ``dynamic_shapes``, or where an earlier dispatch did not freeze;
@@ -102,6 +102,26 @@ def add_tvm_dispatch(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if tuple(methods) != ("forward",) or isinstance(methods, Mapping):
+        if sample_input is not MISSING or sample_kwargs is not None:
+            raise ValueError("give methods their samples in a dict: methods={'encode': (x,)}")
+        samples = samples_by_method(methods)
+        holders = {n: module if n == "forward" else holder_of(module, n) for n in samples}
+        for name, holder in holders.items():
+            add_tvm_dispatch(
+                holder,
+                samples[name],
+                target=target,
+                options=options,
+                on_fallback=on_fallback,
+                dynamic_shapes=dynamic_shapes,
+                freeze=freeze,
+                budget=budget,
+            )
+        for holder in holders.values():
+            if isinstance(holder, MethodOf):
+                install(holder)
+        return module
     chosen = CompileOptions.of(options)
     if freeze is not None:
         chosen = replace(chosen, freeze=freeze)
@@ -148,7 +168,7 @@ def add_tvm_dispatch(
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
     if sampled:
-        _compile_sample(dispatcher, args, kwargs)
+        compile_sample(dispatcher, args, kwargs)
     elif not isinstance(dispatcher.any_size, DeclaredSizes):
         dispatcher.compiles_signatures = True
     if on_fallback is not None:
@@ -164,72 +184,6 @@ def _refuse_to_freeze(module: nn.Module, dynamic_shapes: Any) -> None:
         raise ValueError("freeze=True compiles for the sizes of samples alone, not dynamic_shapes")
 
 
-def _compile_sample(
-    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """Compile for a sample what is not there yet."""
-    dispatcher.drop_outdated()
-    if isinstance(dispatcher.any_size, DeclaredSizes):
-        _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
-        return
-    specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
-    if mode is not None:
-        with contextlib.suppress(UnderWayError):  # calls look after it
-            dispatcher.compile(specialization, mode, *arguments)
-    if specialization not in dispatcher.specializations:
-        dispatcher.add(specialization)
-
-
-def _compile_declared(
-    dispatcher: Dispatcher, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> None:
-    """As :func:`_compile_sample`, with symbols."""
-    specialization = sizes.of_sample(args, kwargs)
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    mode = _mode(dispatcher, specialization, leaves)
-    while specialization.chosen(mode, leaves) is None:
-        try:
-            dispatcher.compile(specialization, mode, args, kwargs)
-        except UnderWayError:
-            return
-        except BridgeError:
-            failed, specialization = specialization, sizes.of_sample(args, kwargs)
-            if specialization is failed:
-                sizes.forget(failed)
-                raise
-
-
-def _find_or_add(
-    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Specialization, Mode | None, Arguments]:
-    """The specialisation for the sample, or a new one, the mode to compile (None: there is code),
-    and the arguments in its spelling."""
-    for specialization in dispatcher.specializations:
-        matched = specialization.signature.match(args, kwargs)
-        if isinstance(matched, Mismatch):
-            continue
-        leaves, arguments = matched
-        mode = _mode(dispatcher, specialization, leaves)
-        entry = specialization.chosen(mode, leaves)
-        if entry is None:
-            return specialization, mode, arguments
-        tensors = entry.state.tensors()
-        if entry.mismatch(leaves, tensors) is None:
-            return specialization, None, arguments
-        # Code for the same arguments that the module has changed under serves other calls.
-        if entry.differs_in_flags_alone(leaves, tensors):
-            return specialization, mode, arguments
-    specialization = Specialization(Signature(args, kwargs, dispatcher.original))
-    leaves = specialization.signature.flatten(args, kwargs) or []
-    return specialization, _mode(dispatcher, specialization, leaves), (args, kwargs)
-
-
-def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
-    training = dispatcher.module.training
-    needs_grad = training and specialization.anything_requires_grad(dispatcher.module, leaves)
-    return Mode.of_now(training, needs_grad)
-
-
 def _dispatcher_of(module: nn.Module) -> Dispatcher:
     dispatcher = module.__dict__.get("forward") if isinstance(module, nn.Module) else None
     dispatcher = standing_behind(dispatcher)
@@ -240,12 +194,27 @@ def _dispatcher_of(module: nn.Module) -> Dispatcher:
     return dispatcher
 
 
+def _dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
+    """The dispatchers of a module's forward and methods, by name."""
+    methods = methods_of(module) if isinstance(module, nn.Module) else {}
+    found = {name: _dispatcher_of(method.holder) for name, method in methods.items()}
+    if found and standing_behind(module.__dict__.get("forward")) is None:
+        return found
+    return {"forward": _dispatcher_of(module), **found}
+
+
 def remove_tvm_dispatch(module: nn.Module) -> nn.Module:
-    """Give ``module`` back the forward it had; it is then exactly as before dispatch.
+    """Give ``module`` back its forward and methods; it is then exactly as before dispatch.
 
     Raises:
         ValueError: the module is not dispatched, or its forward was wrapped since.
     """
+    methods = methods_of(module)
+    for name, method in methods.items():
+        _dispatcher_of(method.holder).background.cancel()
+        uninstall(module, name)
+    if methods and standing_behind(module.__dict__.get("forward")) is None:
+        return module
     dispatcher = _dispatcher_of(module)
     if module.__dict__["forward"] is not dispatcher:
         raise ValueError(
@@ -273,7 +242,8 @@ def wait(module: nn.Module, timeout: float | None = None) -> None:
         TimeoutError: it has not ended by then, and goes on.
         ValueError: the module is not dispatched.
     """
-    _dispatcher_of(module).background.wait(timeout)
+    for dispatcher in _dispatchers_of(module).values():
+        dispatcher.background.wait(timeout)
 
 
 def dispatch_report(module: nn.Module) -> DispatchReport:
@@ -282,4 +252,4 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     Raises:
         ValueError: the module is not dispatched.
     """
-    return report_of(_dispatcher_of(module))
+    return report_of_all(_dispatchers_of(module))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tvm.target import Target
@@ -85,7 +85,8 @@ class DispatchReport:
     ``dropped`` counts the code that gave way to newer code, ``unchecked`` the calls that
     were due for a check but could not be checked, by reason. ``under_way`` is what another process
     compiles at this time. ``missing_halves`` says of each C++ half that this process lacks why it
-    is missing, and what that costs.
+    is missing, and what that costs. ``methods`` has the report of each method that is dispatched,
+    and of forward, where it is not forward alone; their sum is the rest.
     """
 
     tvm_calls: int
@@ -98,6 +99,7 @@ class DispatchReport:
     examples: Mapping[str, str] = field(default_factory=dict)
     under_way: tuple[str, ...] = ()
     missing_halves: tuple[str, ...] = ()
+    methods: Mapping[str, DispatchReport] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -128,7 +130,9 @@ class DispatchReport:
         if calls:
             console.print(f"calls served by TVM: {self.tvm_calls} of {calls} ({self.share:.0%})")
         else:
-            console.print("no call of forward yet; calls of other methods are not served by TVM")
+            console.print("no call yet; methods other than forward are served where they are named")
+        for name, report in self.methods.items():
+            console.print(f"{name}: {_calls_text(report)}", highlight=False)
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)
             console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
@@ -235,6 +239,37 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
         missing_halves=tuple(map(str, missing_halves())),
         unchecked={} if dispatcher.checker is None else dict(dispatcher.checker.unchecked),
     )
+
+
+def report_of_all(dispatchers: Mapping[str, Dispatcher]) -> DispatchReport:
+    """What the dispatches of a module's methods have done, by name; of forward alone its report."""
+    reports = {name: report_of(dispatcher) for name, dispatcher in dispatchers.items()}
+    if list(reports) == ["forward"]:
+        return reports["forward"]
+    parts = reports.values()
+    return DispatchReport(
+        tvm_calls=sum(r.tvm_calls for r in parts),
+        fallbacks={f"{m}: {k}": v for m, r in reports.items() for k, v in r.fallbacks.items()},
+        examples={f"{m}: {k}": v for m, r in reports.items() for k, v in r.examples.items()},
+        dropped=sum(r.dropped for r in parts),
+        aten_calls=sorted({name for r in parts for name in r.aten_calls}),
+        specializations=[
+            replace(s, mode=f"{name}, {s.mode}")
+            for name, r in reports.items()
+            for s in r.specializations
+        ],
+        packs=tuple(pack for r in parts for pack in r.packs),
+        under_way=tuple(what for r in parts for what in r.under_way),
+        unchecked={f"{m}: {k}": v for m, r in reports.items() for k, v in r.unchecked.items()},
+        methods=reports,
+    )
+
+
+def _calls_text(report: DispatchReport) -> str:
+    calls = report.tvm_calls + sum(report.fallbacks.values())
+    if not calls:
+        return "no call so far"
+    return f"{report.tvm_calls} of {calls} calls served by TVM ({report.share:.0%})"
 
 
 def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:

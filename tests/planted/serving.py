@@ -45,6 +45,14 @@ SERVING = (
         quick=True,
     ),
     Plant(
+        "an attribute of an object that forward read is not watched",
+        "guard",
+        "tvmbridge.graph_capture.observe.objects",
+        "self._reads[id(owner)][1].add(name)",
+        "pass",
+        ("tests/graph_capture/observe/test_objects.py", "-k", "not_read or in_part"),
+    ),
+    Plant(
         "a mutation not written back",
         "runtime",
         "tvmbridge.runtime.outputs",

@@ -17,6 +17,7 @@ from tvmbridge.core.types import (
     Epilogue,
     InputDescriptor,
     IntermediateBase,
+    Left,
     NoiseDescriptor,
     OutputDescriptor,
 )
@@ -29,15 +30,17 @@ class CallingConvention:
     ``in_spec`` and ``out_spec`` are the structures of ``(args, kwargs)`` and of what forward
     returns. ``changed_arguments`` are the places of the container arguments that forward changes:
     their content is among the outputs. ``assigned`` are the attributes that each call gives a
-    value, by (submodule's name, attribute's name), with it. ``bases`` are user outputs behind all
-    that are returned, from which views among the outputs are made again. The last user outputs
-    tell whether the ``checks`` have passed.
+    value, by (submodule's name, attribute's name), with it. ``left`` are those in which each call
+    leaves what it computes: with them the results are ``(results, left)``. ``bases`` are user
+    outputs behind all that are returned, from which views among the outputs are made again. The
+    last user outputs tell whether the ``checks`` have passed.
     """
 
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     changed_arguments: tuple[int | str, ...] = ()
     assigned: Mapping[tuple[str, str], Any] = field(default_factory=dict)
+    left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     bases: tuple[IntermediateBase, ...] = ()
     checks: tuple[Check, ...] = ()
 

@@ -11,6 +11,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -19,6 +20,8 @@ from torch import nn
 
 # No value at all.
 MISSING: Any = enum.Enum("Missing", "MISSING").MISSING  # type: ignore[attr-defined]
+# Stands, where a value is expected, for any tensor.
+ANY_TENSOR: Any = enum.Enum("Tensor", "ANY_TENSOR").ANY_TENSOR  # type: ignore[attr-defined]
 # How deep objects are looked into.
 DEPTH = 4
 # Two of these are the same only where they are one object. Modules are watched by themselves, and
@@ -39,10 +42,51 @@ _PLAIN_VALUES = frozenset({bool, int, float, complex, str, bytes, range, type(No
 _OF_TENSORS = frozenset({torch.Size, torch.dtype, torch.device, torch.layout})
 
 
+@dataclass(frozen=True)
+class PartOf:
+    """What is expected of a plain object of which a part matters.
+
+    kind: its class.
+    attributes: the values that matter, by name; MISSING where it has none.
+    asks: its class decides itself what an attribute is; otherwise the object's dict does.
+
+    Example: of ``config``, whose ``act`` alone was read: ``PartOf(Config, {"act": "relu"})``.
+    """
+
+    kind: type
+    attributes: dict[str, Any]
+    asks: bool = False
+
+    def found(self, value: Any, name: str) -> Any:
+        """What ``value``, an object of this kind, has under ``name``."""
+        if not self.asks:
+            return vars(value).get(name, MISSING)
+        try:
+            found = getattr(value, name, MISSING)
+        except Exception as error:  # of the class of ``value``: any
+            return type(error)
+        own_method = isinstance(found, types.MethodType) and found.__self__ is value
+        return found.__func__ if own_method else found
+
+    def fits(self, value: Any, depth: int = DEPTH) -> bool:
+        """Whether ``value`` has what is expected."""
+        return type(value) is self.kind and all(
+            same_value(self.found(value, name), expected, depth - 1)
+            for name, expected in self.attributes.items()
+        )
+
+
 def same_value(a: Any, b: Any, depth: int = DEPTH) -> bool:
-    """Whether two attributes mean the same to forward: equal in value, type and sign of zero."""
+    """Whether two attributes mean the same to forward: equal in value, type and sign of zero.
+
+    ``b``, or what it holds, may be a :class:`PartOf` what is expected of ``a``.
+    """
     if a is b:
         return True
+    if b is ANY_TENSOR:
+        return isinstance(a, torch.Tensor)
+    if type(b) is PartOf and type(a) is not PartOf:
+        return b.fits(a, depth)
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
@@ -127,6 +171,24 @@ def slots_of(class_: type[Any]) -> tuple[str, ...]:
             private = name.startswith("__") and not name.endswith("__")
             names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+# Of an object with a dict, and weak references to it.
+_PLAIN_SIZE = object.__basicsize__ + 2 * tuple.__itemsize__
+_HEAP_TYPE = 1 << 9
+_NO_OBJECTS = (*CONTAINERS, torch.Tensor, nn.Module, type, types.ModuleType, enum.Enum)
+
+
+def holds_all_in_dict(kind: type[Any]) -> bool:
+    """Whether a class is written in Python alone, its objects having all that they hold in their
+    dict."""
+    if issubclass(kind, _NO_OBJECTS) or kind.__itemsize__:
+        return False
+    if slots_of(kind):  # type: ignore[arg-type]
+        return False
+    if kind.__basicsize__ > _PLAIN_SIZE or not kind.__dictoffset__:
+        return False
+    return all(c.__flags__ & _HEAP_TYPE for c in kind.__mro__ if c is not object)
 
 
 def state_of(value: Any) -> list[Any] | None:

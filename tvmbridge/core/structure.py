@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from tvmbridge.core.contents import holds_all_in_dict, is_constant
 from tvmbridge.core.torch_private import pytree
 
 
@@ -44,6 +45,70 @@ pytree.register_pytree_node(
     flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="tvmbridge.Fields",
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a plain object of ``kind`` holds: tensors and containers, and constants, by name."""
+
+    kind: type
+    values: Mapping[str, Any]
+    constants: Mapping[str, Any]
+
+
+def _flatten_parts(parts: Parts) -> tuple[list[Any], Any]:
+    constants = tuple(parts.constants.items())
+    return list(parts.values.values()), (parts.kind, tuple(parts.values), constants)
+
+
+def _flatten_parts_with_keys(parts: Parts) -> tuple[list[Any], Any]:
+    values, context = _flatten_parts(parts)
+    keys = map(pytree.GetAttrKey, context[1])
+    return list(zip(keys, values, strict=True)), context
+
+
+def _unflatten_parts(values: Any, context: Any) -> Parts:
+    kind, names, constants = context
+    return Parts(kind, dict(zip(names, values, strict=True)), dict(constants))
+
+
+pytree.register_pytree_node(
+    Parts,
+    _flatten_parts,
+    _unflatten_parts,
+    flatten_with_keys_fn=_flatten_parts_with_keys,
+    serialized_type_name="tvmbridge.Parts",
+)
+
+# Stands for a value that is not made of tensors, constants, containers and plain objects alone.
+UNKNOWN: Any = object()
+
+
+def with_parts(value: Any, known: Collection[int]) -> Any:
+    """``value`` with :class:`Parts` in place of plain objects; :data:`UNKNOWN`: it cannot be.
+
+    Objects whose id is ``known`` are not made by who made ``value``.
+    """
+    kind = type(value)
+    # What is data-dependent says not of what class it is: it is asked for its type alone.
+    if issubclass(kind, torch.Tensor | fx.Proxy) or is_constant(value):
+        return value
+    if id(value) in known:
+        return UNKNOWN
+    if kind in (list, tuple):
+        items = [with_parts(item, known) for item in value]
+        return UNKNOWN if any(i is UNKNOWN for i in items) else kind(items)
+    if kind is dict:
+        items = [with_parts(item, known) for item in value.values()]
+        unknown = any(i is UNKNOWN for i in items) or not all(map(is_constant, value))
+        return UNKNOWN if unknown else dict(zip(value, items, strict=True))
+    if not holds_all_in_dict(kind):
+        return UNKNOWN
+    held = vars(value)
+    constants = {n: v for n, v in held.items() if is_constant(v)}
+    values = {n: with_parts(v, known) for n, v in held.items() if n not in constants}
+    unknown = any(v is UNKNOWN for v in values.values())
+    return UNKNOWN if unknown else Parts(kind, values, constants)
 
 
 def opened(results: Any, kept: Collection[int] = ()) -> Any:
@@ -121,7 +186,9 @@ def children(spec: Any) -> list[Any]:
 def _has_own(spec: Any) -> bool:
     if spec.is_leaf():
         return False
-    return spec.type in (torch.Size, Fields) or any(_has_own(child) for child in children(spec))
+    return spec.type in (torch.Size, Fields, Parts) or any(
+        _has_own(child) for child in children(spec)
+    )
 
 
 def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
@@ -133,4 +200,9 @@ def _rebuilt(leaves: Iterator[Any], spec: Any) -> Any:
     if spec.type is Fields:
         kind, names = spec.context
         return _closed(kind, names, parts)
+    if spec.type is Parts:
+        kind, names, constants = spec.context
+        instance: Any = object.__new__(kind)
+        vars(instance).update(constants, **dict(zip(names, parts, strict=True)))
+        return instance
     return pytree.SUPPORTED_NODES[spec.type].unflatten_fn(parts, spec.context)

@@ -126,6 +126,19 @@ class EagerPrologue:
 
 
 @dataclass(frozen=True)
+class Left:
+    """How forward leaves a value in an attribute of a module at each call.
+
+    into: where what it leaves goes: ``"place"`` of what was there, ``"end"`` of the list that is
+        there, or its ``"content"``.
+    count: what is added to the number that is there; None: it is no such number.
+    """
+
+    into: str = "place"
+    count: int | None = None
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """What runs eagerly after the compiled code.
 

@@ -26,6 +26,7 @@ from tvmbridge.graph_capture.memory.views import laid_out, shares_elements
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
 from tvmbridge.graph_capture.trace.answers import small_buffers
 from tvmbridge.graph_capture.trace.functions import functions_replaced
+from tvmbridge.graph_capture.trace.left import data_dependent_assigned
 from tvmbridge.graph_capture.trace.standins import tensors_replaced
 from tvmbridge.graph_capture.traced_forward import TracedForward
 
@@ -111,6 +112,7 @@ class Rehearsal:
             stack.enter_context(cudnn_switched_off())
             stack.enter_context(functions_replaced(self.module, on_fakes=True))
             stack.enter_context(tensors_replaced(self.module, held))
+            stack.enter_context(data_dependent_assigned())
             forward = TracedForward(
                 module=self.module,
                 is_compiling=self.captured.assumptions.is_compiling,
@@ -118,6 +120,7 @@ class Rehearsal:
                 values=buffers,
                 bases=self.captured.convention.bases,
                 autocast=self.captured.assumptions.autocast,
+                left=tuple(self.captured.convention.left),
             )
             results = pytree.tree_leaves(_called(forward, args, kwargs))
             return self._ordered(results, leaves)

@@ -141,6 +141,7 @@ def _seen(stage: Stage) -> Observation:
     if not stage.is_compiling:
         raise CaptureError(f"forward of {name} computes something else where it is traced")
     found = [f"gives {'.'.join(filter(None, key))} a value" for key in seen.assigned]
+    found += [f"leaves a value in {'.'.join(filter(None, key))}" for key in seen.left]
     found += [f"exchanges the buffer {key}" for key in seen.rebound]
     found += [f"has the weight {key} made by a hook" for key in seen.normed]
     found += [f"asks {question.value}" for question in seen.asks]

@@ -140,6 +140,7 @@ def capture_staged(
         out_spec=seen.structure if forward.epilogue is None else children(seen.structure)[0],
         changed_arguments=forward.changed_arguments,
         assigned=seen.assigned,
+        left=forward.ways,
         bases=bases,
         checks=forward.checks,
     )
@@ -243,6 +244,7 @@ def _exported(
                 bases=bases,
                 exported=True,
                 autocast=stage.autocast,
+                left=() if stage.observation is None else tuple(stage.observation.left),
             )
             given, named = without_repetitions((args, dict(kwargs)))
             structure = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 
@@ -15,13 +15,18 @@ from tvmbridge.core.assumptions import Answer, Check
 from tvmbridge.core.autocast import Autocast, under_autocast
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.core.types import Epilogue, IntermediateBase
+from tvmbridge.core.types import Epilogue, IntermediateBase, Left
 from tvmbridge.graph_capture.epilogue import EpilogueRecorder
 from tvmbridge.graph_capture.memory.bases import WithBases
 from tvmbridge.graph_capture.trace.adopted import adopted_are_read
 from tvmbridge.graph_capture.trace.answers import Answers, buffers_of
 from tvmbridge.graph_capture.trace.arguments import ArgumentWatch
 from tvmbridge.graph_capture.trace.exchanges import exchanges_written
+from tvmbridge.graph_capture.trace.left import (
+    LeftFinder,
+    LeftWatch,
+    data_dependent_assigned,
+)
 from tvmbridge.graph_capture.trace.old_norms import norms_put_back
 from tvmbridge.graph_capture.trace.standins import as_captured, transforms_ended
 
@@ -34,11 +39,12 @@ class TracedForward:
     ``differentiated`` whether its results will be, ``values`` what the small buffers of the module
     hold, ``bases`` the intermediate view bases that it returns as well. ``exported``: torch.export
     calls it, which refuses rebound attributes, so that the module gets its old ones back.
-    ``autocast`` is the state of autocast that forward finds.
+    ``autocast`` is the state of autocast that forward finds. ``left`` are the attributes in which
+    it leaves values, which are then results as well; None: they are yet to be found.
 
     After a call, ``changed_arguments`` are the positions and keywords of the containers that it
-    mutated, ``checks`` the checks of values that became outputs, ``answers`` the guards on small
-    buffers, and ``epilogue`` computes its data-dependent results.
+    mutated, ``ways`` how values are ``left``, ``checks`` the checks of values that became outputs,
+    ``answers`` the guards on small buffers, and ``epilogue`` computes its data-dependent results.
     """
 
     module: nn.Module
@@ -51,6 +57,8 @@ class TracedForward:
     changed_arguments: tuple[Any, ...] = ()
     checks: tuple[Check, ...] = ()
     answers: tuple[Answer, ...] = ()
+    left: Sequence[tuple[str, str]] | None = ()
+    ways: Mapping[tuple[str, str], Left] = field(default_factory=dict)
     epilogue: Epilogue | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +67,8 @@ class TracedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         answers = Answers(self.values, buffers_of(self.module))
-        watch = ArgumentWatch(self._own)
+        leaving = self._leaving()
+        watch = ArgumentWatch(leaving or self._own)
 
         def answered(*args: Any, **kwargs: Any) -> Any:
             with answers:
@@ -68,13 +77,21 @@ class TracedForward:
         recorder = EpilogueRecorder(answered, differentiated=self.differentiated)
         results = WithBases(recorder, self.bases)(*args, **kwargs)
         self.changed_arguments, self.checks = watch.changed, watch.checks
+        self.ways = leaving.ways if leaving else {}
         self.answers, self.epilogue = tuple(answers.answers), recorder.epilogue
         return results
+
+    def _leaving(self) -> LeftWatch | LeftFinder | None:
+        """The own forward, whose results are also what it leaves in attributes."""
+        if self.left is None:
+            return LeftFinder(self._own, self.module)
+        return LeftWatch(self._own, self.module, self.left) if self.left else None
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(transforms_ended())
             if self.exported:
+                stack.enter_context(data_dependent_assigned())
                 stack.enter_context(exchanges_written(self.module))
                 stack.enter_context(norms_put_back(self.module))
             stack.enter_context(as_captured(self.is_compiling))

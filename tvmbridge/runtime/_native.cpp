@@ -143,10 +143,20 @@ bool is_plain(PyObject *object) {
 
 // Watch ------------------------------------------------------------------------------------------
 
+// The places of one dictionary: its entries that matter, or a function that looks at all of them.
+struct Part {
+    PyObject *dict;     // borrowed from `places` or `asked`
+    PyObject *function; // borrowed from `asked`, or null
+    Py_ssize_t begin, end;
+    const uint64_t *counter; // null where the dictionary may change without a new version
+    uint64_t version;        // of the last time that they were as they should be
+};
+
 struct Watched {
     std::vector<const uint64_t *> counters; // of the first dictionaries, one each
     std::vector<uint64_t> versions;
     std::vector<PyObject *> compared; // dictionaries of which the entries are compared
+    std::vector<Part> parts;
     std::vector<PyTypeObject *> types;
     std::vector<Properties> tensors;
     std::vector<uintptr_t> addresses;
@@ -159,6 +169,7 @@ struct Watch {
     PyObject *tensors;
     PyObject *places;    // tuple of (dict, key, value)
     PyObject *functions; // tuple of (function, code, defaults or None)
+    PyObject *asked;     // tuple of (dict, function that says whether it is as it should be, None)
     PyObject *missing;   // stands for no value at a place
     PyObject *entries;   // list of the keys and values of the dictionaries that are compared
     Watched *watched;
@@ -170,6 +181,7 @@ int watch_traverse(Watch *self, visitproc visit, void *arg) {
     Py_VISIT(self->tensors);
     Py_VISIT(self->places);
     Py_VISIT(self->functions);
+    Py_VISIT(self->asked);
     Py_VISIT(self->missing);
     Py_VISIT(self->entries);
     return 0;
@@ -178,6 +190,10 @@ int watch_traverse(Watch *self, visitproc visit, void *arg) {
 void forget_dicts(Watch *self) {
     if (self->watched == nullptr)
         return;
+    for (const Part &part : self->watched->parts)
+        if (part.counter != nullptr)
+            stop_counting(part.dict);
+    self->watched->parts.clear();
     for (size_t i = 0; i < self->watched->counters.size(); i++)
         stop_counting(PyTuple_GET_ITEM(self->dicts, i));
     self->watched->counters.clear();
@@ -191,6 +207,7 @@ int watch_clear(Watch *self) {
     Py_CLEAR(self->tensors);
     Py_CLEAR(self->places);
     Py_CLEAR(self->functions);
+    Py_CLEAR(self->asked);
     Py_CLEAR(self->missing);
     Py_CLEAR(self->entries);
     return 0;
@@ -244,13 +261,66 @@ bool function_holds(PyObject *item) {
            (defaults == nullptr ? Py_None : defaults) == PyTuple_GET_ITEM(item, 2);
 }
 
+// Adds the part of a dictionary; false with an exception set.
+bool add_part(Watch *self, PyObject *dict, PyObject *function, Py_ssize_t begin) {
+    Part part{dict, function, begin, begin, nullptr, 0};
+    if (!changes_unnoticed(dict)) {
+        part.counter = begin_to_count(dict);
+        if (part.counter == nullptr)
+            return false;
+        part.version = *part.counter;
+    }
+    self->watched->parts.push_back(part);
+    return true;
+}
+
+// Places of one dictionary that follow each other are one part.
+bool find_parts(Watch *self) {
+    std::vector<Part> &parts = self->watched->parts;
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++) {
+        PyObject *dict = PyTuple_GET_ITEM(PyTuple_GET_ITEM(self->places, i), 0);
+        if ((parts.empty() || parts.back().dict != dict) && !add_part(self, dict, nullptr, i))
+            return false;
+        parts.back().end = i + 1;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->asked); i++) {
+        PyObject *item = PyTuple_GET_ITEM(self->asked, i);
+        if (!add_part(self, PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1), 0))
+            return false;
+    }
+    return true;
+}
+
+// Looks at the entries where the dictionary may have changed; what else it holds does not matter.
+bool part_holds(const Watch *self, Part &part) {
+    uint64_t version = part.counter == nullptr ? 0 : *part.counter;
+    if (part.counter != nullptr && version == part.version)
+        return true;
+    for (Py_ssize_t i = part.begin; i < part.end; i++)
+        if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
+            return false;
+    if (part.function != nullptr) {
+        PyObject *answer = PyObject_CallNoArgs(part.function);
+        bool holds = answer == Py_True;
+        Py_XDECREF(answer);
+        // An interrupt stays set, and is raised by the caller.
+        if (answer == nullptr && PyErr_ExceptionMatches(PyExc_Exception))
+            PyErr_Clear();
+        if (!holds)
+            return false;
+    }
+    part.version = version;
+    return true;
+}
+
 PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
-    PyObject *dicts, *objects, *tensors, *places, *functions, *missing;
-    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
+    PyObject *dicts, *objects, *tensors, *places, *functions, *asked, *missing;
+    if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O", &PyTuple_Type, &dicts, &PyTuple_Type, &objects,
                           &PyTuple_Type, &tensors, &PyTuple_Type, &places, &PyTuple_Type,
-                          &functions, &missing))
+                          &functions, &PyTuple_Type, &asked, &missing))
         return nullptr;
-    if (!all_triples(places, &PyDict_Type) || !all_triples(functions, &PyFunction_Type))
+    if (!all_triples(places, &PyDict_Type) || !all_triples(functions, &PyFunction_Type) ||
+        !all_triples(asked, &PyDict_Type))
         return nullptr;
     auto *self = reinterpret_cast<Watch *>(type->tp_alloc(type, 0));
     if (self == nullptr)
@@ -260,6 +330,7 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
     self->tensors = Py_NewRef(tensors);
     self->places = Py_NewRef(places);
     self->functions = Py_NewRef(functions);
+    self->asked = Py_NewRef(asked);
     self->missing = Py_NewRef(missing);
     self->watched = new Watched();
     self->entries = PyList_New(0);
@@ -301,6 +372,10 @@ PyObject *watch_new(PyTypeObject *type, PyObject *args, PyObject *) {
         self->watched->tensors.emplace_back(tensor, impl);
         self->watched->addresses.push_back(address_of(impl));
     }
+    if (!find_parts(self)) {
+        Py_DECREF(self);
+        return nullptr;
+    }
     return reinterpret_cast<PyObject *>(self);
 }
 
@@ -309,7 +384,7 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
         Py_RETURN_FALSE;
     // Without branches, so that the loads, most of which miss the cache, overlap.
     uint64_t changed = 0;
-    const Watched &before = *self->watched;
+    Watched &before = *self->watched;
     for (size_t i = 0; i < before.versions.size(); i++)
         changed |= *before.counters[i] ^ before.versions[i];
     PyObject **items = reinterpret_cast<PyTupleObject *>(self->objects)->ob_item;
@@ -317,9 +392,12 @@ PyObject *watch_unchanged(Watch *self, PyObject *) {
         changed |= uint64_t(Py_TYPE(items[i]) != before.types[i]);
     if (changed || !entries_hold(self))
         Py_RETURN_FALSE;
-    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->places); i++)
-        if (!place_holds(self, PyTuple_GET_ITEM(self->places, i)))
+    for (Part &part : before.parts)
+        if (!part_holds(self, part)) {
+            if (PyErr_Occurred())
+                return nullptr;
             Py_RETURN_FALSE;
+        }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(self->functions); i++)
         if (!function_holds(PyTuple_GET_ITEM(self->functions, i)))
             Py_RETURN_FALSE;
@@ -436,7 +514,7 @@ PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void) {
     WatchType.tp_name = "tvmbridge.runtime._native.Watch";
-    WatchType.tp_doc = "Watch(dicts, objects, tensors, places, functions, missing)\n--\n\n"
+    WatchType.tp_doc = "Watch(dicts, objects, tensors, places, functions, asked, missing)\n--\n\n"
                        "Remembers what they are.";
     WatchType.tp_basicsize = sizeof(Watch);
     WatchType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;

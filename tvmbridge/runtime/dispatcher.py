@@ -7,7 +7,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.graph_capture.surroundings import refused_now
-from tvmbridge.graph_capture.trace.standins import STAND_IN
+from tvmbridge.graph_capture.trace.standins import NO_ATTRIBUTE, STAND_IN
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import COMPILING, OTHER_NAMES, Tally
@@ -29,7 +29,12 @@ from tvmbridge.runtime.guards.forwards import (
     references_of_a_call,
 )
 from tvmbridge.runtime.guards.mode import Mode
-from tvmbridge.runtime.guards.signature import has_plain_names, nearest, with_plain_names
+from tvmbridge.runtime.guards.signature import (
+    Matched,
+    has_plain_names,
+    nearest,
+    with_plain_names,
+)
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.in_process import register
 from tvmbridge.runtime.module_code import ModuleCode
@@ -40,6 +45,25 @@ from tvmbridge.runtime.specialization import Specialization
 _MOST_FAST = 4
 # References to a dispatcher while its module is called, and it is in no copy.
 _ALONE = references_of_a_call()
+
+
+class _Served(NamedTuple):
+    """What a call returns that code has served."""
+
+    results: Any
+
+
+class _Unserved(NamedTuple):
+    """Why code has not served a call.
+
+    reason: what differs; None: nothing was compiled for its arguments.
+    settling: forward sets at the first call what further ones find.
+    outgrown: the code, where the module may have changed since it was compiled.
+    """
+
+    reason: str | None = None
+    settling: bool = False
+    outgrown: CompiledEntry | None = None
 
 
 class Dispatcher(ModuleCode, StandsForForward):
@@ -118,50 +142,67 @@ class Dispatcher(ModuleCode, StandsForForward):
         return own(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Any:
-        reason: str | None = None
-        settling, known = False, self.specializations
+        known, unserved = self.specializations, _Unserved()
         misfits: list[Mismatch] = []
+        lacking: list[tuple[Specialization, Mode, Matched]] = []
         for specialization in self._candidates(known, misfits, args, kwargs):
             matched = specialization.signature.match(args, kwargs)
             if isinstance(matched, Mismatch):
                 misfits.append(matched)
                 continue
-            leaves, arguments = matched
-            mode = self._mode(specialization, leaves)
+            mode = self._mode(specialization, matched.leaves)
             if isinstance(mode, str):
-                reason = mode
-                break
-            entry = specialization.chosen(mode, leaves)
+                return self._fall_back(mode, args, kwargs)
+            entry = specialization.chosen(mode, matched.leaves)
             if entry is None:
-                found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
-                if isinstance(found, str):
-                    reason = found
-                    break
-                entry = found
-            tensors = entry.state.tensors()
-            reason = entry.mismatch(leaves, tensors)
-            if reason is not None:
-                settling = entry.awaits_first()
-                instead = self._instead(specialization, mode, entry, matched)
-                if isinstance(instead, CompiledEntry):
-                    entry, tensors = instead, instead.state.tensors()
-                    reason = entry.mismatch(leaves, tensors)
-                else:
-                    reason = instead or reason
-            if reason is None:
-                specialization.last_use = next(self._uses)
-                if self.checker is not None:
-                    return self.checker.run(self.module, entry, leaves, tensors, arguments)
-                results = entry.run(leaves, tensors, arguments)
-                self._remember(specialization, entry, leaves, mode)
-                return results
-        why = reason or nearest(misfits) or self._without_code()
-        if reason is None and not again and self.compiles_signatures and self._has_room(misfits):
-            refused = self._specialize(known, args, kwargs, misfits)
+                lacking.append((specialization, mode, matched))
+                continue
+            served = self._serve(specialization, mode, entry, matched)
+            if isinstance(served, _Served):
+                return served.results
+            unserved = served
+        for specialization, mode, matched in lacking[:1]:
+            found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
+            if isinstance(found, str):
+                return self._fall_back(found, args, kwargs)
+            served = self._serve(specialization, mode, found, matched)
+            if isinstance(served, _Served):
+                return served.results
+            unserved = served
+        why = unserved.reason or nearest(misfits)
+        may_add = self.compiles_signatures and not again
+        if may_add and self.room.is_left(unserved.outgrown, why, misfits):
+            refused = self._specialize(known, args, kwargs, why)
             if refused is None:
                 return self._call(args, kwargs, again=True)
             why = refused
-        return self._fall_back(why, args, kwargs, settling=settling)
+        return self._fall_back(
+            why or self._without_code(), args, kwargs, settling=unserved.settling
+        )
+
+    def _serve(
+        self, specialization: Specialization, mode: Mode, entry: CompiledEntry, matched: Matched
+    ) -> _Served | _Unserved:
+        """Serve a call by ``entry``, or by code that is compiled in its place."""
+        leaves, arguments = matched
+        tensors = entry.state.tensors()
+        reason = entry.mismatch(leaves, tensors)
+        settling = reason is not None and entry.awaits_first()
+        if reason is not None:
+            instead = self._instead(specialization, mode, entry, matched)
+            if isinstance(instead, str):
+                return _Unserved(instead, settling)
+            if instead is not None:
+                entry, tensors = instead, instead.state.tensors()
+                reason = entry.mismatch(leaves, tensors)
+        if reason is not None:
+            return _Unserved(reason, settling, None if settling else entry)
+        specialization.last_use = next(self._uses)
+        if self.checker is not None:
+            return _Served(self.checker.run(self.module, entry, leaves, tensors, arguments))
+        results = entry.run(leaves, tensors, arguments)
+        self._remember(specialization, entry, leaves, mode)
+        return _Served(results)
 
     def _remember(
         self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any], mode: Mode
@@ -188,7 +229,10 @@ class Dispatcher(ModuleCode, StandsForForward):
             self.tally.note_compiling()
         else:
             self.tally.note(reason, settling=settling)
-        return self.original(*args, **kwargs)
+        results = self.original(*args, **kwargs)
+        if self._failed is not None:
+            self._retry_if_settled()
+        return results
 
     def _without_code(self) -> str:
         if self.options.freeze:
@@ -213,7 +257,7 @@ class Dispatcher(ModuleCode, StandsForForward):
             return self
         own = None if self.own is None else rebound(self.own, self.module, module, memo)
         if STAND_IN in memo:
-            return own or forward_of_class(module)
+            return own or NO_ATTRIBUTE
         duplicate = Dispatcher(module, own, self.target, self.options, self.tally.on_fallback)
         duplicate.compiles_signatures = self.compiles_signatures
         duplicate.serve_sizes_like(self)

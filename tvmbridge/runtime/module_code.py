@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from tvmbridge.compiler.packing import Packing
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.turns import compiling
+from tvmbridge.graph_capture.observe.effects import StateBefore
 from tvmbridge.graph_capture.observe.plain import unusual_in
 from tvmbridge.runtime.any_size import AnySize
 from tvmbridge.runtime.background import Background, UnderWayError
@@ -24,20 +25,24 @@ from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import forward_of_class
-from tvmbridge.runtime.guards.mode import Mode, flags_of
-from tvmbridge.runtime.guards.signature import Matched, Signature, nearest
-from tvmbridge.runtime.guards.spelling import CONSTANT, Mismatch
+from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
+from tvmbridge.runtime.guards.signature import Matched, Signature
+from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.room import Room
 from tvmbridge.runtime.specialization import Specialization
 
 logger = logging.getLogger(__name__)
 
-# So many signatures calls may have compiled, where no sample was given; of a number that changes
-# fewer, since each of its values is a signature.
-_MOST_AT_CALLS = 4
-_MOST_VALUES = 2
-
 _IN_TRAINING = "the weights are frozen, and the module is in train mode"
 _NO_GRADIENTS = "the weights are frozen, and autograd records the call (use torch.no_grad())"
+
+
+class _Failed(NamedTuple):
+    """A compilation that failed, and the module before the call that asked for it."""
+
+    specialization: Specialization
+    key: tuple[Mode, Flags]
+    before: StateBefore
 
 
 class ModuleCode:
@@ -61,6 +66,9 @@ class ModuleCode:
         self.options = options
         self.specializations: tuple[Specialization, ...] = ()
         self.compiles_signatures = False
+        self.room = Room(options)
+        self._failed: _Failed | None = None
+        self._retried: set[int] = set()
         self.any_size: AnySize | None = None
         self.packing = Packing(module)
         self.background = Background(options)
@@ -176,7 +184,21 @@ class ModuleCode:
             except Exception as error:
                 # Whatever it is, the module's own forward may do better.
                 reason = specialization.failures[mode, flags] = f"{mode}: {error}"
+                if not specialization.compiled():
+                    self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
+
+    def _retry_if_settled(self) -> None:
+        """Have the next call compiled where the own forward, in this one, has made what it keeps.
+
+        The first call may compute, by what cannot be compiled, what others find. It is looked at
+        once: whoever writes at each call is not compiled at each.
+        """
+        failed, self._failed = self._failed, None
+        if failed is not None and id(failed.specialization) not in self._retried:
+            self._retried.add(id(failed.specialization))
+            if failed.before.written():
+                failed.specialization.failures.pop(failed.key, None)
 
     def _instead(
         self,
@@ -248,19 +270,15 @@ class ModuleCode:
         sizes = other.any_size
         self.any_size = None if sizes is None else sizes.renewed(self.compiler, self._retire)
 
-    def _has_room(self, misfits: Sequence[Mismatch]) -> bool:
-        """Whether a call that fits no signature, for these reasons, may add one."""
-        most = min(_MOST_AT_CALLS, self.options.max_specializations)
-        return len(misfits) < most and sum(m.reason == CONSTANT for m in misfits) < _MOST_VALUES
-
     def _specialize(
         self,
         known: tuple[Specialization, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        misfits: Sequence[Mismatch],
+        why: str | Mismatch | None,
     ) -> str | Mismatch | None:
-        """Add a specialisation for the arguments of this call, beside those ``known`` to it.
+        """Add a specialisation for the arguments of this call, beside those ``known`` to it, which
+        do not serve it because of ``why``.
 
         It is there when the call is looked at again, with code or the reason why it has none.
 
@@ -279,9 +297,9 @@ class ModuleCode:
             mode = self._mode(specialization, matched.leaves)
             if isinstance(mode, str):
                 return mode
-            misfit = nearest(misfits)
-            why = "the first" if misfit is None else misfit.detail or misfit.reason
-            found = self._compiled(specialization, mode, matched, why)
+            if isinstance(why, Mismatch):
+                why = why.detail or why.reason
+            found = self._compiled(specialization, mode, matched, why or "the first")
             if isinstance(found, str) and found != COMPILING and not specialization.failures:
                 return found
             self.add(specialization)

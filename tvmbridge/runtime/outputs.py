@@ -51,6 +51,7 @@ class Outputs:
             len(returned) < len(outputs)
             or convention.assigned
             or convention.bases
+            or convention.left
             or convention.changed_arguments
             or convention.checks
             or captured.epilogue
@@ -138,8 +139,13 @@ class Outputs:
         flat = self._without_bases(flat)
         if captured.epilogue is not None:
             flat = captured.epilogue.resolve(flat)
-        changed, checks = captured.convention.changed_arguments, captured.convention.checks
-        return rebuild(flat, captured.convention.out_spec, changed, arguments, checks)
+        convention = captured.convention
+        changed, checks = convention.changed_arguments, convention.checks
+        returned = rebuild(flat, convention.out_spec, changed, arguments, checks)
+        if convention.left:
+            returned, left = returned
+            self._state.leave(left)
+        return returned
 
     def before_epilogue(self, results: Sequence[torch.Tensor], leaves: Sequence[Any]) -> list[Any]:
         """What the eager epilogue gets of the computed ``results``; nothing is written."""

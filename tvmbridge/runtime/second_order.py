@@ -194,6 +194,8 @@ def _refused(captured: CapturedGraph) -> str | None:
         o.kind is not OutputKind.USER for o in captured.outputs
     ):
         return "forward writes into buffers or arguments"
+    if captured.convention.left:
+        return "forward leaves values in attributes of the module"
     if captured.epilogue is not None:
         return "a part of forward runs eagerly after the compiled code"
     if any(d.spec.dtype.is_complex for d in captured.inputs):

@@ -36,17 +36,12 @@ class Applied(nn.Module):
 
 def _counts(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.calls += 1
-    return x * m.weight
+    return x * m.weight * m.calls
 
 
 def _appends(m: Any, x: torch.Tensor) -> torch.Tensor:
     m.history.append(1)
-    return x * m.weight
-
-
-def _keeps(m: Any, x: torch.Tensor) -> torch.Tensor:
-    m.last = x * m.weight
-    return m.last * 2
+    return x * m.weight * len(m.history)
 
 
 def _writes(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +78,6 @@ def _leaves_no_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "counter": (_counts, "writes calls"),
     "list": (_appends, "writes history"),
-    "tensor": (_keeps, "writes last"),
     "plain tensor": (_writes, "writes into a tensor that is neither an input nor a buffer"),
     "python random": (lambda m, x: x * random.random(), "draws from random"),
     "numpy random": (lambda m, x: x * float(numpy.random.rand()), r"numpy\.random"),

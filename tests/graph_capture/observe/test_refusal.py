@@ -148,16 +148,11 @@ class Asks(nn.Module):
 
 
 def test_what_forward_does_where_it_is_not_compiled_is_refused() -> None:
-    x = torch.rand(3) + 1
-    for does, why in (
-        ("counts", "writes calls"),
-        ("looks", "asks whether it is compiled .*follow"),
-    ):
-        with pytest.raises(CaptureError, match=why):
-            tvmbridge.add_tvm_dispatch(Asks(does), x)
+    with pytest.raises(CaptureError, match=r"asks whether it is compiled .*follow"):
+        tvmbridge.add_tvm_dispatch(Asks("looks"), torch.rand(3) + 1)
 
 
-@pytest.mark.parametrize("does", ["nothing", "computes", "draws"])
+@pytest.mark.parametrize("does", ["nothing", "computes", "draws", "counts"])
 @pytest.mark.parametrize("joint", ["auto", "aot"])
 def test_the_way_where_forward_is_not_compiled_is_compiled(does: str, joint: str) -> None:
     own = Asks(does).double()

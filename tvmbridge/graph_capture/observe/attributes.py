@@ -6,17 +6,20 @@ reads are recorded while forward is traced; ``runtime/guards`` compare the value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from tvmbridge.core.contents import MISSING, is_constant
+from tvmbridge.core.contents import ANY_TENSOR, MISSING, all_held, is_constant
 from tvmbridge.core.libraries import BOOKKEEPING
+from tvmbridge.core.types import Left
 from tvmbridge.graph_capture.observe.executed import is_called_by_library
 from tvmbridge.graph_capture.observe.foreign import ForeignModules
+from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
+from tvmbridge.graph_capture.trace.left import assigned as assign
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) | {
@@ -81,7 +84,7 @@ def recorded_assignments(
         key = names.get(id(owner), ""), attribute
         if id(owner) in names and attribute not in _OF_EVERY_MODULE and key not in reads:
             assigned.add(key)
-        genuine(owner, attribute, value)
+        assign(genuine, owner, attribute, value)
 
     with patched_here(nn.Module, "__setattr__", write):
         yield assigned
@@ -104,10 +107,13 @@ def values_assigned(
     return values
 
 
-def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+def values_read(
+    module: nn.Module, reads: set[tuple[str, str]], objects: ObjectReads
+) -> dict[tuple[str, str], Any]:
     """The attributes of ``reads`` that are data, with their values; MISSING: there is none.
 
-    Tensors are left out: they are inputs of the compiled code, or constants that are watched.
+    Tensors may be any: they are inputs of the compiled code, or constants that are watched. Of
+    objects there is what ``objects`` has recorded.
     """
     values: dict[tuple[str, str], Any] = {}
     for name, attribute in reads:
@@ -118,6 +124,45 @@ def values_read(module: nn.Module, reads: set[tuple[str, str]]) -> dict[tuple[st
             continue
         held = owner.__dict__.get(attribute, MISSING)
         value = own_names(owner) if attribute == "__dict__" else held
-        if not isinstance(value, torch.Tensor):
-            values[name, attribute] = value
+        tensor = isinstance(value, torch.Tensor)
+        values[name, attribute] = ANY_TENSOR if tensor else objects.narrowed(value, value)
     return values
+
+
+def values_in_place(
+    module: nn.Module,
+    written: Iterable[tuple[str, str]],
+    objects: ObjectReads,
+    before: nn.Module,
+) -> dict[tuple[str, str], Any]:
+    """As :func:`values_read`, of attributes that forward has ``written`` since ``before``.
+
+    Of objects there is what it has changed as well.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    for (name, attribute), value in values_read(module, set(written), NO_READS).items():
+        earlier = before.get_submodule(name).__dict__.get(attribute, MISSING)
+        values[name, attribute] = objects.narrowed(value, value, earlier)
+    return values
+
+
+def read_and_left(
+    values: Mapping[tuple[str, str], Any],
+    left: Mapping[tuple[str, str], Left],
+    read_first: Collection[tuple[str, str]],
+    foreign: Collection[int],
+) -> Iterator[str]:
+    """Complaints about what forward leaves at each call, and depends on at the next."""
+    for key in read_first:
+        value = values.get(key)
+        number = left[key].into == "place" and value not in (None, MISSING) and is_constant(value)
+        items = all_held(value) if left[key].into == "end" else []
+        if number or any(id(item) in foreign for item in items):
+            yield f"writes {'.'.join(filter(None, key))}, which it reads"
+
+
+def iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
+    """Complaints about iterators that forward reads, which it may move on."""
+    for (path, name), value in values.items():
+        if any(isinstance(held, Iterator) for held in all_held(value)):
+            yield f"reads the iterator {path}.{name}".replace(" .", " ")

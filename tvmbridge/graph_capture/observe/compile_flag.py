@@ -54,4 +54,5 @@ def goes_another_way(module: nn.Module, observe: Callable[..., Observation]) -> 
 
 
 def _effects(seen: Observation) -> list[Any]:
-    return [seen.writes, dict(seen.assigned), seen.impure, seen.changes, seen.rebound]
+    left = dict(seen.left)
+    return [seen.writes, dict(seen.assigned), left, seen.impure, seen.changes, seen.rebound]

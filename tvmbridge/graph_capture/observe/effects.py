@@ -34,7 +34,7 @@ class StateBefore:
         held: the tensors that it holds, those in containers too.
     """
 
-    def __init__(self, module: nn.Module, held: Iterable[torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, held: Iterable[torch.Tensor] = ()) -> None:
         self._module = module
         self._attributes = _attributes(module)
         self._places = tensors_of(module, remove_duplicate=True)

@@ -7,20 +7,21 @@ reads, attributes that it writes, outputs that share memory, random numbers that
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.autocast import Autocast, without_autocast
-from tvmbridge.core.contents import all_held
+from tvmbridge.core.contents import PartOf
 from tvmbridge.core.structure import unflatten
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.types import Left
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.memory.aliasing import (
     Sharing,
@@ -33,6 +34,8 @@ from tvmbridge.graph_capture.memory.views import ViewWatch
 from tvmbridge.graph_capture.observe import leaks
 from tvmbridge.graph_capture.observe.adoption import Adoption
 from tvmbridge.graph_capture.observe.attributes import (
+    iterators_among,
+    read_and_left,
     recorded_assignments,
     recorded_reads,
     values_assigned,
@@ -41,6 +44,7 @@ from tvmbridge.graph_capture.observe.attributes import (
 from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
 from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, is_tagged, laid_out
 from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
+from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
 from tvmbridge.graph_capture.observe.settings import settings_kept
 from tvmbridge.graph_capture.trace.answers import small_buffers
@@ -66,7 +70,8 @@ class Observation:
     ``outside`` are values that it reads and that are not the module's, ``changes`` names those of
     them that it changes, and ``asks`` is what it asks of tensors.
     ``normed`` names the weights that hooks of PyTorch's have made, which are not among ``writes``.
-    ``strides`` are those of what it returns, as of ``dense_strides``.
+    ``strides`` are those of what it returns, as of ``dense_strides``. ``objects``: what it read of
+    plain objects. ``left``: the attributes in which it leaves values that are results as well.
     """
 
     values: Mapping[tuple[str, str], Any]
@@ -85,6 +90,8 @@ class Observation:
     asks: frozenset[Question] = frozenset()
     strides: tuple[tuple[int, ...] | None, ...] = ()
     normed: tuple[str, ...] = ()
+    objects: ObjectReads = NO_READS
+    left: Mapping[tuple[str, str], Left] = field(default_factory=dict)
 
 
 def observe(
@@ -95,6 +102,7 @@ def observe(
     within: Iterable[AbstractContextManager[Any]] = (),
     is_compiling: bool = True,
     autocast: Autocast = (),
+    left: Sequence[tuple[str, str]] | None = (),
     adoption: Adoption | None = None,
 ) -> Observation:
     """Run forward on fake tensors with the shapes of the arguments, and note what it does.
@@ -107,10 +115,13 @@ def observe(
         within: further contexts, for forward alone.
         is_compiling: whether forward is told that it is traced.
         autocast: under which it runs.
+        left: attributes in which it leaves values, as (submodule's name, attribute's name); None:
+            they are found.
         adoption: gets the foreign tensors that forward reads, also where this raises.
     """
     adoption = Adoption() if adoption is None else adoption
-    made, handled, outside = leaks.Made(), sys.exc_info()[1], OutsideReads(module)
+    made, handled, objects = leaks.Made(), sys.exc_info()[1], ObjectReads()
+    outside = OutsideReads(module, objects)
     with leaks.collections_put_off():
         try:
             with leaks.saved_without_circles():
@@ -121,9 +132,10 @@ def observe(
                     is_compiling=is_compiling,
                     differentiated=needs_grad,
                     autocast=autocast,
+                    left=left,
                 )
-                watch = partial(_observe, module, needs_grad, made, outside, within)
-                run = partial(watch, forward, adoption.found)
+                watches = _Watches(made, outside, objects, adoption.found)
+                run = partial(_observe, module, needs_grad, watches, within, forward)
                 seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
@@ -140,6 +152,15 @@ def observe(
         return replace(seen, kept=kept)
 
 
+class _Watches(NamedTuple):
+    """What watches forward from before its fakes are made until after they are gone."""
+
+    made: leaks.Made
+    outside: OutsideReads
+    objects: ObjectReads
+    found: dict[int, torch.Tensor]
+
+
 class _Run:
     """One run of a forward on fakes, made in the modes that it runs in, and what watches it."""
 
@@ -149,11 +170,11 @@ class _Run:
         fakes: Fakes,
         foreign_modules: ForeignModules,
         forward: TracedForward,
-        outside: OutsideReads,
-        found: dict[int, torch.Tensor],
+        watches: _Watches,
     ) -> None:
-        self.outside = outside
-        self.foreign = ForeignTensors(fakes.beside, found, fakes.mode)
+        self.outside = watches.outside
+        self._watches = watches
+        self.foreign = ForeignTensors(fakes.beside, watches.found, fakes.mode)
         self.views = ViewWatch()
         self.questions = QuestionWatch()
         self.results: list[Any] = []
@@ -161,13 +182,11 @@ class _Run:
         self._reshaped = self._switched = self._tagged = self._writes_entwined = False
         self._module = module
         self._fakes = fakes
-        self._forward = forward
+        self.forward = forward
         self._foreign_modules = foreign_modules
         self._records = torch.is_grad_enabled()
 
-    def run(
-        self, made: leaks.Made, within: Iterable[AbstractContextManager[Any]]
-    ) -> pytree.TreeSpec:
+    def run(self, within: Iterable[AbstractContextManager[Any]]) -> pytree.TreeSpec:
         """Run forward in the contexts ``within``; the structure of its ``results``."""
         args, kwargs = unflatten(self._fakes.given, self._fakes.structure)
         held = self._fakes.held.values()
@@ -175,18 +194,19 @@ class _Run:
         versions = list(map(version_of, self._fakes.entwined))
         shapes, records = list(map(laid_out, tensors)), [t.requires_grad for t in tensors]
         with (
-            made,
+            self._watches.made,
             self.foreign,
             self.views,
             self.questions,
             self._foreign_modules.noticing_new_ones(),
+            self._watches.objects.recording(self._module),
             self.outside.collecting(),
             settings_kept() as settings,
             ExitStack() as further,
         ):
             for each in within:
                 further.enter_context(each)
-            self.results, structure = pytree.tree_flatten(self._forward(*args, **kwargs))
+            self.results, structure = pytree.tree_flatten(self.forward(*args, **kwargs))
             self._left_changed = settings.changed()
         self.foreign.note_results(self.results)
         self._reshaped = shapes != list(map(laid_out, tensors))
@@ -243,11 +263,9 @@ class _Run:
 def _observe(
     module: nn.Module,
     needs_grad: bool,
-    made: leaks.Made,
-    outside: OutsideReads,
+    watches: _Watches,
     within: Iterable[AbstractContextManager[Any]],
     traced: Callable[..., TracedForward],
-    found: dict[int, torch.Tensor],
     fakes: Fakes,
 ) -> Observation:
     others, buffers = ForeignModules(), small_buffers(module)
@@ -263,13 +281,13 @@ def _observe(
         before = StateBefore(module, (*fakes.held.values(), *all_tensors(module)))
         for noted_so_far in (reads, assignments, others):
             noted_so_far.clear()
-        run = _Run(module, fakes, others, traced(values=buffers), outside, found)
-        structure = run.run(made, within)
+        run = _Run(module, fakes, others, traced(values=buffers), watches)
+        structure = run.run(within)
         weights = normed_weights(module)
         read = set(reads)
         held = tensors_of(module, remove_duplicate=True)
         after = {name: t for name, t in held.items() if name not in weights}
-        assigned = values_assigned(module, set(assignments))
+        assigned, left = values_assigned(module, set(assignments)), run.forward.ways
         writes = before.written()
         normed = tuple(name for name in writes if name in weights)
         shared = shared_with(normed, module, run.results)
@@ -284,7 +302,12 @@ def _observe(
         sharing = with_exchanged(sharing, rebound.keys(), run.given(), after)
         strides = tuple(map(dense_strides, run.results))
         exchanged = {name: dense_strides(after[name]) for name in rebound}
-    values = values_read(module, read)
+    # What forward itself has left is no state that it depends on, nor is what it never reads.
+    read_first = {key for key in left if key in read and key not in assignments}
+    read -= {key for key, way in left.items() if key in assignments or way.count is not None}
+    values = values_read(module, read, watches.objects)
+    impure += read_and_left(values, left, read_first, run.foreign.found.keys())
+    values.update((key, PartOf(list, {})) for key, way in left.items() if way.into != "place")
     return Observation(
         values=values,
         assigned=assigned,
@@ -292,7 +315,7 @@ def _observe(
         structure=structure,
         sharing=sharing,
         rebound=exchanged,
-        impure=(*dict.fromkeys(impure), *run.complaints(), *_iterators_among(values)),
+        impure=(*dict.fromkeys(impure), *run.complaints(), *iterators_among(values)),
         foreign=tuple(run.foreign.found.values()),
         foreign_modules=tuple(others.stateful()),
         foreign_constants=tuple(others.constants_read()),
@@ -301,10 +324,6 @@ def _observe(
         asks=frozenset(run.questions.asks | run.outside.asks),
         strides=strides,
         normed=normed,
+        objects=watches.objects,
+        left=left,
     )
-
-
-def _iterators_among(values: Mapping[tuple[str, str], Any]) -> Iterator[str]:
-    for (path, name), value in values.items():
-        if any(isinstance(held, Iterator) for held in all_held(value)):
-            yield f"reads the iterator {path}.{name}".replace(" .", " ")

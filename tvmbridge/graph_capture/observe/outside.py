@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -23,12 +24,14 @@ from torch import nn
 from tvmbridge.core.assumptions import OutsideValue, Question
 from tvmbridge.core.contents import MISSING, same_value
 from tvmbridge.core.libraries import SAME_WHEN_COMPILED
+from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.torch_private import FakeTensor, is_compiling
 from tvmbridge.graph_capture.observe.data import holds_iterator
 from tvmbridge.graph_capture.observe.executed import Executed, executed_functions, is_library
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
 from tvmbridge.graph_capture.observe.leaks import holds_fakes, remove_fakes
 from tvmbridge.graph_capture.observe.names import Names
+from tvmbridge.graph_capture.observe.objects import ObjectReads
 from tvmbridge.graph_capture.observe.sources import (
     Source,
     below,
@@ -49,6 +52,8 @@ _ABOUT_COMPILERS = (
 _ABOUT_IDENTITY = (builtins.id, operator.is_, operator.is_not)
 # They may look up by a name that is computed.
 _SEARCHING = frozenset({"getattr", "vars", "__dict__"})
+# They look attributes up past what the class of an object says.
+_PAST_CLASSES = frozenset({"__getattribute__", "getattr_static"})
 # Methods that nobody names: of modules, of autograd's functions, and of objects that are called.
 _UNNAMED = frozenset({"forward", "backward", "setup_context", "__call__"})
 
@@ -59,12 +64,13 @@ class OutsideReads:
     ``asks`` is what they may ask of tensors, and ``complaints`` what compiled code cannot repeat.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, objects: ObjectReads) -> None:
         self.asks: set[Question] = set()
         self.complaints: list[str] = []
+        self._objects = objects
         self._sources: dict[tuple[int, str], Source] = {}
         self._values: dict[tuple[int, str], OutsideValue] = {}
-        self._names: frozenset[str] = _UNNAMED
+        self._names = _UNNAMED | ({module.method} if isinstance(module, MethodOf) else set())
         # By their ids: what attributes may be looked up in, with the names that it had, and caches
         # with what they had missed.
         self._namespaces: dict[int, tuple[Source, frozenset[str]]] = {}
@@ -79,7 +85,7 @@ class OutsideReads:
             for source in self._new_namespaces(met):
                 for held in vars(source.value).values():
                     self._keep(defaults(held))
-                for each in below(source, _UNNAMED):
+                for each in below(source, self._names):
                     self._look_at(each)
 
         for hook in [h for m in module.modules() for h, _ in traced_hooks(m)]:
@@ -89,10 +95,16 @@ class OutsideReads:
 
     def collecting(self) -> AbstractContextManager[None]:
         """Within it functions that run in this thread are looked at before they do."""
-        return executed_functions(self._note)
+        return executed_functions(self._note_function)
+
+    def _note_function(self, executed: Executed) -> None:
+        with self._objects.paused():
+            self._note(executed)
 
     def _note(self, executed: Executed) -> None:
         names = executed.names
+        if names.looked_up & _PAST_CLASSES and executed.code.co_name not in _PAST_CLASSES:
+            self._objects.blind = True
         if names.asks_identity:
             self.asks.add(Question.IDENTITY)
         same_anyway = str(executed.globals.get("__name__")).startswith(SAME_WHEN_COMPILED)
@@ -121,7 +133,7 @@ class OutsideReads:
             space, label = vars(value), source.label
             if looked_up & _SEARCHING:
                 looked_up |= space.keys()
-            absent = names.strings - space.keys()
+            absent = {n for n in names.strings - space.keys() if not n.startswith("__")}
             found = [Source(value, space, n, f"{label}.{n}", MISSING) for n in absent]
         else:
             found = []
@@ -150,6 +162,8 @@ class OutsideReads:
         if found and any(source.owner is backend for backend in _EXCHANGED):
             self.complaints.append(f"reads {source.label} (which a trace exchanges)")
         self._keep(defaults(value))
+        if not all(each.itself for each in found):
+            self._objects.follow(value)
         if isinstance(value, functools._lru_cache_wrapper):
             self._caches[id(value)] = value, value.cache_info().misses
             self._note_cached(value.__wrapped__)
@@ -192,7 +206,14 @@ class OutsideReads:
     def values(self) -> tuple[OutsideValue, ...]:
         """What was collected, as it was before it was read."""
         codes = Codes(v.expected for v in self._values.values() if v.itself).watched()
-        return (*self._values.values(), codes)
+        return (*(self._narrowed(value) for value in self._values.values()), codes)
+
+    def _narrowed(self, value: OutsideValue) -> OutsideValue:
+        """``value``, without what nobody has read of it."""
+        source = self._sources.get(value.key)
+        if source is None or value.itself:
+            return value
+        return replace(value, expected=self._objects.narrowed(source.value, value.expected))
 
     def changed(self) -> tuple[str, ...]:
         """What is not as it was found; generators of random numbers are put back."""
@@ -202,11 +223,10 @@ class OutsideReads:
         return tuple(dict.fromkeys(changed))
 
     def _added(self) -> Iterator[tuple[Source, str]]:
-        """The names that namespaces have and had not, but for those of submodules."""
+        """The names that namespaces have and had not, but for what is imported when asked for."""
         for source, names in self._namespaces.values():
             for name, value in list(vars(source.value).items()):
-                special = name.startswith("__") or isinstance(value, types.ModuleType)
-                if name not in names and not special:
+                if name not in names and not (name.startswith("__") or _is_imported(source, value)):
                     yield source, name
 
     def remove_fakes(self) -> None:
@@ -230,6 +250,19 @@ def _codes_within(code: types.CodeType) -> Iterator[types.CodeType]:
         if isinstance(constant, types.CodeType):
             yield constant
             yield from _codes_within(constant)
+
+
+def _is_imported(source: Source, value: Any) -> bool:
+    """Whether ``value`` has come to ``source`` because a module was imported.
+
+    A package may have what its modules define once somebody asks for it.
+    """
+    if isinstance(value, types.ModuleType):
+        return True
+    defined = isinstance(value, type | types.FunctionType)
+    package = f"{getattr(source.value, '__name__', '')}."
+    in_package = isinstance(source.value, types.ModuleType) and defined
+    return in_package and str(value.__module__).startswith(package)
 
 
 def _has_changed(found: OutsideValue) -> bool:

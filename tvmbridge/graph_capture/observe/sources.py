@@ -23,6 +23,7 @@ from tvmbridge.core.assumptions import Holder
 from tvmbridge.core.contents import MISSING, all_held, is_constant
 from tvmbridge.graph_capture.observe.data import is_data, is_object, is_of_users
 from tvmbridge.graph_capture.observe.executed import Executed, is_library
+from tvmbridge.graph_capture.trace.patches import unpatched
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def below(source: Source, names: Collection[str]) -> Iterator[Source]:
     value = source.value
     held = attributes_below(value)
     for name in names if isinstance(held, Attributes) else (held or {}).keys() & names:
-        inner = held.get(name, MISSING)
+        inner = unpatched(held.get(name, MISSING), MISSING)
         if inner is not MISSING and name != "__name__" and _leads_on(value, inner):
             yield Source(value, held, name, f"{source.label}.{name}", inner)
 

@@ -6,7 +6,7 @@ It is observed first; side effects that compiled code would not repeat are refus
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from tvmbridge.core.errors import BridgeError, CaptureError, NotApartError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.dependence import DependenceError
 from tvmbridge.graph_capture.observe.adoption import Adoption
-from tvmbridge.graph_capture.observe.attributes import values_read
+from tvmbridge.graph_capture.observe.attributes import values_in_place
 from tvmbridge.graph_capture.observe.compile_flag import goes_another_way
 from tvmbridge.graph_capture.observe.foreign import refuse_foreign
 from tvmbridge.graph_capture.observe.hooks import traced_hooks
@@ -126,11 +126,13 @@ def _staged(
     originals: dict[int, nn.Module] = {}
     watch = partial(observe, args=args, kwargs=kwargs, needs_grad=needs_grad, autocast=autocast)
     watch = partial(watch, adoption=adoption)
+    if apart:
+        watch = partial(watch, left=None)
     actor = _actor(module, originals) if apart else module
     outside = adopt(actor, adoption.adopted)
     try:
         seen = watch(actor, is_compiling=is_compiling)
-        leaves_traces = seen.writes or seen.assigned or seen.kept or seen.changes
+        leaves_traces = seen.writes or seen.assigned or seen.left or seen.kept or seen.changes
         # What hooks collect outside of the module is the user's, and is not added to here.
         collects = seen.changes and any(map(traced_hooks, actor.modules()))
         if leaves_traces and apart and not seen.impure and not collects:
@@ -139,8 +141,14 @@ def _staged(
             run_apart(actor, args, kwargs, autocast)
             restore_generators(seen.outside)
             again = watch(actor, is_compiling=is_compiling)
+            counted = _attributes_among(actor, again.writes)
+            grown = any(way.into != "place" for way in again.left.values())
+            watch = partial(watch, left=[*again.left, *counted])
+            if counted or grown:
+                again = _watched_again(partial(watch, actor), again, is_compiling)
             # What it wrote must be in place at a call, although it may never read it.
-            in_place = values_read(actor, {_split(name) for name in seen.writes})
+            written = {*map(_split, seen.writes), *seen.left} - again.left.keys()
+            in_place = values_in_place(actor, written, again.objects, module)
             seen = _settled(seen, replace(again, values={**again.values, **in_place}))
     except DependenceError as error:
         message = f"{error.at(user_line(error))}{advice_on_experts(module)}"
@@ -197,6 +205,29 @@ def _settled(first: Observation, again: Observation) -> Observation:
     }
     values = {key: value for key, value in again.values.items() if key not in assigned}
     return replace(again, values=values, assigned=assigned)
+
+
+def _watched_again(
+    watch: Callable[..., Observation], seen: Observation, is_compiling: bool
+) -> Observation:
+    """What is observed where stand-ins of numbers and lists note whether they are read."""
+    try:
+        return watch(is_compiling=is_compiling)
+    except Exception:
+        # C code has looked at a stand-in.
+        logger.debug("numbers and lists are read", exc_info=True)
+        grown = [".".join(filter(None, k)) for k, way in seen.left.items() if way.into != "place"]
+        return replace(seen, writes=(*seen.writes, *grown))
+
+
+def _attributes_among(module: nn.Module, names: Iterable[str]) -> list[tuple[str, str]]:
+    """Those of ``names`` that are attributes, and neither parameters, buffers nor submodules."""
+    found = []
+    for path, name in map(_split, names):
+        owner = module.get_submodule(path)
+        if not any(name in held for held in (owner._parameters, owner._buffers, owner._modules)):
+            found.append((path, name))
+    return found
 
 
 def _refuse_to_part(module: nn.Module, seen: Observation) -> None:

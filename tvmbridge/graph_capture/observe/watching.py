@@ -109,7 +109,11 @@ def _copied(source: Source) -> OutsideValue:
     copied = copied_values({0: value})[0]
     if isinstance(value, queue.SimpleQueue) or not same_value(copied, value):
         holder = _State(holder)
-        copied = copied_values({0: state_of(value)})[0]
+        held = state_of(value)
+        copied = copied_values({0: held})[0]
+        if held is not None:  # some are equal to no copy, and stand for themselves
+            pairs = zip(held, copied, strict=True)
+            copied = [copy if same_value(each, copy) else each for each, copy in pairs]
     return OutsideValue(holder, source.name, source.label, copied, source.key)
 
 

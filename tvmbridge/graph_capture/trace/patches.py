@@ -188,8 +188,17 @@ def _install(owner: Any, name: str) -> _Installed:
 
 def _stub(owner: Any, name: str, installed: _Installed) -> Any:
     stub = _calling(installed)
+    stub.__dict__["installed"] = installed
     unbound = isinstance(inspect.getattr_static(owner, name), staticmethod | classmethod)
     return staticmethod(stub) if unbound and isinstance(owner, type) else stub
+
+
+def unpatched(value: Any, default: Any) -> Any:
+    """What the owner of ``value`` holds itself: ``default`` where a patch alone stands there."""
+    installed = getattr(value, "installed", None) if type(value) is FunctionType else None
+    if not isinstance(installed, _Installed):
+        return value
+    return default if installed.own is None else installed.own
 
 
 def _release(owner: Any, name: str, installed: _Installed) -> None:

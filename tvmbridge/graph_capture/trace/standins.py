@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # In the memo of a deep copy it says that a stand-in is being made, which has no dispatch.
 STAND_IN = "tvmbridge.stand_in"
+# Of an attribute that a stand-in does not have: a method of its class is dispatched.
+NO_ATTRIBUTE: Any = object()
 
 
 def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -> nn.Module | None:
@@ -54,6 +56,9 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
     except Exception as error:
         logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
         return None
+    for owner in copied.modules():
+        for name in [n for n, value in vars(owner).items() if value is NO_ATTRIBUTE]:
+            del owner.__dict__[name]
     pairs = zip(module.named_modules(), copied.named_modules(), strict=False)
     alike = all(n == m and type(a) is type(b) for (n, a), (m, b) in pairs)
     if not alike or len(list(module.modules())) != len(list(copied.modules())):

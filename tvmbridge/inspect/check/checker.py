@@ -73,6 +73,9 @@ class Checker:
         if entry.compiled.captured.epilogue is not None:
             self.unchecked["a part of forward runs eagerly after the compiled code"] += 1
             return entry.run(leaves, tensors, arguments)
+        if entry.compiled.captured.convention.left:
+            self.unchecked["forward leaves values in attributes of the module"] += 1
+            return entry.run(leaves, tensors, arguments)
         if in_checkpoint():  # which takes what the check saves for what the call does
             self.unchecked["a checkpoint watches what the call saves"] += 1
             return entry.run(leaves, tensors, arguments)

@@ -216,7 +216,7 @@ def _mutations(captured: CapturedGraph) -> Iterator[Mutation]:
             yield Mutation("input", str(positions.get(output.target or "", output.target)))
     for place in captured.convention.changed_arguments:
         yield Mutation("argument", str(place))
-    for path, name in sorted(captured.convention.assigned):
+    for path, name in sorted((*captured.convention.assigned, *captured.convention.left)):
         yield Mutation("attribute", f"{path}.{name}".lstrip("."))
 
 

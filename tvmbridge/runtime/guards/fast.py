@@ -220,9 +220,10 @@ class FastGuard:
         constants = tuple(state.constants)
         self._emit_versions("constants", constants, versions_of(constants) if constants else ())
         dicts = {id(d): d for d in state.watched_dicts()}
-        further, slots, containers = state.values.beyond(dicts.keys())
-        dicts.update((id(d), d) for d in further)
+        beyond = state.values.beyond(dicts.keys())
+        dicts.update((id(d), d) for d in beyond.dicts)
         places = [place for class_, _ in state.classes for place in _forward_of(class_)]
+        places += [*state.watched_places(), *beyond.places]
         functions: list[Code] = []
         own = signature.parameters
         if own is not None:
@@ -231,8 +232,8 @@ class FastGuard:
                 dicts[id(held)] = held
                 defaults = f"{self._name('own', own.function)}.__kwdefaults__"
                 self._refuse_if(f"{defaults} is not {self._name('held', held)}")
-        missing = self._name("missing", MISSING) if slots else ""
-        for holder, name, value in slots:
+        missing = self._name("missing", MISSING) if beyond.slots else ""
+        for holder, name, value in beyond.slots:
             if isinstance(holder, Codes):
                 functions += holder.before
             elif isinstance(holder, dict | types.MappingProxyType):
@@ -245,10 +246,11 @@ class FastGuard:
         # Each is looked at in every call: once, though forward names it often.
         once = {(id(held), key): (held, key, value) for held, key, value in places}
         called = {id(function[0]): function for function in functions}
-        everything = list(once.values()), list(called.values())
-        made = watch(list(dicts.values()), state.members, tensors, *everything)
+        everything = list(once.values()), list(called.values()), beyond.asked
+        objects = [*state.members, *beyond.objects]
+        made = watch(list(dicts.values()), objects, tensors, *everything)
         self._refuse_if(f"not {self._name('unchanged', made.unchanged)}()")
-        for container in containers:
+        for container in beyond.containers:
             self._refuse_if(f"{self._name('changed', container.changed)}()")
 
     def _emit_versions(

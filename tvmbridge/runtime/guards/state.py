@@ -7,7 +7,7 @@ replaced, retied, loaded and optimised parameters are always seen.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,19 @@ from tvmbridge.core.libraries import acts
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
+from tvmbridge.graph_capture.trace.left import leave
 from tvmbridge.graph_capture.trace.old_norms import OldNorms
 from tvmbridge.runtime.guards.answers import AnswerGuard
 from tvmbridge.runtime.guards.entries import PATCHED, REPLACED, entry_of, structure_of
 from tvmbridge.runtime.guards.forwards import stands_for
 from tvmbridge.runtime.guards.kinds import KindGuard
 from tvmbridge.runtime.guards.values import ValueGuard
+from tvmbridge.runtime.guards.watch import Place
 
 _HELD = ("_parameters", "_buffers", "_modules")
+# What a module's own dictionary holds of its structure.
+_STRUCTURE = (*_HELD, *HOOKS, "training", "forward")
+_WRITTEN = "a tensor that forward has as a constant was written"
 _REHOOKED = "the hooks of a submodule changed"
 
 
@@ -75,6 +80,8 @@ class ModuleState:
             (module.get_submodule(path), name, value)
             for (path, name), value in captured.convention.assigned.items()
         ]
+        left = captured.convention.left.items()
+        self._left = [(module.get_submodule(path), name, way) for (path, name), way in left]
         self.norms = OldNorms.of(module, assumed.normed)
         self._traced_hooks = list(map(traced_hooks, self._modules[1:]))
         self._is_hooked = any(self._traced_hooks)
@@ -124,6 +131,7 @@ class ModuleState:
         other._bind(memo)
         other.kinds = self.kinds.renewed()
         other._assigned = [(memo[id(o)], n, value) for o, n, value in self._assigned]
+        other._left = [(memo[id(o)], n, way) for o, n, way in self._left]
         other._values = self._values.rebound(memo)
         other._modules = [memo[id(m)] for m in self._modules]
         other._places = {n: replace(e, owner=memo[id(e.owner)]) for n, e in self._places.items()}
@@ -174,14 +182,25 @@ class ModuleState:
         for attributes, name, value in self._assignments:
             attributes[name] = value
 
+    def leave(self, values: Iterable[Any]) -> None:
+        """Leave in attributes what a call of forward leaves there."""
+        remaining = iter(values)
+        for owner, name, way in self._left:
+            leave(owner, name, way, remaining)
+
     def watched_dicts(self) -> list[dict[Any, Any]]:
-        """The dictionaries in which everything is found that is compared here, but for values."""
-        return [
-            *(m.__dict__ for m in self._members),
-            *self._dicts,
-            *self._hooks,
-            *(place for place, *_ in self._entries),
-        ]
+        """The dictionaries that are compared here as a whole."""
+        own = {id(m.__dict__) for m in self._members}
+        places = (place for place, *_ in self._entries if id(place) not in own)
+        return [*self._dicts, *self._hooks, *places]
+
+    def watched_places(self) -> list[Place]:
+        """What is compared here of the modules' own dictionaries, but for values."""
+        own = {id(m.__dict__): m.__dict__ for m in self._members}
+        named = [(held, name) for held in own.values() for name in _STRUCTURE]
+        named += [place for place in self._found.values() if id(place[0]) in own]
+        named += [(place, key) for place, key, *_ in self._entries if id(place) in own]
+        return [(held, name, held.get(name, MISSING)) for held, name in named]
 
     @property
     def members(self) -> list[nn.Module]:
@@ -200,8 +219,8 @@ class ModuleState:
 
     @property
     def is_plain(self) -> bool:
-        """Whether calls leave the module's dictionaries alone, and ask no values of buffers."""
-        return not (self._assignments or self.norms or self._answers.names)
+        """Whether calls make no weights, and ask no values of buffers."""
+        return not (self.norms or self._answers.names)
 
     @property
     def constants(self) -> list[torch.Tensor]:
@@ -263,7 +282,7 @@ class ModuleState:
                 return "tied parameters were untied"
         for constant, signs, requires_grad in self._constants:
             if _written(constant) != signs:
-                return "a tensor that forward has as a constant was written"
+                return _WRITTEN
             if check_grad and constant.requires_grad is not requires_grad:
                 return "requires_grad of a tensor that forward has as a constant changed"
         value = self.value_changed()
@@ -272,6 +291,15 @@ class ModuleState:
     def value_changed(self) -> str | None:
         """What forward reads, beside tensors, and is not as it was captured."""
         return self._values.changed() or self._answers.changed(self.tensor)
+
+    def outgrown(self) -> bool | None:
+        """Whether the module is otherwise than the code was compiled for because of a number, or of
+        a constant tensor, each value of which asks for other code. None: it is not otherwise.
+        """
+        reason = self.changed(self.tensors(), check_grad=True)
+        if reason is None:
+            return None
+        return reason == _WRITTEN or self._values.is_number_changed()
 
     def is_otherwise(self) -> bool:
         """Whether what forward reads, tensors too, is not of the kind that it was captured with."""

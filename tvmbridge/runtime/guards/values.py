@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-import numpy
 from torch import nn
 
 from tvmbridge.core.assumptions import Holder, OutsideValue
@@ -15,16 +13,16 @@ from tvmbridge.core.contents import (
     CONTAINERS,
     DEPTH,
     MISSING,
-    attributes_of,
-    contents,
+    PartOf,
     is_constant,
     may_grow,
     same_value,
-    slots_of,
     state_of,
 )
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
+from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
+from tvmbridge.runtime.guards.holding import Beyond, Container, Part
 
 
 class _Names:
@@ -67,22 +65,29 @@ class _Watched:
         self.name = name
         self.label = label
         self.expected = expected
-        # The value at the last full comparison, and the containers in it.
+        # The value at the last full comparison; the containers in it, with what is expected.
         self.last: Any = self
-        self.held: list[Any] = []
+        self.held: list[tuple[Any, Any]] = []
 
     def changed(self) -> bool:
         """A full comparison; remembers the signs if nothing that matters changed."""
-        value = self.holder.get(self.name, MISSING)
+        value = found = self.holder.get(self.name, MISSING)
+        if isinstance(value, StandsForForward):  # a method that is dispatched
+            value = stands_for(value)
         if self.itself:
-            self.last = value
+            self.last = found
             return value is not self.expected
         if not same_value(value, self.expected):
             return True
         self.held = []
-        self._hold(value, DEPTH)
-        self.last = value
+        self._hold(value, self.expected, DEPTH)
+        self.last = found
         return False
+
+    def is_number(self) -> bool:
+        """Whether it is a number and was one."""
+        now = self.holder.get(self.name, MISSING)
+        return type(now) in (int, float) and type(self.expected) in (int, float)
 
     def of_copy(self, memo: Mapping[int, Any]) -> _Watched:
         """The same of a deep copy of the module, found through the copy's ``memo``."""
@@ -100,14 +105,21 @@ class _Watched:
         # A class is its own copy.
         return _Watched(memo.get(id(self.owner), self.owner), self.name, self.label, expected)
 
-    def _hold(self, value: Any, depth: int) -> None:
+    def _hold(self, value: Any, expected: Any, depth: int) -> None:
+        if depth == 0:
+            return
+        if isinstance(expected, PartOf):
+            self.held.append((value, expected))
+            for name, each in expected.attributes.items():
+                self._hold(expected.found(value, name), each, depth - 1)
+            return
         held = state_of(value)
-        if depth == 0 or held is None or not (held or may_grow(value)):
+        if held is None or not (held or may_grow(value)):
             return
         if not isinstance(value, tuple | frozenset):
-            self.held.append(value)
-        for item in held:
-            self._hold(item, depth - 1)
+            self.held.append((value, None))
+        for item, each in zip(held, state_of(expected) or [], strict=False):
+            self._hold(item, each, depth - 1)
 
 
 def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
@@ -127,53 +139,6 @@ def _of_class(cls: type[nn.Module], name: str, label: str) -> list[_Watched]:
         return []
     hidden = [_Watched(c, name, label, MISSING) for c in classes[:place]]
     return [*hidden, _Watched(classes[place], name, label, copy.deepcopy(value))]
-
-
-class _Container:
-    """A container or plain object, and what it held: the same objects under the same keys?"""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.watched: list[_Watched] = []
-        self._read = _reader(value)
-        now = self._read(value)
-        self._keys = list(now) if isinstance(now, dict) else None
-        self._held = list(now if self._keys is None else now.values())
-        # What is made anew for each look is compared by value.
-        self._same = same_value if self._read is state_of else operator.is_
-        # What holds all of it, where that is one dictionary.
-        self.dictionary: dict[Any, Any] | None = None
-        if type(value) is dict or self._read is vars:
-            self.dictionary = now
-
-    def changed(self) -> bool:
-        now = self._read(self.value)
-        if len(now) != len(self._held):
-            return True
-        if self._keys is None:
-            return not all(map(self._same, now, self._held))
-        return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
-
-
-Holding = _Container
-# Where a value is looked up, its name, and the object that it was.
-Slot: TypeAlias = tuple[Any, str, Any]
-
-
-def _dict_of(holder: Any) -> Any:
-    """The dictionary that tells all that ``holder`` does."""
-    return holder.owner.__dict__ if isinstance(holder, _Names) else holder
-
-
-def _reader(value: Any) -> Callable[[Any], Any]:
-    """How to look at what ``value`` holds, as a list or a dict, at the least cost."""
-    if type(value) in (list, dict):
-        return lambda same: same
-    if isinstance(value, CONTAINERS):
-        return contents
-    if not hasattr(value, "__dict__") or isinstance(value, numpy.ndarray):
-        return state_of
-    return attributes_of if slots_of(type(value)) else vars  # type: ignore[arg-type]
 
 
 class ValueGuard:
@@ -231,28 +196,39 @@ class ValueGuard:
         for watched in self._watched:
             watched.changed()
         self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
-        containers: dict[int, _Container] = {}
+        containers: dict[int, Container] = {}
+        parts: dict[int, Part] = {}
         for watched in self._watched:
-            for value in watched.held:
+            for value, part in watched.held:
                 # One configuration is often an attribute of many submodules.
-                containers.setdefault(id(value), _Container(value)).watched.append(watched)
+                if part is None:
+                    containers.setdefault(id(value), Container(value)).watched.append(watched)
+                    continue
+                held = parts.setdefault(id(value), Part(value, part))
+                held.add(part)
+                held.watched.append(watched)
         self._containers = list(containers.values())
+        self._parts = list(parts.values())
 
-    def beyond(self, watched: Collection[int]) -> tuple[list[Any], list[Slot], list[Holding]]:
-        """What must be looked at where the dictionaries with the ids ``watched`` did not change.
-
-        Returns:
-            further dictionaries to be watched, the places to be compared by identity at each call,
-            and the containers that have no dictionary of their own.
-        """
-        slots = [(h, n, v) for h, n, v, _ in self._slots if id(_dict_of(h)) not in watched]
+    def beyond(self, watched: Collection[int]) -> Beyond:
+        """What must be looked at where the dictionaries with the ids ``watched`` did not change."""
+        slots = [(h, n, v) for h, n, v, _ in self._slots if id(h) not in watched]
+        names = [h.owner.__dict__ for h, *_ in slots if isinstance(h, _Names)]
         dicts = [c.dictionary for c in self._containers if c.dictionary is not None]
-        return dicts, slots, [c for c in self._containers if c.dictionary is None]
+        return Beyond(
+            dicts=[*names, *dicts],
+            places=[place for p in self._parts if not p.part.asks for place in p.places()],
+            slots=[slot for slot in slots if not isinstance(slot[0], _Names)],
+            containers=[c for c in self._containers if c.dictionary is None],
+            asked=[(vars(p.value), p.holds, None) for p in self._parts if p.part.asks],
+            objects=[p.value for p in self._parts],
+        )
 
     def changed(self) -> str | None:
         """What has another value now, by its name; None: nothing."""
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        for container in self._containers:
+        holding: list[Container | Part] = [*self._containers, *self._parts]
+        for container in holding:
             if container.changed():
                 suspects += container.watched
         if not suspects:
@@ -262,3 +238,7 @@ class ValueGuard:
                 return watched.label
         self._refresh()
         return None
+
+    def is_number_changed(self) -> bool:
+        """Whether a number is another one now."""
+        return any(w.is_number() and w.changed() for w in self._watched)

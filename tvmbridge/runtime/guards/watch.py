@@ -25,6 +25,8 @@ from tvmbridge.core.torch_private import TensorGuards
 
 # A dictionary, a key, and the object that stands there or MISSING.
 Place: TypeAlias = tuple[dict[Any, Any], Any, Any]
+# A dictionary, and a function that says whether what matters in it is as it should be.
+Asked: TypeAlias = tuple[dict[Any, Any], Callable[[], bool], None]
 # A function, its code and its defaults.
 Code: TypeAlias = tuple[types.FunctionType, types.CodeType, tuple[Any, ...] | None]
 
@@ -55,6 +57,7 @@ class PythonWatch:
         tensors: tensors of which all but the values is remembered, the addresses too.
         places: dictionaries, each with a key and the object that stands there.
         functions: functions, each with its code and its defaults.
+        asked: dictionaries, each with a function to be called when it has changed.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class PythonWatch:
         tensors: Sequence[Any],
         places: Sequence[Place] = (),
         functions: Sequence[Code] = (),
+        asked: Sequence[Asked] = (),
     ) -> None:
         self._dicts = tuple(dicts)
         self._objects = tuple(objects)
@@ -77,6 +81,7 @@ class PythonWatch:
         self._guards = _tensor_guards(self._once)
         self._places = tuple(places)
         self._functions = tuple(functions)
+        self._asked = tuple(asked)
 
     def unchanged(self) -> bool:
         """Whether all of it is as it was."""
@@ -86,6 +91,7 @@ class PythonWatch:
             and _same(chain.from_iterable(self._dicts), self._keys)
             and _same(chain.from_iterable(map(dict.values, self._dicts)), self._values)
             and all(d.get(key, MISSING) is value for d, key, value in self._places)
+            and all(holds() for _, holds, _ in self._asked)
             and all(f.__code__ is c and f.__defaults__ is d for f, c, d in self._functions)
             and self._guards(*self._once)
             and list(map(_data_ptr, self._tensors)) == self._pointers
@@ -112,16 +118,19 @@ def watch(
     tensors: Sequence[torch.Tensor],
     places: Sequence[Place] = (),
     functions: Sequence[Code] = (),
+    asked: Sequence[Asked] = (),
 ) -> Watch:
     """Remember the ``dicts``, the classes of ``objects``, and ``tensors`` with their addresses.
 
-    Of dictionaries with other entries that do not matter, ``places`` are what does; ``functions``
-    are remembered by their code and defaults.
+    Of dictionaries with other entries that do not matter, ``places`` are what does, or a function
+    of ``asked`` looks at it; ``functions`` are remembered by their code and defaults.
     """
     native = _native()
     if native is None:
-        return PythonWatch(dicts, objects, tensors, places, functions)
-    held = (tuple(dicts), tuple(objects), tuple(tensors), tuple(places), tuple(functions))
+        return PythonWatch(dicts, objects, tensors, places, functions, asked)
+    # The places of a dictionary are looked at together, where it has changed.
+    places = sorted(places, key=lambda place: id(place[0]))
+    held = map(tuple, (dicts, objects, tensors, places, functions, asked))
     made: Watch = native.Watch(*held, MISSING)
     return made
 

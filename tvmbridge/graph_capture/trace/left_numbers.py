@@ -1,0 +1,151 @@
+"""Stand-ins for numbers that are counted and lists that grow, which note whether they are read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from tvmbridge.core.torch_private import pytree
+
+
+class Count:
+    """Stands for an integer attribute: it may be added to, and any other use is noted.
+
+    origin: the count that it was made from by additions; ``step`` is their sum.
+    is_read: whether anything depends on its value; of the origin.
+    """
+
+    __slots__ = ("is_read", "origin", "step", "value")
+
+    def __init__(self, value: int, origin: Count | None = None, step: int = 0) -> None:
+        self.value = value
+        self.origin = self if origin is None else origin
+        self.step = step
+        self.is_read = False
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return int
+
+    def plain(self) -> int:
+        """The number that it stands for."""
+        return self.value
+
+    def used(self) -> int:
+        """The number, on which something depends."""
+        self.origin.is_read = True
+        return self.value
+
+    def _moved(self, step: Any) -> Any:
+        if type(step) is not int:
+            return self.used() + step
+        return Count(self.value + step, self.origin, self.step + step)
+
+    def __add__(self, other: Any) -> Any:
+        return self._moved(other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._moved(-other) if type(other) is int else self.used() - other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.used(), name)
+
+
+def _of_value(name: str) -> Callable[..., Any]:
+    # Operators, since those of int alone return NotImplemented for what is no number.
+    function = getattr(operator, name.removeprefix("r"), None) if name[0] == "r" else None
+    reflected = function is not None and name not in ("repr", "round")
+
+    def method(self: Count, *args: Any) -> Any:
+        value, given = self.used(), [a.used() if type(a) is Count else a for a in args]
+        if reflected:
+            assert function is not None
+            return function(given[0], value)
+        if hasattr(operator, name) and len(given) == 1:
+            return getattr(operator, name)(value, given[0])
+        return getattr(value, f"__{name}__")(*given)
+
+    return method
+
+
+_OF_VALUE = """
+bool int float index hash repr str format eq ne lt le gt ge mul rmul truediv rtruediv floordiv
+rfloordiv mod rmod pow rpow rsub neg pos abs lshift rlshift rshift rrshift invert round trunc ceil
+floor divmod rdivmod and_ rand_ or_ ror_ xor rxor
+"""
+for _name in _OF_VALUE.split():
+    setattr(Count, f"__{_name.rstrip('_')}__", _of_value(_name))
+
+
+class PassedOn(TorchFunctionMode):
+    """Within it functions of PyTorch get the numbers and lists that stand-ins stand for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, structure = pytree.tree_flatten((args, kwargs or {}))
+        if not any(type(leaf) in (Count, Grown) for leaf in leaves):
+            return func(*args, **(kwargs or {}))
+        given = [leaf.used() if type(leaf) in (Count, Grown) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(given, structure)
+        return func(*args, **kwargs)
+
+
+class Grown(list[Any]):
+    """Stands for a list attribute: it may be added to and cleared, and any other use is noted."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__(items)
+        self.is_cleared = False
+        self.is_read = False
+        self._first = len(items)
+
+    def plain(self) -> list[Any]:
+        """The list that it stands for."""
+        return list(list.__iter__(self))
+
+    def used(self) -> list[Any]:
+        """The list, on which something depends."""
+        self.is_read |= not self.is_cleared
+        return self.plain()
+
+    def added(self) -> list[Any]:
+        """What was added, since it was cleared if it was."""
+        return self.plain()[self._first :]
+
+    def append(self, item: Any) -> None:
+        """As of a list."""
+        list.append(self, item)
+
+    def extend(self, items: Iterable[Any]) -> None:
+        """As of a list."""
+        list.extend(self, items)
+
+    def __iadd__(self, items: Iterable[Any]) -> Any:  # type: ignore[misc]
+        list.extend(self, items)
+        return self
+
+    def clear(self) -> None:
+        """As of a list; what is read from then on is forward's own."""
+        list.clear(self)
+        self.is_cleared, self._first = True, 0
+
+
+def _of_list(name: str) -> Callable[..., Any]:
+    def method(self: Grown, *args: Any, **kwargs: Any) -> Any:
+        self.is_read |= not self.is_cleared
+        return getattr(list, name)(self, *args, **kwargs)
+
+    return method
+
+
+_READING = """
+__iter__ __len__ __getitem__ __setitem__ __delitem__ __contains__ __eq__ __ne__ __lt__ __le__ __gt__
+__ge__ __add__ __mul__ __rmul__ __imul__ __repr__ __reversed__ __reduce_ex__ index count copy pop
+remove insert sort reverse
+"""
+for _name in _READING.split():
+    setattr(Grown, _name, _of_list(_name))

@@ -1,0 +1,83 @@
+"""Samples: what is compiled for arguments that a dispatch is given, before any call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvmbridge.core.errors import BridgeError
+from tvmbridge.graph_capture.trace.arguments import Arguments
+from tvmbridge.runtime.background import UnderWayError
+from tvmbridge.runtime.declared_sizes import DeclaredSizes
+from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.guards.mode import Mode
+from tvmbridge.runtime.guards.signature import Signature
+from tvmbridge.runtime.guards.spelling import Mismatch
+from tvmbridge.runtime.specialization import Specialization
+
+
+def compile_sample(
+    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Compile for a sample what is not there yet."""
+    dispatcher.drop_outdated()
+    if isinstance(dispatcher.any_size, DeclaredSizes):
+        _compile_declared(dispatcher, dispatcher.any_size, args, kwargs)
+        return
+    specialization, mode, arguments = _find_or_add(dispatcher, args, kwargs)
+    if mode is not None:
+        with contextlib.suppress(UnderWayError):  # calls look after it
+            dispatcher.compile(specialization, mode, *arguments)
+    if specialization not in dispatcher.specializations:
+        dispatcher.add(specialization)
+
+
+def _compile_declared(
+    dispatcher: Dispatcher, sizes: DeclaredSizes, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """As :func:`_compile_sample`, with symbols."""
+    specialization = sizes.of_sample(args, kwargs)
+    leaves = specialization.signature.flatten(args, kwargs) or []
+    mode = _mode(dispatcher, specialization, leaves)
+    while specialization.chosen(mode, leaves) is None:
+        try:
+            dispatcher.compile(specialization, mode, args, kwargs)
+        except UnderWayError:
+            return
+        except BridgeError:
+            failed, specialization = specialization, sizes.of_sample(args, kwargs)
+            if specialization is failed:
+                sizes.forget(failed)
+                raise
+
+
+def _find_or_add(
+    dispatcher: Dispatcher, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Specialization, Mode | None, Arguments]:
+    """The specialisation for the sample, or a new one, the mode to compile (None: there is code),
+    and the arguments in its spelling."""
+    for specialization in dispatcher.specializations:
+        matched = specialization.signature.match(args, kwargs)
+        if isinstance(matched, Mismatch):
+            continue
+        leaves, arguments = matched
+        mode = _mode(dispatcher, specialization, leaves)
+        entry = specialization.chosen(mode, leaves)
+        if entry is None:
+            return specialization, mode, arguments
+        tensors = entry.state.tensors()
+        if entry.mismatch(leaves, tensors) is None:
+            return specialization, None, arguments
+        # Code for the same arguments that the module has changed under serves other calls.
+        if entry.differs_in_flags_alone(leaves, tensors):
+            return specialization, mode, arguments
+    specialization = Specialization(Signature(args, kwargs, dispatcher.original))
+    leaves = specialization.signature.flatten(args, kwargs) or []
+    return specialization, _mode(dispatcher, specialization, leaves), (args, kwargs)
+
+
+def _mode(dispatcher: Dispatcher, specialization: Specialization, leaves: Sequence[Any]) -> Mode:
+    training = dispatcher.module.training
+    needs_grad = training and specialization.anything_requires_grad(dispatcher.module, leaves)
+    return Mode.of_now(training, needs_grad)
