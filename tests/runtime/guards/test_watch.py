@@ -54,7 +54,7 @@ def made(request: pytest.FixtureRequest) -> Callable[..., Any]:
     native = compiled_half("tvmbridge.runtime._native")
     if native is None:
         pytest.skip("the compiled half is missing")
-    return lambda *dicts: native.Watch(dicts, (), (), (), (), MISSING)
+    return lambda *dicts: native.Watch(dicts, (), (), (), (), (), MISSING)
 
 
 @pytest.mark.parametrize("name", CHANGES)
