@@ -13,13 +13,18 @@ from tvmbridge.kernels.dtypes import from_relax_dtype
 EMPTY = "tvmbridge.empty"
 
 
-def run_empty(shape: bytes, dtype: int) -> torch.Tensor:
+def run_empty(shape: bytes, dtype: int | str) -> torch.Tensor:
     """An uninitialised tensor on the current GPU; registered with TVM under :data:`EMPTY`."""
     return torch.empty(integers(shape), dtype=_dtype(dtype), device="cuda")
 
 
 @functools.cache
-def _dtype(packed: int) -> torch.dtype:
-    """PyTorch's dtype for one of DLPack's: the code, the bits and the lanes in one integer."""
+def _dtype(packed: int | str) -> torch.dtype:
+    """PyTorch's dtype for one of DLPack's: the code, the bits and the lanes in one integer.
+
+    TVM's virtual machine passes the name instead where an instrument watches its calls.
+    """
+    if isinstance(packed, str):
+        return from_relax_dtype(packed)
     fields = (packed & 255, packed >> 8 & 255, packed >> 16)
     return from_relax_dtype(str(tvm_ffi.dtype.from_dlpack_data_type(fields)))
