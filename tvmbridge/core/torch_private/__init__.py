@@ -103,7 +103,11 @@ transform_depth = torch._C._functorch.get_dynamic_layer_stack_depth
 dispatch_keys_included = torch._C._dispatch_tls_local_include_set
 dispatch_keys_excluded = torch._C._dispatch_tls_local_exclude_set
 dispatch_keys_forced = torch._C._ForceDispatchKeyGuard
-end_transforms = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
+TransformType = torch._C._functorch.TransformType
+end_vmap = torch._C._functorch._vmap_decrement_nesting
+end_grad = torch._C._functorch._grad_decrement_nesting
+end_jvp = torch._C._functorch._jvp_decrement_nesting
+end_functionalize = torch._C._functorch._func_decrement_nesting
 
 # Autograd
 InferenceMode = torch._C._InferenceMode

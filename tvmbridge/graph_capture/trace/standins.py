@@ -19,10 +19,15 @@ from torch.autograd import forward_ad
 from tvmbridge.core.autocast import Autocast, under_autocast, without_autocast
 from tvmbridge.core.structure import map_tensors
 from tvmbridge.core.torch_private import (
+    TransformType,
     dispatch_keys_excluded,
     dispatch_keys_forced,
     dispatch_keys_included,
-    end_transforms,
+    end_functionalize,
+    end_grad,
+    end_jvp,
+    end_vmap,
+    innermost_transform,
     pytree,
     transform_depth,
 )
@@ -185,9 +190,21 @@ def transforms_ended() -> Iterator[None]:
         try:
             yield
         finally:
-            end_transforms(depth)
+            _end_transforms(depth)
             while forward_ad._current_level > level:
                 forward_ad.exit_dual_level()
+
+
+def _end_transforms(depth: int) -> None:
+    """End function transforms, the innermost first, until ``depth`` of them are left."""
+    ends = {
+        TransformType.Vmap: end_vmap,
+        TransformType.Grad: end_grad,
+        TransformType.Jvp: end_jvp,
+        TransformType.Functionalize: end_functionalize,
+    }
+    while transform_depth() > depth:
+        ends[innermost_transform().key()]()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

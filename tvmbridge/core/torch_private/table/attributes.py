@@ -110,11 +110,6 @@ ATTRIBUTES = (
         lambda call: call(torch._C.DispatchKey.CPU, torch.zeros(1)) == 0,
     ),
     PrivateName(
-        "torch.ops.aten.add.Scalar._overloadname",
-        "overloads for numbers",
-        lambda name: name == "Scalar",
-    ),
-    PrivateName(
         "torch.ops.aten.sin.default._dispatch_cache",
         "setting a kernel of an operator aside in a trace",
         lambda cache: isinstance(cache, dict) and isinstance(_SIN.py_kernels, dict),

@@ -111,6 +111,6 @@ REPLACED = (
     PrivateName(
         "torch.nn.attention.flex_attention._ordered_to_dense",
         "block masks that forward makes",
-        takes(None, None, 1),
+        callable,
     ),
 )

@@ -26,12 +26,17 @@ def _counts(ask: Any) -> bool:
     return bool(_seen_in_vmap(lambda _: ask())[0] == outside + 1 and ask() == outside)
 
 
-def _ends(end: Any) -> bool:
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth
-    before = depth()
-    torch._C._functorch._vmap_increment_nesting(2, "error")
-    end(before)
-    return bool(depth() == before)
+def _ends(begin: str, *given: Any) -> Any:
+    """A check of what ends the transform that ``begin``, a function of functorch, begins."""
+
+    def check(end: Any) -> bool:
+        depth = torch._C._functorch.get_dynamic_layer_stack_depth
+        before = depth()
+        getattr(torch._C._functorch, begin)(*given)
+        end()
+        return bool(depth() == before)
+
+    return check
 
 
 def _pushes(push: Any) -> bool:
@@ -47,16 +52,32 @@ def _forces(guard: Any) -> bool:
     return bool(within(same, lambda: include().raw_repr() == keys))
 
 
+# By name: what begins a transform of the kind is called with these arguments.
+_KINDS: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("vmap", (2, "error")),
+    ("grad", ()),
+    ("jvp", ()),
+    ("func", (False,)),
+)
+
 TRANSFORMS = (
     PrivateName(
         "torch._C._functorch.get_dynamic_layer_stack_depth",
         "transforms that forward begins and does not end",
         _counts,
     ),
+    *(
+        PrivateName(
+            f"torch._C._functorch._{kind}_decrement_nesting",
+            "ending transforms that forward has begun",
+            _ends(f"_{kind}_increment_nesting", *given),
+        )
+        for kind, given in _KINDS
+    ),
     PrivateName(
-        "torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth",
+        "torch._C._functorch.TransformType",
         "ending transforms that forward has begun",
-        _ends,
+        lambda kinds: len({kinds.Vmap, kinds.Grad, kinds.Jvp, kinds.Functionalize}) == 4,
     ),
     PrivateName(
         "torch._C._functorch.is_functorch_wrapped_tensor",
