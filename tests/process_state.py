@@ -70,7 +70,7 @@ def now() -> dict[str, Any]:
         "jit traces": _dispatch._get_tracing_state(),
         "fake mode": torch._guards.TracingContext.try_get(),
         "flags": [(flag.__code__, flag()) for flag in _FLAGS],
-        "settings": [setting.get() for setting in SETTINGS],
+        "settings": [_read(setting.get) for setting in SETTINGS],
         "Dynamo's callback": get_eval_frame_callback(),
         "functions": [dict(vars(owner)) for owner in _OWNERS],
         "patches": dict(patches._INSTALLED),
@@ -79,6 +79,14 @@ def now() -> dict[str, Any]:
         "garbage collection": gc.isenabled(),
         "recursion limit": sys.getrecursionlimit(),
     }
+
+
+def _read(setting: Callable[[], Any]) -> Any:
+    """Read a setting; PyTorch raises where its older and its newer settings were mixed."""
+    try:
+        return setting()
+    except RuntimeError:
+        return "mixed"
 
 
 def more() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from tvmbridge.core.contents import MISSING, is_constant, same_value, state_of
 from tvmbridge.graph_capture.observe.data import is_data, is_object
 from tvmbridge.graph_capture.observe.sources import Attributes, Source
 from tvmbridge.graph_capture.trace.copies import copied_values
+from tvmbridge.graph_capture.trace.patches import code_of
 
 # Functions of PyTorch without arguments that read a setting which is not guarded otherwise.
 _SETTINGS = frozenset(
@@ -178,11 +179,11 @@ class Codes:
 
     def __init__(self, values: Iterable[Any]) -> None:
         functions = [f for value in values for f in _functions(value)]
-        self.before = [(f, f.__code__, f.__defaults__) for f in functions]
+        self.before = [(f, code_of(f), f.__defaults__) for f in functions]
 
     def get(self, name: str, default: Any) -> Any:
         for function, code, before in self.before:  # This runs at every call.
-            if function.__code__ is not code or function.__defaults__ is not before:
+            if code_of(function) is not code or function.__defaults__ is not before:
                 return function
         return self
 

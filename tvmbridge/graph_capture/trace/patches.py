@@ -82,6 +82,15 @@ def code_of_stubs() -> tuple[CodeType, ...]:
     return stub.__code__, _Installed.call.__code__
 
 
+# The own code of functions that answer to one thread alone.
+_OWN_CODE: dict[FunctionType, CodeType] = {}
+
+
+def code_of(function: FunctionType) -> CodeType:
+    """Return the code of a function, also where :func:`answers_here` has put other code there."""
+    return _OWN_CODE.get(function, function.__code__)
+
+
 @contextmanager
 def answers_here(*flags: Any) -> Iterator[None]:
     """Within it calls of ``flags``, functions without arguments, are false in other threads.
@@ -89,6 +98,8 @@ def answers_here(*flags: Any) -> Iterator[None]:
     They stay the functions that they are, under all the names that they have been imported by.
     """
     thread, genuine = threading.get_ident(), [flag.__code__ for flag in flags]
+    outermost = [flag for flag in flags if flag not in _OWN_CODE]
+    _OWN_CODE.update((flag, flag.__code__) for flag in outermost)
 
     def answering(flag: FunctionType) -> Callable[[], bool]:
         ask = FunctionType(flag.__code__, flag.__globals__)
@@ -104,6 +115,8 @@ def answers_here(*flags: Any) -> Iterator[None]:
     finally:
         for flag, code in zip(flags, genuine, strict=True):
             flag.__code__ = code
+        for flag in outermost:
+            del _OWN_CODE[flag]
 
 
 @contextmanager

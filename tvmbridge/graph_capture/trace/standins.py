@@ -6,6 +6,7 @@ may be visible to the user, nor to other threads that run the module.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -61,9 +62,7 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
     except Exception as error:
         logger.info("%s is traced itself: it cannot be copied: %s", type(module).__name__, error)
         return None
-    for owner in copied.modules():
-        for name in [n for n, value in vars(owner).items() if value is NO_ATTRIBUTE]:
-            del owner.__dict__[name]
+    _remove_absent(copied)
     pairs = zip(module.named_modules(), copied.named_modules(), strict=False)
     alike = all(n == m and type(a) is type(b) for (n, a), (m, b) in pairs)
     if not alike or len(list(module.modules())) != len(list(copied.modules())):
@@ -73,6 +72,20 @@ def stand_in(module: nn.Module, originals: dict[int, nn.Module] | None = None) -
         found = [m for m in memo.get(id(memo), ()) if isinstance(m, nn.Module)]
         originals.update({id(memo[id(m)]): m for m in found})
     return copied
+
+
+def without_dispatch(module: nn.Module) -> nn.Module:
+    """Return a deep copy of ``module`` with tensors of its own, in which nothing is dispatched."""
+    copied = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
+    _remove_absent(copied)
+    return copied
+
+
+def _remove_absent(module: nn.Module) -> None:
+    """Remove the attributes that stand for none."""
+    for owner in module.modules():
+        for name in [n for n, value in vars(owner).items() if value is NO_ATTRIBUTE]:
+            del owner.__dict__[name]
 
 
 def has_own_call(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.graph_capture.trace.standins import STAND_IN
+from tvmbridge.graph_capture.trace.standins import without_dispatch
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Sample:
         """A copy of the module, without dispatch and gradients, and of the arguments."""
         register_containers(module)
         leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-        made = copy.deepcopy(module, {STAND_IN: True})  # type: ignore[dict-item]
+        made = without_dispatch(module)
         for parameter in made.parameters():
             parameter.grad = None
         return cls(made, _fresh(leaves), structure)
