@@ -22,8 +22,9 @@ _BATCHES = (
 KEEPS_BOOKS = "transformers.utils."
 # Its models skip checks where they are compiled, and compute the same.
 SAME_WHEN_COMPILED = "transformers."
-# Attributes by which a library remembers that it has installed such hooks.
-BOOKKEEPING = frozenset({"_output_capturing_hooks_installed"})
+# Attributes that say nothing of results: that hooks are installed, and which weights of a recurrent
+# layer PyTorch has laid side by side (the weights themselves are inputs).
+BOOKKEEPING = frozenset({"_output_capturing_hooks_installed", "_flat_weight_refs"})
 
 
 def register_containers(module: nn.Module) -> None:
