@@ -228,7 +228,7 @@ def test_containers_of_tensors_beside_what_the_tail_makes() -> None:
 
 
 def test_containers_of_tensors_with_a_part_that_the_tail_makes_are_refused() -> None:
-    with pytest.raises(BridgeError, match="the type of a data-dependent value"):
+    with pytest.raises(BridgeError, match="a value whose size or number depends on data"):
         add_tvm_dispatch(Caches(part=True), torch.randn(5, 3))
 
 

@@ -24,7 +24,7 @@ from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import COMPILING
 from tvmbridge.runtime.fast_path import FastPath
-from tvmbridge.runtime.guards.forwards import forward_of_class
+from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
@@ -197,8 +197,14 @@ class ModuleCode:
         failed, self._failed = self._failed, None
         if failed is not None and id(failed.specialization) not in self._retried:
             self._retried.add(id(failed.specialization))
-            if failed.before.written():
+            if any(map(self._is_users, failed.before.written())):
                 failed.specialization.failures.pop(failed.key, None)
+
+    def _is_users(self, name: str) -> bool:
+        """Whether the attribute of this dotted name is the user's: a dispatch changes itself."""
+        path, _, attribute = name.rpartition(".")
+        held = self.module.get_submodule(path).__dict__.get(attribute)
+        return not isinstance(held, StandsForForward)
 
     def _instead(
         self,

@@ -98,7 +98,7 @@ DECIDED: dict[str, tuple[float, Form, str]] = {
     "at zero": (0.0, lambda m, draw: bool(draw <= m.layerdrop), "a random draw decides"),
     "tensor": (0.0, lambda m, draw: bool(draw < torch.zeros([])), "a random draw decides"),
     "not a number": (float("nan"), _bart, "a random draw decides"),
-    "written": (0.0, _written, "data-dependent"),
+    "written": (0.0, _written, "branches by the value of a tensor.*_written"),
     "scaled": (1.0, lambda m, draw: bool(draw * 2 < m.layerdrop), "data-dependent"),
     "outcome written": (0.0, lambda m, d: bool((d < 0).logical_not_()), "data-dependent"),
 }

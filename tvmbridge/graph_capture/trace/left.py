@@ -19,6 +19,7 @@ from tvmbridge.core.libraries import BOOKKEEPING
 from tvmbridge.core.structure import UNKNOWN, with_parts
 from tvmbridge.core.types import Left
 from tvmbridge.graph_capture.trace.left_numbers import Count, Grown, PassedOn
+from tvmbridge.graph_capture.trace.old_norms import normed_weights
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 Key = tuple[str, str]
@@ -106,8 +107,11 @@ class LeftFinder:
         ]
         left: list[Any] = []
         results = self._forward(*args, **kwargs)
+        normed = normed_weights(self._module)
         for path, held, earlier in before:
             for name, now in list(held.items()):
+                if f"{path}.{name}" in normed:  # its hook's own function makes it again
+                    continue
                 value = _found(name, now, earlier.get(name, MISSING), known)
                 if value is UNKNOWN:
                     continue
