@@ -122,6 +122,6 @@ def test_the_requirements_carry_the_pins(sources: Path) -> None:
     required = metadata.get_all("Requires-Dist") or []
     assert {f"{name}=={version}" for name, version in versions.PINS.items()} <= set(required)
     assert {f"{name}>={version}" for name, version in versions.MINIMUMS.items()} <= set(required)
-    extras = {"benchmarks", "demo", "draw", "tune", "notebooks", "test", "torchrec", "dev"}
+    extras = {"benchmarks", "demo", "draw", "tune", "notebooks", "test", "torchrec", "dev", "docs"}
     assert extras == set(metadata.get_all("Provides-Extra") or [])
     assert not [line for line in required if "sentence-transformers" in line]

@@ -169,11 +169,11 @@ def _asked(
     with disable_current_modes(), DisablePythonDispatcher(), DisableTorchFunction():
         # Zeros are valid indices, and ones valid divisors.
         for fill in (0, 1):
-            operands = [_filled(leaf, fill) for leaf in given]
-            args, kwargs = pytree.tree_unflatten(operands, structure)
-            if _takes_generator(func):
-                kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
             try:
+                operands = [_filled(leaf, fill) for leaf in given]
+                args, kwargs = pytree.tree_unflatten(operands, structure)
+                if _takes_generator(func):
+                    kwargs = {**kwargs, "generator": torch.Generator(made[0].device)}
                 with torch.no_grad():
                     found = pytree.tree_leaves(func(*args, **kwargs))
             except Exception:
