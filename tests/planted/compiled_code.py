@@ -11,8 +11,8 @@ COMPILED_CODE = (
         "residuals swapped",
         "split",
         "tvmbridge.compiler.split",
-        "inputs = [*coloring.reads, *kept, *residuals, *cotangents]",
-        "inputs = [*coloring.reads, *kept, *reversed(residuals), *cotangents]",
+        "inputs = [*reads, *kept, *residuals, *cotangents]",
+        "inputs = [*reads, *kept, *reversed(residuals), *cotangents]",
         (
             "tests/compiler/test_split.py",
             "tests/compiler/test_residual_policies.py",

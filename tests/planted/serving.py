@@ -69,14 +69,6 @@ SERVING = (
         (_SAFETY, "tests/runtime/test_modules.py"),
     ),
     Plant(
-        "an output in another order of memory that is a residual",
-        "runtime",
-        "tvmbridge.compiler.laying_out",
-        "residuals = set(roots[num_outputs:])",
-        "residuals: set[object] = set()",
-        (_LAYOUTS,),
-    ),
-    Plant(
         "strides of the sample's outputs for inputs of another layout",
         "guard",
         "tvmbridge.runtime.guards.layout",

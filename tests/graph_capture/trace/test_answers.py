@@ -109,7 +109,7 @@ def test_a_buffer_that_forward_has_written_is_not_known() -> None:
         return y * 2 if m.count > 2 else y
 
     module = Asks(writes_first)
-    with pytest.raises(CaptureError, match="branches by the value of a tensor.*m.count > 2"):
+    with pytest.raises(CaptureError, match=r"branches by the value of a tensor.*m\.count > 2"):
         add_tvm_dispatch(module, sample())
     assert "forward" not in vars(module)
 
