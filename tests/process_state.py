@@ -77,7 +77,6 @@ def now() -> dict[str, Any]:
         "warnings": list(warnings.filters),
         "log filters": list(logging.getLogger("torch._subclasses.fake_tensor").filters),
         "garbage collection": gc.isenabled(),
-        "recursion limit": sys.getrecursionlimit(),
     }
 
 

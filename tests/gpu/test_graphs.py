@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from tests.gpu.helpers import (
     small,
     with_dropout,
 )
+from tvmbridge import add_tvm_dispatch
 
 pytestmark = GPU
 
@@ -227,3 +229,32 @@ def test_without_graphs() -> None:
         assert_same(*values)
     assert replays(tvm) == 0
     assert skips(tvm) == {}
+
+
+class LossAndLogits(nn.Module):
+    """As models of transformers: the loss is used, and the logits beside it are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.layers(x)
+        return nn.functional.cross_entropy(logits, labels), logits
+
+
+def test_a_backward_without_some_cotangents_is_replayed() -> None:
+    module = LossAndLogits().cuda()
+    reference = copy.deepcopy(module).double()
+    labels = torch.randint(0, 10, (16,), device="cuda")
+    add_tvm_dispatch(module, (torch.randn(16, 32, device="cuda"), labels))
+    for _ in range(9):
+        x = torch.randn(16, 32, device="cuda")
+        found = torch.autograd.grad(module(x, labels)[0], list(module.parameters()))
+        expected = torch.autograd.grad(
+            reference(x.double(), labels)[0], list(reference.parameters())
+        )
+        for mine, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=1e-6)
+    ((_, entry),) = module.forward.specializations[0].compiled()
+    assert entry.graph_replays["backward"] > 0

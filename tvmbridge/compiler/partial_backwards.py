@@ -55,7 +55,7 @@ _MAX_PATTERNS = 16
 _LOOKS = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PartialBackward:
     """Backward for one pattern: ``gradients`` are the numbers of those that it computes.
 
@@ -71,12 +71,21 @@ class PartialBackward:
         self, values: Sequence[Any], count: int, bound: Bound | None = None
     ) -> list[torch.Tensor | None]:
         """``count`` gradients of what backward reads and the cotangents that arrived."""
+        return self.placed(self.results(values, bound), count)
+
+    def results(self, values: Sequence[Any], bound: Bound | None = None) -> list[torch.Tensor]:
+        """Return the gradients that it computes."""
         results = self.loaded.run("backward", values, self.copied, bound)
+        for number, result in zip(self.gradients, results, strict=True):
+            if number in self.layouts:
+                self.layouts[number].put_on(result)
+        return results
+
+    def placed(self, results: Sequence[torch.Tensor], count: int) -> list[torch.Tensor | None]:
+        """Return ``results`` by their numbers among ``count``; None stands for the others."""
         placed: list[torch.Tensor | None] = [None] * count
         for number, result in zip(self.gradients, results, strict=True):
             placed[number] = result
-            if number in self.layouts:
-                self.layouts[number].put_on(result)
         return placed
 
 

@@ -282,7 +282,12 @@ def _run_backward(
         if all_finite([g for g, flows in zip(gradients, flowing, strict=True) if flows]):
             return [g if flows else None for g, flows in zip(gradients, flowing, strict=True)]
         backward = partial.without(absent)
-    values += [c for i, c in enumerate(filled) if i not in absent]
+    arrived = [c for i, c in enumerate(filled) if i not in absent]
+    if held is not None and step.lease is not None:
+        results = step.lease.backward(arrived, backward)
+        if results is not None:
+            return backward.placed(results, len(flowing))
+    values += arrived
     if held is not None:
         bound = held.for_partial(backward.loaded, len(values), [call.place_of_residuals])
     return backward(values, len(flowing), bound)

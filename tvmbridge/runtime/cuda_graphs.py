@@ -144,13 +144,19 @@ def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 class Lease:
     """The use of a graph's residuals, from a forward call until its backward has run."""
 
-    def __init__(self, graph: ReplayedCall) -> None:
-        self._graph = graph
+    def __init__(self, graphs: Callable[[Any], ReplayedCall]) -> None:
+        """``graphs`` returns the graph of a partial backward, and of the whole one for None."""
+        self._graphs = graphs
         self.active = True
 
-    def backward(self, cotangents: Tensors) -> list[torch.Tensor] | None:
-        """The gradients; None: backward has to be called without a graph."""
-        return self._graph(cotangents) if self.active else None
+    def backward(self, cotangents: Tensors, partial: Any = None) -> list[torch.Tensor] | None:
+        """Return the gradients; None: backward has to be called without a graph.
+
+        Args:
+            cotangents: those that arrived.
+            partial: the :class:`PartialBackward` that takes no others; None: all arrived.
+        """
+        return self._graphs(partial)(cotangents) if self.active else None
 
     def end(self) -> None:
         """Let the next call have the residuals."""

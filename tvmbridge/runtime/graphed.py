@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
 from tvmbridge.compiler.executable import Bound
+from tvmbridge.compiler.partial_backwards import PartialBackward
 from tvmbridge.graph_capture.memory.layouts import Strides
 from tvmbridge.runtime.autograd import TrainingCall
 from tvmbridge.runtime.cuda_graphs import Lease, Replayed, ReplayedCall, Tensors
@@ -83,18 +85,28 @@ class _Training:
             (*outputs, residuals), primals = code.run(inputs, held.forward)
             return [*outputs, primals, residuals]
 
-        def backward(cotangents: Tensors) -> list[torch.Tensor]:
+        def read() -> list[Any]:
             *outputs, primals, residuals = self._forward.results
-            read = [
+            there = [
                 primals[position] if tensor is None else tensor
                 for tensor, position in zip(held.there, call.reads, strict=True)
             ]
             kept = [outputs[number] for number, _ in call.parts.kept_outputs]
-            values = call.as_read([*read, *kept, residuals])
-            return code.compiled.backward([*values, *cotangents], held.backward)
+            return call.as_read([*there, *kept, residuals])
+
+        def backward(cotangents: Tensors) -> list[torch.Tensor]:
+            return code.compiled.backward([*read(), *cotangents], held.backward)
+
+        def without_some(partial: PartialBackward, cotangents: Tensors) -> list[torch.Tensor]:
+            values = [*read(), *cotangents]
+            bound = held.for_partial(partial.loaded, len(values), [call.place_of_residuals])
+            return partial.results(values, bound)
 
         self._forward = code.call("forward", forward, self._outputs)
         self._backward = code.call("backward", backward, None)
+        self._partial: dict[PartialBackward, ReplayedCall] = {}
+        self._without_some = without_some
+        self._code = code
 
     def __call__(self, inputs: Tensors) -> Replayed | None:
         lease = None if self._lease is None else self._lease()
@@ -105,6 +117,16 @@ class _Training:
         if results is None:
             return None
         *outputs, primals, residuals = results
-        lease = Lease(self._backward)
+        lease = Lease(self._graph_of)
         self._lease = weakref.ref(lease)
         return Replayed(outputs, primals, residuals, lease)
+
+    def _graph_of(self, partial: PartialBackward | None) -> ReplayedCall:
+        """The graph of backward, of one without some cotangents a graph of its own."""
+        if partial is None:
+            return self._backward
+        found = self._partial.get(partial)
+        if found is None:
+            run = functools.partial(self._without_some, partial)
+            found = self._partial[partial] = self._code.call("backward", run, None)
+        return found
