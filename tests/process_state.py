@@ -128,9 +128,12 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 
 def _is_function(value: Any) -> bool:
-    """Whether it may be patched; TorchDynamo replaces two of nn.Module's once, for good."""
-    of_dynamo = str(getattr(value, "__module__", "")).startswith("torch._dynamo")
-    return isinstance(value, (Callable, staticmethod, classmethod)) and not of_dynamo
+    """Whether it may be patched.
+
+    TorchDynamo replaces two of nn.Module's once, for good, and transformers adds one.
+    """
+    others = str(getattr(value, "__module__", "")).startswith(("torch._dynamo", "transformers"))
+    return isinstance(value, (Callable, staticmethod, classmethod)) and not others
 
 
 def _same(one: Any, other: Any) -> bool:
