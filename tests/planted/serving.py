@@ -310,6 +310,6 @@ SERVING = (
         "tvmbridge.runtime.guards.mode",
         "off, reduced = attention_switched_off(), reduced_precisions()",
         "off, reduced = attention_switched_off(), ()",
-        ("tests/core/test_kernel_settings.py", "-k", "mode_of_its_own"),
+        ("tests/core/kernel_settings_cases.py", "-k", "mode_of_its_own"),
     ),
 )
