@@ -47,12 +47,6 @@ CHANGES: dict[str, Callable[[], None]] = {
 
 @pytest.fixture(autouse=True)
 def _put_back() -> Iterator[None]:
-    # PyTorch's test utilities, which other tests of the process import, forbid assignments.
-    with getattr(BACKENDS, "__allow_nonbracketed_mutation")():
-        yield from _settings_put_back()
-
-
-def _settings_put_back() -> Iterator[None]:
     before, older = precisions(), torch.get_float32_matmul_precision()
     yield
     BACKENDS.cudnn.benchmark = BACKENDS.mkldnn.deterministic = False

@@ -41,10 +41,9 @@ class SingleSizes:
         if specialization in self._kept:
             return
         if len(self._kept) >= _MOST:
-            least = min(self._kept, key=_served)
-            if self._refused.get(specialization, 0) < _AS_OFTEN * max(_served(least), 1):
-                self._refused.setdefault(specialization, 0)
+            if self._refused.setdefault(specialization, 0) < self._least_calls():
                 raise NoRoomError(f"{reason}; {_MOST} other sizes have code of their own")
+            least = min(self._kept, key=_served)
             self._kept.remove(least)
             self._retire([entry for _, entry in least.compiled()])
             least.entries.clear()
@@ -56,8 +55,11 @@ class SingleSizes:
         if specialization not in self._refused:
             return False
         self._refused[specialization] += 1
-        least = min(map(_served, self._kept), default=0)
-        return self._refused[specialization] >= _AS_OFTEN * max(least, 1)
+        return self._refused[specialization] >= self._least_calls()
+
+    def _least_calls(self) -> int:
+        """Return how many calls a size without code must have had to take another's place."""
+        return _AS_OFTEN * max(min(map(_served, self._kept), default=0), 1)
 
 
 def _served(specialization: Specialization) -> int:
