@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import in_turns, parser
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.kernels.convolution_loops import usual
 from tvmbridge.schedules.alone import convolution
 
@@ -53,7 +53,7 @@ def main() -> int:
         table.add_column(column)
     with torch.no_grad():
         for batch, *sizes, height, width in SIZES:
-            for part in Part:
+            for part in ConvolutionResult:
                 form = SameConvolution(part, batch, sizes[0], sizes[1], height, width)
                 speeds, error = measure(form)
                 name = f"{batch}x{sizes[0]}x{height}x{width}, {sizes[1]}"

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional, grad
 
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 
 
 def by_definition(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """The convolution of 3x3 or its gradient, in the operands' dtype."""
     first, second, *bias = operands
-    if form.part is Part.DATA:
+    if form.part is ConvolutionResult.DATA:
         return grad.conv2d_input(list(form.shapes[-1]), second, first, padding=1)
-    if form.part is Part.WEIGHT:
+    if form.part is ConvolutionResult.WEIGHT:
         return grad.conv2d_weight(second, list(form.shapes[-1]), first, padding=1)
     return functional.conv2d(first, second, *bias, padding=1)

@@ -152,6 +152,15 @@ def is_package(name: str) -> bool:
     return FILES[name].name == "__init__.py"
 
 
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
 def test_passes_import_absolutely() -> None:
     relative = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -40,7 +40,7 @@ from tvmbridge.passes.fx.base import (
 from tvmbridge.passes.fx.combine_sparse_inputs import combined_of
 from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.fused_chains import fuse_all
-from tvmbridge.passes.fx.stacking import Declined, size_key
+from tvmbridge.passes.fx.stacking import NotStackedError, size_key
 
 aten = torch.ops.aten
 _BAGS = aten.embedding_bag.padding_idx
@@ -146,15 +146,15 @@ class Lookups:
     def __init__(self, group: Sequence[Lookup]) -> None:
         given = group[0].given
         if given.get("sparse"):
-            raise Declined("gradients of the tables are sparse")
+            raise NotStackedError("gradients of the tables are sparse")
         if given["scale_grad_by_freq"]:
-            raise Declined("gradients are scaled by how often an index occurs")
+            raise NotStackedError("gradients are scaled by how often an index occurs")
         if given.get("include_last_offset"):
-            raise Declined("offsets have the end of the last bag")
+            raise NotStackedError("offsets have the end of the last bag")
         if given["padding_idx"] not in (None, -1):
-            raise Declined("an index stands for padding")
+            raise NotStackedError("an index stands for padding")
         if not shape_of(given["indices"]):
-            raise Declined("indices are single numbers")
+            raise NotStackedError("indices are single numbers")
         self.nodes = tuple(each.node for each in group)
         self.copied = 2 * sum(nbytes(each.given["weight"]) for each in group)
         self._group = group
@@ -199,7 +199,7 @@ class Lookups:
 def _start(group: Sequence[Lookup], touched: frozenset[fx.Node]) -> Lookups:
     lookups = Lookups(group)
     if any(n in touched for each in group for n in (each.node, *each.tensors)):
-        raise Declined("they are, or read, what is written in place")
+        raise NotStackedError("they are, or read, what is written in place")
     return lookups
 
 

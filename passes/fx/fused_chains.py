@@ -24,10 +24,10 @@ from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.effects import CircularError, ordered, sort, written
 from tvmbridge.passes.fx.hand_back import HandBack
 from tvmbridge.passes.fx.stacking import (
-    Declined,
     Each,
-    Family,
     Members,
+    NotStackedError,
+    ParallelSlices,
     equal_shapes,
     rule_for,
 )
@@ -57,7 +57,7 @@ def fuse_all(
     for name, start in candidates:
         try:
             report.rewrote(Chains(graph, start(touched), costs, touched, places).fuse())
-        except Declined as reason:
+        except NotStackedError as reason:
             report.decline(name, str(reason))
     if not report.rewrites:
         return
@@ -92,8 +92,8 @@ class Chains:
         self.touched = touched
         self.places = places
         self.emit = Emitter(graph, places, start.nodes[0])
-        self.fused: dict[fx.Node, tuple[Family, int]] = {}
-        self.families: list[Family] = []
+        self.fused: dict[fx.Node, tuple[ParallelSlices, int]] = {}
+        self.families: list[ParallelSlices] = []
         self.reasons: dict[fx.Node, str] = {}
         self.launches = self.copied = 0
         self.redrawn: list[tuple[fx.Node, fx.Node]] = []
@@ -114,14 +114,14 @@ class Chains:
                     todo.append(grown)
         if not self.families:
             self.emit.erase_unused()
-            raise Declined(self._reason() or "nothing is computed of them")
+            raise NotStackedError(self._reason() or "nothing is computed of them")
         hand_back = HandBack(self.emit, self.families, set(self.fused))
         launches = self.launches - hand_back.launches()
         gain = self.costs.gain(launches, self.copied + hand_back.copied())
         if launches <= 0 or gain <= 0:
             self.emit.erase_unused()
             also = self._reason()
-            raise Declined(
+            raise NotStackedError(
                 "the copies would cost more than the launches that are saved"
                 + (f"; {also}" if also else "")
             )
@@ -135,7 +135,7 @@ class Chains:
         """Why operators on the slices stay as they are."""
         return "; ".join(dict.fromkeys(v for k, v in self.reasons.items() if k not in self.fused))
 
-    def _start(self) -> Family:
+    def _start(self) -> ParallelSlices:
         nodes, begin = self.start.nodes, self.start
         value, dim = begin.value(self.emit)
         family = self._family(nodes, value, dim)
@@ -146,12 +146,12 @@ class Chains:
             self.launches += len(nodes)
         return family
 
-    def _family(self, nodes: tuple[fx.Node, ...], value: fx.Node, dim: int) -> Family:
-        family = Family(nodes, value, dim)
+    def _family(self, nodes: tuple[fx.Node, ...], value: fx.Node, dim: int) -> ParallelSlices:
+        family = ParallelSlices(nodes, value, dim)
         self.fused |= {node: (family, index) for index, node in enumerate(nodes)}
         return family
 
-    def _equal_users(self, family: Family) -> Iterator[tuple[fx.Node, ...]]:
+    def _equal_users(self, family: ParallelSlices) -> Iterator[tuple[fx.Node, ...]]:
         """For each operator that reads the first member, the equal ones of all members."""
         for first in list(family.nodes[0].users):
             if first in self.fused or not is_operator(first):
@@ -162,14 +162,14 @@ class Chains:
             if None not in equal and all(equal):
                 yield tuple(e for e in equal if e is not None)
 
-    def _users(self, family: Family) -> list[list[fx.Node]]:
+    def _users(self, family: ParallelSlices) -> list[list[fx.Node]]:
         return [[u for u in node.users if u not in self.fused] for node in family.nodes]
 
     def _equal(self, first: fx.Node, users: Sequence[fx.Node]) -> fx.Node | None:
         alike = (u for u in users if u.target is first.target and equal_shapes([first, u]))
         return next(alike, None)
 
-    def _grow(self, users: tuple[fx.Node, ...]) -> Family | None:
+    def _grow(self, users: tuple[fx.Node, ...]) -> ParallelSlices | None:
         """The family of what equal operators compute; None where they stay as they are."""
         if len(set(users)) < len(users) or any(u in self.fused for u in users):
             return None
@@ -178,12 +178,12 @@ class Chains:
         try:
             given = self._arguments(users)
             if any(n in self.touched for u in users for n in (u, *u.all_input_nodes)):
-                raise Declined(f"{target} reads or makes a tensor that is written in place")
+                raise NotStackedError(f"{target} reads or makes a tensor that is written in place")
             value, dim = self._apply(target, given, users)
             expected = shape_of(users[0]) or ()
             if len(shape_of(value) or ()) != len(expected) + 1:
-                raise Declined(f"{target} broadcasts the members")
-        except Declined as reason:
+                raise NotStackedError(f"{target} broadcasts the members")
+        except NotStackedError as reason:
             self.reasons[users[0]] = str(reason)
             return None
         launched = [n for n in self.emit.made[made:] if _launches(n)]
@@ -206,7 +206,7 @@ class Chains:
             return self._dropout(given, users)
         rule = rule_for(target)
         if rule is None:
-            raise Declined(f"there is no rule for {target}")
+            raise NotStackedError(f"there is no rule for {target}")
         return rule(target, given, self.emit)
 
     def _dropout(self, given: dict[str, Any], users: tuple[fx.Node, ...]) -> tuple[fx.Node, int]:
@@ -215,7 +215,7 @@ class Chains:
         if not given["p"] or not given["train"]:
             return family.value, family.dim
         if not all(map(_is_contiguous, family.nodes)):
-            raise Declined("dropout of tensors that are not contiguous would draw others")
+            raise NotStackedError("dropout of tensors that are not contiguous would draw others")
         one = self.emit(aten.select.int, family.value, family.dim, 0)
         ones = self.emit(aten.ones_like.default, one, memory_format=torch.contiguous_format)
         self.places[ones] = self.places[one]
@@ -229,7 +229,7 @@ class Chains:
         """The arguments of equal operators, merged; Declined where they differ."""
         bound = [bound_arguments(u) for u in users]
         if any(b.keys() != bound[0].keys() for b in bound):
-            raise Declined(f"{users[0].target} is called in several ways")
+            raise NotStackedError(f"{users[0].target} is called in several ways")
         return {name: self._merged([b[name] for b in bound], users[0]) for name in bound[0]}
 
     def _merged(self, values: list[Any], user: fx.Node) -> Any:
@@ -238,21 +238,23 @@ class Chains:
             nested: list[fx.Node] = []
             fx.map_arg(values, nested.append)
             if nested or any(v != first or type(v) is not type(first) for v in values[1:]):
-                raise Declined(f"the arguments of {user.target} differ")
+                raise NotStackedError(f"the arguments of {user.target} differ")
             return first
         if not all(isinstance(v, fx.Node) for v in values):
-            raise Declined(f"the arguments of {user.target} differ")
+            raise NotStackedError(f"the arguments of {user.target} differ")
         if first in self.fused:
             family = self.fused[first][0]
             if tuple(values) != family.nodes:
-                raise Declined(f"{user.target} reads members of several chains")
+                raise NotStackedError(f"{user.target} reads members of several chains")
             return Members(family)
         if all(v is first for v in values):
             if self._reads_chains(first):
-                raise Declined(f"an operand of {user.target} is computed of the chains")
+                raise NotStackedError(f"an operand of {user.target} is computed of the chains")
             return first
         if not all(v.op in LEAVES for v in values) or not equal_shapes(values):
-            raise Declined(f"the operands of {user.target} differ, and are no weights of one shape")
+            raise NotStackedError(
+                f"the operands of {user.target} differ, and are no weights of one shape"
+            )
         return Each(tuple(values))
 
     def _reads_chains(self, node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 
 from tvmbridge.passes.fx.base import Emitter, bound_arguments, nbytes, shape_of
 from tvmbridge.passes.fx.effects import views_of
-from tvmbridge.passes.fx.stacking import Family, with_dim
+from tvmbridge.passes.fx.stacking import ParallelSlices, with_dim
 
 aten = torch.ops.aten
 
@@ -25,7 +25,9 @@ class HandBack:
         fused: all nodes that are members.
     """
 
-    def __init__(self, emit: Emitter, families: Sequence[Family], fused: set[fx.Node]) -> None:
+    def __init__(
+        self, emit: Emitter, families: Sequence[ParallelSlices], fused: set[fx.Node]
+    ) -> None:
         self.emit = emit
         self.families = families
         # Members, and what was made of them.
@@ -56,7 +58,7 @@ class HandBack:
             for index, node in enumerate(family.nodes):
                 self._give(family, index, node)
 
-    def _concatenations(self, family: Family) -> Iterator[tuple[fx.Node, int]]:
+    def _concatenations(self, family: ParallelSlices) -> Iterator[tuple[fx.Node, int]]:
         """Concatenations of which all members are items in a row."""
         for user in family.nodes[0].users:
             if user in self.inner or user.target not in (aten.cat.default, aten.stack.default):
@@ -67,7 +69,7 @@ class HandBack:
             if row and (user.target is aten.cat.default or len(items) == count):
                 yield user, at
 
-    def _join(self, family: Family, cat: fx.Node) -> None:
+    def _join(self, family: ParallelSlices, cat: fx.Node) -> None:
         dim = _dim(cat)
         value = with_dim(family, dim, self.emit)
         if cat.target is aten.stack.default:
@@ -82,7 +84,7 @@ class HandBack:
         else:
             cat.args = (items, *cat.args[1:])
 
-    def _outer(self, family: Family) -> set[fx.Node]:
+    def _outer(self, family: ParallelSlices) -> set[fx.Node]:
         """Who reads members, and is not fused."""
         return {u for node in family.nodes for u in node.users if u not in self.inner}
 
@@ -92,7 +94,7 @@ class HandBack:
             value = value.all_input_nodes[0]
         return value
 
-    def _must_own(self, family: Family, cat: fx.Node) -> bool:
+    def _must_own(self, family: ParallelSlices, cat: fx.Node) -> bool:
         """Whether a concatenation that is returned would share memory that others can see.
 
         The caller may write into what it gets.
@@ -100,13 +102,13 @@ class HandBack:
         root = self._root(family.value)
         return _returned(cat) and (self._readers[root] > 1 or root not in self.made)
 
-    def _replace(self, family: Family, cat: fx.Node, value: fx.Node) -> None:
+    def _replace(self, family: ParallelSlices, cat: fx.Node, value: fx.Node) -> None:
         if self._must_own(family, cat):
             value = self.emit(aten.clone.default, value, memory_format=torch.contiguous_format)
         cat.replace_all_uses_with(value)
         cat.graph.erase_node(cat)
 
-    def _give(self, family: Family, index: int, node: fx.Node) -> None:
+    def _give(self, family: ParallelSlices, index: int, node: fx.Node) -> None:
         users = [u for u in node.users if u not in self.inner]
         if not users:
             return
@@ -125,7 +127,7 @@ def _dim(cat: fx.Node) -> int:
     return int(bound_arguments(cat)["dim"]) % len(shape_of(cat) or (1,))
 
 
-def _copies(family: Family, cat: fx.Node) -> bool:
+def _copies(family: ParallelSlices, cat: fx.Node) -> bool:
     """Whether the members lie otherwise than the concatenation has them."""
     return family.dim != _dim(cat) and cat.target is aten.cat.default
 

@@ -26,7 +26,7 @@ from tvmbridge.passes.fx.base import FxPass, known, value_of
 from tvmbridge.passes.fx.costs import Costs
 from tvmbridge.passes.fx.fused_chains import fuse_all
 from tvmbridge.passes.fx.slices import Slice, groups, slices_of
-from tvmbridge.passes.fx.stacking import Declined
+from tvmbridge.passes.fx.stacking import NotStackedError
 from tvmbridge.passes.fx.starts import Slices
 
 
@@ -71,7 +71,7 @@ class HorizontalFusion(FxPass):
 
 def _start(slices: Sequence[Slice], touched: frozenset[fx.Node]) -> Slices:
     if any(each.node in touched for each in slices):
-        raise Declined("they are written in place")
+        raise NotStackedError("they are written in place")
     return Slices(slices)
 
 

@@ -1,7 +1,8 @@
 """Stacking: one operator for N equal ones, on tensors with one more dimension that counts them.
 
-A :class:`Family` is N nodes and the node that computes them all. Each rule gets the arguments of N
-equal operators as :class:`Members`, :class:`Each` or shared values, and emits one operator.
+A :class:`ParallelSlices` is N nodes and the node that computes them all. Each rule gets the
+arguments of N equal operators as :class:`Members`, :class:`Each` or shared values, and emits one
+operator.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tvmbridge.passes.fx.base import Emitter, known, shape_of, value_of
 aten = torch.ops.aten
 
 
-class Declined(Exception):
+class NotStackedError(Exception):
     """N operators are not made one; the text says why."""
 
 
 @dataclass(frozen=True)
-class Family:
+class ParallelSlices:
     """``nodes`` are the parts of ``value`` along its dimension ``dim``."""
 
     nodes: tuple[fx.Node, ...]
@@ -41,7 +42,7 @@ class Family:
 class Members:
     """An argument that is, for each operator, its member of a family."""
 
-    family: Family
+    family: ParallelSlices
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ def stacked_weights(each: Each, right: int, emit: Emitter) -> fx.Node:
         return emit(aten.stack.default, list(each.nodes), len(shape) - right)
     stack = emit(aten.stack.default, list(each.nodes))
     if not all(isinstance(s, int) for s in shape):
-        raise Declined("the size of an operand is not known")
+        raise NotStackedError("the size of an operand is not known")
     return emit(aten.view.default, stack, [len(each.nodes), *[1] * (right - len(shape)), *shape])
 
 
-def with_dim(family: Family, dim: int, emit: Emitter) -> fx.Node:
+def with_dim(family: ParallelSlices, dim: int, emit: Emitter) -> fx.Node:
     """The value of the family with its members counted by dimension ``dim``."""
     if family.dim == dim:
         return family.value
@@ -86,7 +87,7 @@ def pointwise(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.
     rank, dim = first.rank, first.dim
     dtypes = {value_of(n).dtype for n in _tensors(given)}
     if len(dtypes) > 1:
-        raise Declined(f"{target} promotes dtypes")
+        raise NotStackedError(f"{target} promotes dtypes")
     ready = {name: _operand(value, rank, dim, rank - dim, emit) for name, value in given.items()}
     return emit(target, *ready.values()) if _positional(target) else _called(
         target, ready, emit
@@ -96,16 +97,16 @@ def pointwise(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.
 def _operand(value: Any, rank: int, dim: int, right: int, emit: Emitter) -> Any:
     if isinstance(value, Members):
         if value.family.rank != rank:
-            raise Declined("members of unequal rank are broadcast")
+            raise NotStackedError("members of unequal rank are broadcast")
         return with_dim(value.family, dim, emit)
     if isinstance(value, Each):
         if len(shape_of(value.nodes[0]) or ()) > rank:
-            raise Declined("an operand has more dimensions than the members")
+            raise NotStackedError("an operand has more dimensions than the members")
         return stacked_weights(value, right, emit)
     if isinstance(value, fx.Node):
         own = len(shape_of(value) or ())
         if own > rank:
-            raise Declined("an operand has more dimensions than the members")
+            raise NotStackedError("an operand has more dimensions than the members")
         return emit(aten.unsqueeze.default, value, own - right) if own > right else value
     return value
 
@@ -137,7 +138,7 @@ def same_for_all(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[
     family = given[next(iter(given))].family
     rest = list(given.values())[1:]
     if any(isinstance(v, Members | Each | fx.Node) for v in rest):
-        raise Declined(f"{target} has further tensors")
+        raise NotStackedError(f"{target} has further tensors")
     return emit(target, family.value, *rest), family.dim
 
 
@@ -156,10 +157,10 @@ def cumulative(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx
     return value, family.dim
 
 
-def _normalized(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[Family, int]:
+def _normalized(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[ParallelSlices, int]:
     family, count = given["input"].family, len(given["normalized_shape"])
     if family.dim > family.rank - count:
-        raise Declined("the slices are cut within the normalized dimensions")
+        raise NotStackedError("the slices are cut within the normalized dimensions")
     return family, family.rank - family.dim
 
 
@@ -199,13 +200,15 @@ def linear(target: Any, given: Mapping[str, Any], emit: Emitter) -> tuple[fx.Nod
     """Linear layers: one product, batched where each has its own weight."""
     family, weight, bias = given["input"].family, given["weight"], given["bias"]
     if family.dim >= family.rank:
-        raise Declined("the slices are cut within the features of a product")
+        raise NotStackedError("the slices are cut within the features of a product")
     if not isinstance(weight, Each):
         if isinstance(bias, Each):
-            raise Declined("products with one weight have several biases")
+            raise NotStackedError("products with one weight have several biases")
         return emit(target, family.value, weight, bias), family.dim
     if family.rank != 2:
-        raise Declined(f"batched products are made of matrices, not of {family.rank} dimensions")
+        raise NotStackedError(
+            f"batched products are made of matrices, not of {family.rank} dimensions"
+        )
     rows = with_dim(family, 0, emit)
     weights = emit(aten.transpose.int, emit(aten.stack.default, list(weight.nodes)), 1, 2)
     if bias is None:

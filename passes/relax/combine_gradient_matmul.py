@@ -60,7 +60,7 @@ class CombineGradientMatmul(RelaxPass):
 
         return map_functions(mod, rewrite)
 
-    def _plans(self, function: relax.Function, report: PassReport) -> list[_Plan]:
+    def _plans(self, function: relax.Function, report: PassReport) -> list[_GradientPlan]:
         graph = GradientGraph(function)
         plans = []
         for names in self.groups:
@@ -69,7 +69,7 @@ class CombineGradientMatmul(RelaxPass):
             if isinstance(flows, str):
                 report.decline(label, flows)
                 continue
-            plan = _Plan(flows)
+            plan = _GradientPlan(flows)
             description = _description(names, flows)
             for kind, refusal, find in (
                 ("input", self.input_refusal, graph.sum_of),
@@ -88,7 +88,7 @@ class CombineGradientMatmul(RelaxPass):
 
 
 @dataclass
-class _Plan:
+class _GradientPlan:
     flows: list[Flow]
     input: Sum | None = None
     weight: dict[relax.Var, relax.Expr] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def _description(names: tuple[str, ...], flows: Sequence[Flow]) -> ParallelProdu
 
 @mutator
 class _GradientMutator(PyExprMutator):
-    def __init__(self, plans: Sequence[_Plan]) -> None:
+    def __init__(self, plans: Sequence[_GradientPlan]) -> None:
         super().__init__()
         self.sums = {p.input.root: p for p in plans if p.input is not None}
         self.stacks = {var: p for p in plans for var in p.weight}
@@ -153,13 +153,13 @@ class _GradientMutator(PyExprMutator):
         replacement, self.replacement = self.replacement, None
         return replacement
 
-    def _cotangent(self, plan: _Plan) -> relax.Var:
+    def _cotangent(self, plan: _GradientPlan) -> relax.Var:
         if plan.cotangent is None:
             parts = [self.visit_expr(f.cotangent) for f in plan.flows]
             plan.cotangent = self.builder_.emit(relax.op.concat(parts, 1))
         return plan.cotangent
 
-    def _sum(self, plan: _Plan, binding: relax.VarBinding) -> relax.Expr:
+    def _sum(self, plan: _GradientPlan, binding: relax.VarBinding) -> relax.Expr:
         assert plan.input is not None
         emit = self.builder_.emit
         weights = emit(relax.op.concat([f.weight for f in plan.flows], 0))
@@ -172,7 +172,7 @@ class _GradientMutator(PyExprMutator):
                 total = emit(total)
         return total
 
-    def _emit_parts(self, plan: _Plan) -> None:
+    def _emit_parts(self, plan: _GradientPlan) -> None:
         emit = self.builder_.emit
         cotangent = emit(relax.op.permute_dims(self._cotangent(plan), [1, 0]))
         (common, *_) = plan.weight.values()

@@ -38,9 +38,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.passes.base import PassReport, RelaxPass, map_functions, shape_of
 from tvmbridge.passes.relax.parallel_products import (
-    Group,
     ParallelProducts,
     Product,
+    ProductGroup,
     find_groups,
     is_call,
 )
@@ -119,7 +119,7 @@ class _Additions:
 class _Plan:
     """How a group is rewritten: what is replaced, what is dropped, and what is added."""
 
-    group: Group
+    group: ProductGroup
     rows: list[relax.Expr]
     combined: relax.Var | None = None
 
@@ -136,7 +136,7 @@ class _Plan:
 @mutator
 class _CombineMutator(PyExprMutator):
     def __init__(
-        self, groups: list[Group], additions: _Additions | None, report: PassReport
+        self, groups: list[ProductGroup], additions: _Additions | None, report: PassReport
     ) -> None:
         super().__init__()
         self.replaced: dict[relax.Var, tuple[_Plan, Product]] = {}
@@ -146,7 +146,7 @@ class _CombineMutator(PyExprMutator):
         for group in groups:
             self._plan(group, additions)
 
-    def _plan(self, group: Group, additions: _Additions | None) -> None:
+    def _plan(self, group: ProductGroup, additions: _Additions | None) -> None:
         distinct = len(group.different) == len(group.products)
         found = [additions.of(p) for p in group.products] if additions and distinct else []
         sums = [s for s in found if s is not None]

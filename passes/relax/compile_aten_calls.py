@@ -33,7 +33,7 @@ class CompileAtenCalls(RelaxPass):
     operators: frozenset[str] | None = None
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewriter = _CallMutator(mod, report, self.operators)
+        rewriter = _AtenCallMutator(mod, report, self.operators)
         for name, function in mod.functions_items():
             if isinstance(function, relax.Function):
                 rewriter.builder_.update_func(name, rewriter.visit_expr(function))
@@ -41,7 +41,7 @@ class CompileAtenCalls(RelaxPass):
 
 
 @mutator
-class _CallMutator(PyExprMutator):
+class _AtenCallMutator(PyExprMutator):
     def __init__(
         self, mod: tvm.IRModule, report: PassReport, operators: frozenset[str] | None
     ) -> None:

@@ -23,7 +23,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.kernels.aten_call import aten_call_operator
-from tvmbridge.kernels.convolution_form import Part
+from tvmbridge.kernels.convolution_form import ConvolutionResult
 from tvmbridge.kernels.convolution_loops import FORWARD, faster_in_loops, form_of
 from tvmbridge.kernels.few_channels import BACKWARD
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
@@ -76,4 +76,8 @@ class _Rewriter(PyExprMutator):
         type_ = relax.TensorType(form.shapes[-1], "float32")
         result = relax.call_tir(callee, [tensors[i] for i in places], type_)
         # A gradient is the only one of a tuple.
-        return result if form.part is Part.RESULT else relax.Tuple([self.builder_.emit(result)])
+        return (
+            result
+            if form.part is ConvolutionResult.RESULT
+            else relax.Tuple([self.builder_.emit(result)])
+        )

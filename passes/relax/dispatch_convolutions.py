@@ -37,7 +37,7 @@ class DispatchConvolutions(RelaxPass):
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         def rewrite(function: relax.Function) -> relax.Function:
-            return _KernelMutator(_biases(function), report).visit_expr(function)
+            return _ConvolutionMutator(_biases(function), report).visit_expr(function)
 
         return map_functions(mod, rewrite)
 
@@ -88,7 +88,7 @@ def _vector(
 
 
 @mutator
-class _KernelMutator(PyExprMutator):
+class _ConvolutionMutator(PyExprMutator):
     def __init__(self, biased: dict[relax.Var, _Biased], report: PassReport) -> None:
         super().__init__()
         self.biased = biased

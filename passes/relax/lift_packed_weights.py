@@ -50,7 +50,7 @@ class LiftPackedWeights(RelaxPass):
         return map_functions(mod, lambda f: self._lift(f, report))
 
     def _lift(self, function: relax.Function, report: PassReport) -> relax.Function:
-        lifted = _LiftMutator(function, self, report)
+        lifted = _PackedWeightMutator(function, self, report)
         body = lifted.visit_expr(function.body)
         if not lifted.added:
             return function
@@ -91,7 +91,7 @@ def _members(value: relax.Expr, parameters: Set[relax.Var]) -> tuple[str, ...]:
 
 
 @mutator
-class _LiftMutator(PyExprMutator):
+class _PackedWeightMutator(PyExprMutator):
     def __init__(
         self, function: relax.Function, lift: LiftPackedWeights, report: PassReport
     ) -> None:

@@ -96,7 +96,7 @@ class PackConvolutions(RelaxPass):
         prefix = free_prefix(self.prefix, [p.name for p in forward.params])
         type_ = relax.TensorType([1], "int64")
         tickets = {p: relax.Var(f"{prefix}{i}", type_) for i, p in enumerate(self.packings)}
-        body = _PackMutator(forward, tickets, report).visit_expr(forward.body)
+        body = _ConvolutionPackMutator(forward, tickets, report).visit_expr(forward.body)
         parameters = [*forward.params, *tickets.values()]
         return relax.Function(
             parameters, body, forward.ret_ty, forward.is_pure, forward.attrs, forward.span
@@ -120,7 +120,7 @@ def _form_of(call: relax.Call) -> PackedForm:
 
 
 @mutator
-class _PackMutator(PyExprMutator):
+class _ConvolutionPackMutator(PyExprMutator):
     def __init__(
         self,
         forward: relax.Function,

@@ -27,7 +27,7 @@ from tvm import relax
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.kernels.aten_call import packed_call
-from tvmbridge.kernels.packed import NOTHING, ONEDNN, PACKED_MATMUL, Packing, packed_spec
+from tvmbridge.kernels.packed import NOTHING, ONEDNN, PACKED_MATMUL, WeightPacking, packed_spec
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, free_prefix, shape_of, with_span
 from tvmbridge.passes.relax.lift_frozen import bindings_of
 from tvmbridge.passes.relax.parallel_products import is_call
@@ -59,7 +59,7 @@ class PackProducts(RelaxPass):
         prefix: the new parameters are called ``prefix0``, ``prefix1`` ... in the order of packings.
     """
 
-    packings: tuple[tuple[str, Packing], ...]
+    packings: tuple[tuple[str, WeightPacking], ...]
     prefix: str = "packed_"
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
@@ -86,7 +86,7 @@ class PackProducts(RelaxPass):
         )
 
 
-def _fits(product: FrozenProduct, packing: Packing) -> bool:
+def _fits(product: FrozenProduct, packing: WeightPacking) -> bool:
     return (product.rows, product.transposed) == (packing.rows, packing.transposed)
 
 
@@ -101,7 +101,7 @@ class _Chain:
     then: tuple[str, str]
     last: relax.Var
 
-    def end(self, packing: Packing) -> tuple[relax.Var, tuple[str, str]]:
+    def end(self, packing: WeightPacking) -> tuple[relax.Var, tuple[str, str]]:
         """The variable that the kernel's result takes the place of, and its activation."""
         return (self.last, self.then) if packing.library == ONEDNN else (self.sum, NOTHING)
 

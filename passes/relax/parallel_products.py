@@ -54,7 +54,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Group:
+class ProductGroup:
     """Products that become one, in the order in which they stand.
 
     ``different`` leaves out those with the right operand of an earlier one.
@@ -75,7 +75,7 @@ def find_groups(
     weight_refusal: Callable[[str], str | None] | None,
     group_refusal: Callable[[ParallelProducts], str | None] | None,
     report: PassReport,
-) -> list[Group]:
+) -> list[ProductGroup]:
     """The groups of ``function`` that may be combined; the others are declined in ``report``."""
     if not isinstance(function.body, relax.SeqExpr):
         return []
@@ -230,7 +230,7 @@ def _group(
     group_refusal: Callable[[ParallelProducts], str | None] | None,
     parameters: set[relax.Var],
     report: PassReport,
-) -> Group | None:
+) -> ProductGroup | None:
     different = list({p.weight: p for p in reversed(products)}.values())[::-1]
     first = products[0]
     left, right = (shape_of(operand) or () for operand in first.call.args)
@@ -248,6 +248,6 @@ def _group(
     elif group_refusal is not None:
         reason = group_refusal(description)
     if reason is None:
-        return Group(tuple(products), tuple(different))
+        return ProductGroup(tuple(products), tuple(different))
     report.decline(", ".join(p.label for p in different), reason)
     return None

@@ -20,7 +20,7 @@ from tests.packed_helpers import (
     sample,
 )
 from tvmbridge import add_tvm_dispatch, dispatch_report
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 
 
 def test_weights_are_moved_once_and_only_when_the_code_runs() -> None:
@@ -181,7 +181,7 @@ def test_a_view_made_later_stays_true(module: nn.Module) -> None:
 
 def test_two_modules_do_not_take_each_others_packs() -> None:
     module = make()
-    one, other = Packing(module), Packing(module)
+    one, other = ModulePacks(module), ModulePacks(module)
     weights = members(module)
     tensor = one.tensor(NAMES, weights)
     assert other.tensor(NAMES, weights) is tensor
@@ -194,7 +194,7 @@ def test_two_modules_do_not_take_each_others_packs() -> None:
 
 def test_old_memory_outlives_calls_of_other_threads() -> None:
     module = make()
-    packing = Packing(module)
+    packing = ModulePacks(module)
     inside, leave = threading.Event(), threading.Event()
 
     def call() -> None:

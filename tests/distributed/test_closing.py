@@ -17,7 +17,7 @@ from tests.distributed.processes import run_ranks, values
 from tests.distributed.scripts import group_count
 from tvmbridge.core.errors import PipelineError
 from tvmbridge.distributed.control import Control
-from tvmbridge.distributed.watch import Watch
+from tvmbridge.distributed.watch import Poller
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ class Watched:
 
 def test_a_watch_ends_with_what_it_watches() -> None:
     watched = Watched()
-    watch, other = Watch(watched.look), Watch(watched.look)
+    watch, other = Poller(watched.look), Poller(watched.look)
     other.end()
     time.sleep(0.5)
     assert watched.looks in (1, 2, 3)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.pipeline_cut import CUTS
 from tests.distributed.models import Language, tokens
 from tvmbridge.distributed.graph import capture_graph
-from tvmbridge.distributed.plan import Sample, every_plan, make_plan
+from tvmbridge.distributed.plan import MicroBatch, every_plan, make_plan
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_plan_has_the_automatic_one() -> None:
-    sample, args, kwargs = Sample.of(tokens()[0], 4)
+    sample, args, kwargs = MicroBatch.of(tokens()[0], 4)
     graph = capture_graph(Language(tied=True).train(), args, kwargs)
     device = args[0].device
     chosen = make_plan(graph, sample, "simple", 4, None, 2, 2, device, None)

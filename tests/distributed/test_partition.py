@@ -10,16 +10,16 @@ from tvmbridge.core.errors import PipelineError
 from tvmbridge.distributed import partition
 from tvmbridge.distributed.measuring import PartCost
 from tvmbridge.distributed.orders import orders
-from tvmbridge.distributed.partition import Machine, Search
+from tvmbridge.distributed.partition import DeviceLimits, Search
 
-FREE = Machine(latency=0.0, bandwidth=1e30)
+FREE = DeviceLimits(latency=0.0, bandwidth=1e30)
 
 
 def costs(times: list[float], kept: int = 0, parameters: int = 0) -> list[PartCost]:
     return [PartCost(t, 2 * t, parameters, kept, 8) for t in times]
 
 
-def search(times: list[float], stages: int, machine: Machine = FREE, **kwargs: int) -> Search:
+def search(times: list[float], stages: int, machine: DeviceLimits = FREE, **kwargs: int) -> Search:
     return Search(costs(times, **kwargs), orders("interleaved", stages, stages, 8), stages, machine)
 
 
@@ -51,14 +51,14 @@ def test_memory_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     even = search([1.0] * 6, 2, kept=100)
     assert even.best().starts == (0, 3)
     assert even.best().memory == (2 * 308, 308)
-    tight = Machine(FREE.latency, FREE.bandwidth, memory=500)
+    tight = DeviceLimits(FREE.latency, FREE.bandwidth, memory=500)
     assert search([1.0] * 6, 2, tight, kept=100).best().starts == (0, 2)
     monkeypatch.setattr(partition, "_ALL_TRIED", 0)
     assert search([1.0] * 6, 2, tight, kept=100).best().starts == (0, 2)
 
 
 def test_what_fits_nowhere_is_said_with_what_would() -> None:
-    tight = Machine(FREE.latency, FREE.bandwidth, memory=10)
+    tight = DeviceLimits(FREE.latency, FREE.bandwidth, memory=10)
     with pytest.raises(PipelineError, match=r"fits 10 bytes a device; the smallest need \d+"):
         search([1.0] * 6, 2, tight, kept=100).best()
 
@@ -83,5 +83,5 @@ def test_a_slow_link_is_counted() -> None:
     parts = [PartCost(1, 2, 0, 0, 1000 if i == 3 else 10) for i in range(6)]
     order = orders("simple", 2, 2, 4)
     assert Search(parts, order, 2, FREE).best().starts == (0, 3)
-    slow = Machine(latency=0.0, bandwidth=20.0)
+    slow = DeviceLimits(latency=0.0, bandwidth=20.0)
     assert Search(parts, order, 2, slow).best().starts != (0, 3)

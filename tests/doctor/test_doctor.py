@@ -13,7 +13,7 @@ import torch
 from tvmbridge.core import versions
 from tvmbridge.doctor import command as doctor
 from tvmbridge.doctor import probes
-from tvmbridge.doctor.command import Finding, ProbeResult, Status
+from tvmbridge.doctor.command import CheckResult, ProbeResult, Status
 
 
 def half(path: str | None = "/cache/_native.so") -> dict[str, str | None]:
@@ -40,7 +40,7 @@ class Machine:
         return self.answers[name]
 
 
-def finding(findings: list[Finding], subject: str) -> Finding:
+def finding(findings: list[CheckResult], subject: str) -> CheckResult:
     (found,) = [f for f in findings if f.subject.startswith(subject)]
     return found
 

@@ -12,7 +12,7 @@ from tvm import relax
 
 from tests.models import TransformerLayer
 from tvmbridge import capture, to_relax, visualize
-from tvmbridge.inspect.picture import Edge, Group, Node, Picture
+from tvmbridge.inspect.picture import Edge, Frame, Node, Picture
 from tvmbridge.inspect.visualize import picture_of
 
 
@@ -105,7 +105,7 @@ def chain() -> Picture:
     around = {"a": (), "b": ("outer", "inner"), "c": ("outer", "inner"), "d": ("outer",)}
     nodes = [Node(name, name, name, "op", {}, groups) for name, groups in around.items()]
     edges = [Edge("a", "b"), Edge("b", "c", "0"), Edge("a", "c", "1"), Edge("c", "d")]
-    groups = {name: Group(name, name, {}, name, "Class", depth) for depth, name in DEPTHS.items()}
+    groups = {name: Frame(name, name, {}, name, "Class", depth) for depth, name in DEPTHS.items()}
     return Picture(nodes, edges, groups)
 
 

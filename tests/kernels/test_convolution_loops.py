@@ -12,7 +12,7 @@ import torch
 
 from tests.convolution_helpers import by_definition
 from tvmbridge.kernels import convolution_loops
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.kernels.convolution_loops import BACKWARD, FORWARD, faster_in_loops, form_of
 from tvmbridge.schedules.alone import convolution
 
@@ -29,17 +29,19 @@ def _spec(op: str, *arguments: Any, results: tuple[int, ...] = ()) -> str:
 
 def test_calls_of_convolutions() -> None:
     assert form_of(_spec(FORWARD, *TENSORS, *SAME), [DATA, WEIGHT, BIAS]) == (
-        SameConvolution(Part.RESULT, *SIZE, biased=True),
+        SameConvolution(ConvolutionResult.RESULT, *SIZE, biased=True),
         [0, 1, 2],
     )
     assert form_of(_spec(FORWARD, *TENSORS[:2], None, *SAME), [DATA, WEIGHT]) == (
-        SameConvolution(Part.RESULT, *SIZE),
+        SameConvolution(ConvolutionResult.RESULT, *SIZE),
         [0, 1],
     )
 
 
-@pytest.mark.parametrize(("place", "part"), [(0, Part.DATA), (1, Part.WEIGHT)])
-def test_calls_of_gradients(place: int, part: Part) -> None:
+@pytest.mark.parametrize(
+    ("place", "part"), [(0, ConvolutionResult.DATA), (1, ConvolutionResult.WEIGHT)]
+)
+def test_calls_of_gradients(place: int, part: ConvolutionResult) -> None:
     mask = [place == i for i in range(3)]
     spec = _spec(BACKWARD, *TENSORS, None, *SAME, mask, results=(place,))
     found = form_of(spec, [RESULT, DATA, WEIGHT])
@@ -66,7 +68,7 @@ def test_other_operators_and_operands() -> None:
     assert form_of(_spec(FORWARD, *TENSORS, *SAME), [DATA, (24, 16, 5, 5), BIAS]) is None
 
 
-FORM = SameConvolution(Part.RESULT, 2, 32, 32, 40, 40)
+FORM = SameConvolution(ConvolutionResult.RESULT, 2, 32, 32, 40, 40)
 
 
 @pytest.fixture
@@ -102,9 +104,9 @@ def test_slow_or_imprecise_loops_are_not_chosen(
 
 
 @pytest.mark.usefixtures("measured")
-@pytest.mark.parametrize("part", Part)
-def test_right_loops_are_measured(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
-    form = SameConvolution(part, 2, 32, 40, 24, 24, biased=part is Part.RESULT)
+@pytest.mark.parametrize("part", ConvolutionResult)
+def test_right_loops_are_measured(part: ConvolutionResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = SameConvolution(part, 2, 32, 40, 24, 24, biased=part is ConvolutionResult.RESULT)
     for times, expected in (([1.0, 0.9], True), ([1.0, 0.99], False)):
         monkeypatch.setattr(convolution_loops, "race", lambda candidates, times=times: times)
         assert faster_in_loops(form, convolution) == expected
@@ -112,4 +114,4 @@ def test_right_loops_are_measured(part: Part, monkeypatch: pytest.MonkeyPatch) -
 
 def test_small_convolutions_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolution_loops, "choice", None)
-    assert not faster_in_loops(SameConvolution(Part.RESULT, *SIZE), convolution)
+    assert not faster_in_loops(SameConvolution(ConvolutionResult.RESULT, *SIZE), convolution)

@@ -211,7 +211,7 @@ def test_elsewhere_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 def test_stages_are_told_while_a_module_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setattr(progress._Line, "stage", lambda self, name: told.append(name))
+    monkeypatch.setattr(progress._ProgressLine, "stage", lambda self, name: told.append(name))
     add_tvm_dispatch(make_block().train(), sample())
     assert told == ["capture", "differentiate", "split", "build", "first run"]
 

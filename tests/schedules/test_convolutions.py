@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.convolution_helpers import by_definition
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.schedules.alone import convolution
 from tvmbridge.schedules.winograd import pairs_of_block
 from tvmbridge.schedules.winograd_rows import Pairs
@@ -26,8 +26,8 @@ GUARD = 1234.5
 
 
 def _forms(size: tuple[int, ...]) -> list[SameConvolution]:
-    forms = [SameConvolution(part, *size) for part in Part]
-    return [*forms, SameConvolution(Part.RESULT, *size, biased=True)]
+    forms = [SameConvolution(part, *size) for part in ConvolutionResult]
+    return [*forms, SameConvolution(ConvolutionResult.RESULT, *size, biased=True)]
 
 
 @pytest.mark.parametrize("place", range(4), ids=["result", "data", "weight", "biased"])
@@ -36,8 +36,8 @@ def test_equals_the_convolution_in_float64(size: tuple[int, ...], place: int) ->
     form = _forms(size)[place]
     run = convolution(form)
     if run is None:
-        few = form.part is Part.WEIGHT and form.channels < 32
-        assert few or (form.part is Part.DATA and form.channels == 33)
+        few = form.part is ConvolutionResult.WEIGHT and form.channels < 32
+        assert few or (form.part is ConvolutionResult.DATA and form.channels == 33)
         return
     torch.manual_seed(0)
     operands = [torch.randn(shape) for shape in form.shapes[:-1]]
@@ -73,12 +73,12 @@ def test_what_is_not_finite_stays_where_it_is_read(place: int, value: float) -> 
 def test_what_there_are_no_loops_for() -> None:
     narrow, few = (2, 16, 16, 8, 3), (2, 4, 16, 8, 8)
     assert all(convolution(form) is None for form in [*_forms(narrow), *_forms(few)])
-    odd = SameConvolution(Part.RESULT, 2, 16, 19, 8, 8)
+    odd = SameConvolution(ConvolutionResult.RESULT, 2, 16, 19, 8, 8)
     assert convolution(odd) is None
 
 
 def test_all_cores_have_as_many_blocks() -> None:
     for cores in (1, 2, 16):
-        pairs = Pairs(SameConvolution(Part.RESULT, 4, 64, 64, 56, 56), 16)
+        pairs = Pairs(SameConvolution(ConvolutionResult.RESULT, 4, 64, 64, 56, 56), 16)
         size = pairs_of_block(pairs, 64, 32, cores)
         assert -(-pairs.count // size) % cores == 0

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import tvm
 
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.core.machine import threads
@@ -41,7 +41,7 @@ class Combining:
     """
 
     targets: Mapping[str, str]
-    packing: Packing | None
+    packing: ModulePacks | None
     options: CompileOptions
     records: list[PassRecord]
 
@@ -49,7 +49,7 @@ class Combining:
     def of(
         cls,
         captured: CapturedGraph,
-        packing: Packing | None,
+        packing: ModulePacks | None,
         options: CompileOptions,
         records: list[PassRecord],
     ) -> Combining:
@@ -102,7 +102,7 @@ class Combining:
             mod = run_passes(mod, [LiftPackedWeights(groups, position, prefix)], self.records)
         return mod, tuple(self._targets(names) for names in groups)
 
-    def _packing(self) -> Packing:
+    def _packing(self) -> ModulePacks:
         assert self.packing is not None, "nothing is combined without"
         return self.packing
 

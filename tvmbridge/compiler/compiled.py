@@ -14,12 +14,12 @@ from tvmbridge.compiler.buffers import Reuse
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.cached_build import CachedBuild
 from tvmbridge.compiler.combining import Packs
-from tvmbridge.compiler.durations import Stages
+from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.executable import Bound, LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions, put_on
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards, PartialBackwards
 from tvmbridge.compiler.pieces import Pieces
 from tvmbridge.compiler.split import SplitModule
@@ -133,7 +133,7 @@ def compile_module(
     target: Any = None,
     options: CompileOptions,
     apart: bool = True,
-    packing: Packing | None = None,
+    packing: ModulePacks | None = None,
     autocast: Autocast = (),
     building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
@@ -150,7 +150,7 @@ def compile_module(
         NotApartError: forward reaches the module itself, so that no stand-in can be traced.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
-    stages = Stages()
+    stages = StageDurations()
     records: list[PassRecord] = []
     lowered = lower_module(
         module,
@@ -176,7 +176,7 @@ def build_lowered(
     lowered: LoweredModule,
     options: CompileOptions,
     records: list[PassRecord],
-    stages: Stages | None = None,
+    stages: StageDurations | None = None,
     building: Callable[..., Building] = CachedBuild,
 ) -> CompiledModule:
     """Build what :func:`lower_module` made and load it; arguments as of :func:`compile_module`.
@@ -184,7 +184,7 @@ def build_lowered(
     Raises:
         BuildError: TVM cannot compile it for the target.
     """
-    stages = stages or Stages()
+    stages = stages or StageDurations()
     mod, parts = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)
     if parts is not None and parts.functions:
         mod = run_passes(mod, [RemoveBorders(), *tidy_passes()], records)
@@ -211,7 +211,7 @@ def assembled(
     parts: SplitModule | None,
     built: Built,
     records: list[PassRecord],
-    stages: Stages,
+    stages: StageDurations,
 ) -> CompiledModule:
     """What was lowered, laid out (``mod``, ``parts``) and built, without partial backwards."""
     derivation, imported = lowered.derivation, lowered.imported

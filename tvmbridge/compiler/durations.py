@@ -22,7 +22,7 @@ def stages_told_to(listener: Callable[[str], None]) -> Iterator[None]:
         _listener.reset(token)
 
 
-class Stages:
+class StageDurations:
     """Wall-clock seconds by stage."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from tvmbridge.core.errors import BuildError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import OutputKind, PassRecord
 from tvmbridge.kernels.choice import packing_of
-from tvmbridge.kernels.packed import Packing
+from tvmbridge.kernels.packed import WeightPacking
 from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
 from tvmbridge.passes.relax.combine_parallel_batch_matmul import CombineParallelBatchMatmul
 from tvmbridge.passes.relax.fold_batch_norm import FoldBatchNorm
@@ -52,7 +52,7 @@ class FrozenValue:
 
     primal: int | None
     result: int | None
-    packing: Packing | PackedForm | None = None
+    packing: WeightPacking | PackedForm | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def freeze(
     mod, sources = _without_unread(mod, (*names, *lifted))
     # In the order of forward's parameters, of which the tickets are the last.
     values = [FrozenValue(None, lifted.index(n)) for n in sources if n in lifted]
-    packed: list[tuple[str, Packing | PackedForm]] = [*packings, *forms]
+    packed: list[tuple[str, WeightPacking | PackedForm]] = [*packings, *forms]
     for name, packing in packed:
         of_result = lifted.index(name) if name in lifted else None
         values.append(
@@ -144,14 +144,14 @@ def _packed(
     frozen: tuple[str, ...],
     options: CompileOptions,
     records: list[PassRecord],
-) -> tuple[tvm.IRModule, tuple[tuple[str, Packing], ...]]:
+) -> tuple[tvm.IRModule, tuple[tuple[str, WeightPacking], ...]]:
     """``mod`` with products that read packed weights, and how each of these is packed."""
     packings = []
     for found in frozen_products(mod["forward"], frozen):
         shape = (found.rows, found.depth, found.columns)
         library = packing_of(*shape, found.transposed, options.measure_kernels)
         if library:
-            packings.append((found.weight, Packing(library, found.rows, found.transposed)))
+            packings.append((found.weight, WeightPacking(library, found.rows, found.transposed)))
     if packings:
         mod = run_passes(mod, [PackProducts(tuple(packings)), *tidy_passes()], records)
     return mod, tuple(packings)

@@ -14,7 +14,7 @@ from tvmbridge.backends import resolve_target
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.combining import Combining, Packs
 from tvmbridge.compiler.laying_out import Layouts
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.split import SplitModule, colored, split
 from tvmbridge.core.autocast import Autocast
 from tvmbridge.core.captured_graph import CapturedGraph
@@ -30,7 +30,7 @@ from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend import ImportedModule, import_graph
 from tvmbridge.graph_capture.capture import capture_staged
 from tvmbridge.graph_capture.memory.layouts import output_layouts
-from tvmbridge.graph_capture.observe.staging import Stage, staged
+from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.pipeline import (
     AnyPass,
     fx_passes_of,
@@ -47,7 +47,7 @@ class Known:
     ``captured`` is its graph for these sizes.
     """
 
-    stage: Stage | None = None
+    stage: StagedModule | None = None
     captured: CapturedGraph | None = None
     facts: GradientFacts | None = None
 
@@ -93,7 +93,7 @@ def lower_module(
     records: list[PassRecord],
     measure: Callable[[str], AbstractContextManager[None]],
     passes: Sequence[AnyPass] = (),
-    packing: Packing | None = None,
+    packing: ModulePacks | None = None,
     apart: bool = True,
     autocast: Autocast = (),
     known: Known = NOTHING_KNOWN,

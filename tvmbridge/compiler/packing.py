@@ -54,7 +54,7 @@ class PackReport:
         return line
 
 
-class Reader(Protocol):
+class AddressReader(Protocol):
     """What knows addresses of parameters, and lives as long as a call that reads them.
 
     ``outdated`` keeps memory alive that parameters have been moved from.
@@ -65,7 +65,7 @@ class Reader(Protocol):
         """To be added to."""
 
 
-class Packing:
+class ModulePacks:
     """The packs of one module.
 
     Args:
@@ -79,7 +79,7 @@ class Packing:
         self._groups: set[tuple[str, ...]] = set()
         self._inside: Counter[int] = Counter()
         self._old: list[torch.Tensor] = []
-        self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self.readers: weakref.WeakSet[AddressReader] = weakref.WeakSet()
         self.packed: Counter[tuple[str, ...]] = Counter()
         self.concatenated: Counter[tuple[tuple[str, ...], str]] = Counter()
 
@@ -124,7 +124,7 @@ class Packing:
         """Note that compiled code reads the parameters called ``names`` as one tensor."""
         self._groups.add(names)
 
-    def claim_like(self, other: Packing) -> None:
+    def claim_like(self, other: ModulePacks) -> None:
         """Take over what ``other`` has noted: compiled code of a copy reads the same."""
         self._groups |= other._groups
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class _Method:
+class _ModuleMethod:
     """The forward of a :class:`MethodOf`: the method that its module has."""
 
     def __init__(self, kind: type[nn.Module], name: str) -> None:
@@ -53,7 +53,7 @@ class MethodOf(nn.Module):
 def method_of(module: nn.Module, name: str, own: Callable[..., Any] | None) -> MethodOf:
     """The method ``name`` of ``module`` as a module; ``own``: as the instance itself has it."""
     kind = type(module)
-    forward = _Method(kind, name)
+    forward = _ModuleMethod(kind, name)
     body = {"forward": forward, "method": name, "__module__": __name__}
     made: type[MethodOf] = type(f"{kind.__name__}.{name}", (MethodOf,), body)
     return made(module, own)

@@ -16,7 +16,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.control import Control, has_nccl
 from tvmbridge.distributed.graph import PipelineGraph, capture_graph, value_of
-from tvmbridge.distributed.plan import Plan, Sample, Stages, count_stages, make_plan
+from tvmbridge.distributed.plan import MicroBatch, Plan, Stages, count_stages, make_plan
 from tvmbridge.distributed.runner import PipelineRunner
 
 
@@ -78,7 +78,7 @@ def pipeline(
     error: BridgeError | None = None
     graph, chosen = None, None
     try:
-        chosen, args, kwargs = Sample.of(sample, microbatches)
+        chosen, args, kwargs = MicroBatch.of(sample, microbatches)
         graph = capture_graph(module, args, kwargs)
         wanted = count_stages(stages, control.size)
     except BridgeError as problem:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from tvmbridge.core.errors import BridgeError, PipelineError, first_line
-from tvmbridge.distributed.watch import Watch
+from tvmbridge.distributed.watch import Poller
 
 # One for each pipeline of a process: all ranks make theirs in the same order.
 _numbers = itertools.count()
@@ -62,7 +62,7 @@ class Control:
         self._launched_at: float | None = None
         self._is_stuck = False
         # This thread may be waiting for a rank that has failed.
-        self._watch = Watch(self._watched) if self.size > 1 else None
+        self._watch = Poller(self._watched) if self.size > 1 else None
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
         #: For objects of Python, on the CPU whatever the devices are.

@@ -17,7 +17,7 @@ _LONGEST_SEARCH = 200
 
 
 @dataclass(frozen=True)
-class Machine:
+class DeviceLimits:
     """What the search takes for granted of the devices.
 
     ``memory`` is in bytes per device, None for no limit; a parameter takes ``state`` times its
@@ -48,7 +48,7 @@ class Search:
         costs: Sequence[PartCost],
         plan: Orders,
         stages: int,
-        machine: Machine,
+        machine: DeviceLimits,
         allowed: Mapping[int, int] | None = None,
     ) -> None:
         self.costs = costs

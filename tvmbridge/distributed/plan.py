@@ -17,7 +17,7 @@ from tvmbridge.distributed.boundaries import boundaries, cuts_by_hand, nodes_of
 from tvmbridge.distributed.graph import PipelineGraph, capture_graph, submodule_of
 from tvmbridge.distributed.measuring import measure
 from tvmbridge.distributed.orders import Durations, Orders, Timeline, orders, predict, problem
-from tvmbridge.distributed.partition import Machine, Partition, Search
+from tvmbridge.distributed.partition import DeviceLimits, Partition, Search
 
 Stages = int | Sequence[str] | Mapping[str, int] | None
 
@@ -108,18 +108,18 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Sample:
+class MicroBatch:
     """The sample of a pipeline: one micro-batch, as the graph was captured for it."""
 
     leaves: tuple[Any, ...]
     spec: Any
 
     @staticmethod
-    def of(inputs: Any, microbatches: int) -> tuple[Sample, tuple[Any, ...], dict[str, Any]]:
+    def of(inputs: Any, microbatches: int) -> tuple[MicroBatch, tuple[Any, ...], dict[str, Any]]:
         """The first micro-batch of a batch, flattened, and as forward takes it."""
         args, kwargs = as_arguments(split(inputs, microbatches)[0])
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        return Sample(tuple(leaves), spec), args, dict(kwargs)
+        return MicroBatch(tuple(leaves), spec), args, dict(kwargs)
 
 
 def plan_pipeline(
@@ -150,7 +150,7 @@ def plan_pipeline(
         PipelineError: there is no such cut or schedule, or the sample cannot be cut.
         CaptureError: torch.export cannot capture the module.
     """
-    chosen, args, kwargs = Sample.of(sample, microbatches)
+    chosen, args, kwargs = MicroBatch.of(sample, microbatches)
     graph = capture_graph(module, args, kwargs)
     wanted = count_stages(stages, ranks)
     return make_plan(
@@ -182,7 +182,7 @@ def count_stages(stages: Stages, ranks: int | None) -> int:
 
 def make_plan(
     graph: PipelineGraph,
-    sample: Sample,
+    sample: MicroBatch,
     schedule: str,
     microbatches: int,
     stages: Stages,
@@ -203,7 +203,7 @@ def make_plan(
         inner = boundaries(graph, count - 1) if count > 1 else []
     positions = [0, *inner]
     costs = measure(graph, positions, sample.leaves, device)
-    machine = Machine(*_LINKS.get(device.type, _LINKS["cpu"]), memory=memory)
+    machine = DeviceLimits(*_LINKS.get(device.type, _LINKS["cpu"]), memory=memory)
     pinned = _pinned(graph, positions, stages) if isinstance(stages, Mapping) else None
     search = Search(costs, order, count, machine, pinned)
     partition = search.evaluate(range(len(positions)), fitting=False) if by_hand else search.best()
@@ -212,13 +212,13 @@ def make_plan(
 
 
 def every_plan(
-    graph: PipelineGraph, sample: Sample, like: Plan, device: torch.device
+    graph: PipelineGraph, sample: MicroBatch, like: Plan, device: torch.device
 ) -> list[Plan]:
     """The plans of all cuts that an automatic one is chosen of, but for its limit of memory."""
     count = len(like.stages)
     positions = [0, *boundaries(graph, count - 1)]
     costs = measure(graph, positions, sample.leaves, device)
-    machine = Machine(*_LINKS.get(device.type, _LINKS["cpu"]))
+    machine = DeviceLimits(*_LINKS.get(device.type, _LINKS["cpu"]))
     search = Search(costs, like.orders, count, machine)
     partitions = [search.evaluate(starts, fitting=False) for starts in search.every()]
     return [

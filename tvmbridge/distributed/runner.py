@@ -21,7 +21,7 @@ from tvmbridge.distributed.compiling import compile_stages
 from tvmbridge.distributed.control import Control
 from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.orders import Timeline, engine_class
-from tvmbridge.distributed.plan import Plan, Sample
+from tvmbridge.distributed.plan import MicroBatch, Plan
 from tvmbridge.distributed.profiling import measured_step
 from tvmbridge.distributed.report import PipelineReport, report_of
 from tvmbridge.distributed.splitting import StageModule, cut_stage
@@ -45,7 +45,7 @@ class PipelineRunner:
         module: nn.Module,
         graph: PipelineGraph,
         plan: Plan,
-        sample: Sample,
+        sample: MicroBatch,
         control: Control,
         *,
         device: torch.device,

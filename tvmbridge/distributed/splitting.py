@@ -23,7 +23,7 @@ _INDEX = re.compile(r"(?<=device\(type='cuda'), index=\d+(?=\))")
 
 
 @dataclass(frozen=True)
-class Source:
+class OutputSource:
     """Where an output of a stage comes from: ``made`` there, ``received``, or a ``constant``."""
 
     kind: str
@@ -45,7 +45,7 @@ class StageModule:
     used_inputs: tuple[int, ...]
     received: tuple[torch.Tensor, ...]
     sent: tuple[torch.Tensor, ...]
-    outputs: tuple[Source, ...]
+    outputs: tuple[OutputSource, ...]
     random: bool
     operators: int
     writes: bool
@@ -106,16 +106,16 @@ def cut_stage(
 
 def _sources(
     wanted: Iterable[Any], received: Sequence[fx.Node], builder: _Builder
-) -> tuple[list[Source], list[fx.Node]]:
-    sources: list[Source] = []
+) -> tuple[list[OutputSource], list[fx.Node]]:
+    sources: list[OutputSource] = []
     made: list[fx.Node] = []
     for value in wanted:
         if not isinstance(value, fx.Node):
-            sources.append(Source("constant", value))
+            sources.append(OutputSource("constant", value))
         elif value in received:
-            sources.append(Source("received", received.index(value)))
+            sources.append(OutputSource("received", received.index(value)))
         else:
-            sources.append(Source("made", len(made)))
+            sources.append(OutputSource("made", len(made)))
             made.append(builder.copy(value))
     return sources, made
 

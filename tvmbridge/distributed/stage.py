@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from tvmbridge.core.devices import gpus_of
 from tvmbridge.core.errors import PipelineError, first_line
-from tvmbridge.distributed.splitting import Source, StageModule
+from tvmbridge.distributed.splitting import OutputSource, StageModule
 
 # Seeds are mixed by multiplication with odd numbers, and kept within 63 bits.
 _MIXERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
@@ -77,7 +77,7 @@ class StageForward(nn.Module):
             yield
 
 
-def with_constants(outputs: Sequence[Source], tensors: Sequence[torch.Tensor]) -> list[Any]:
+def with_constants(outputs: Sequence[OutputSource], tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The leaves of the module's outputs from the tensors that the last stage returned."""
     rest = iter(tensors)
     return [s.value if s.kind == "constant" else next(rest) for s in outputs]

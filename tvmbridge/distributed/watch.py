@@ -10,7 +10,7 @@ from collections.abc import Callable
 _SECONDS = 0.2
 
 
-class Watch:
+class Poller:
     """Calls a method now and then, until it returns True, its object is gone, or :meth:`end`."""
 
     def __init__(self, look: Callable[[], bool]) -> None:

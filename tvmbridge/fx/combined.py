@@ -50,7 +50,7 @@ def of_size(features: CombinedFeatures, size: int | None) -> SparseFeatures:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FeaturePositions:
     """Where the features stand among the leaves of a call that has them apart.
 
     ``first`` is the number of the first leaf of the first feature, of three each.
@@ -63,7 +63,7 @@ class Layout:
     @classmethod
     def of(
         cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: CombinedFeatures
-    ) -> Layout:
+    ) -> FeaturePositions:
         """That of a call with combined features."""
         first = 0
         for value in (*args, *kwargs.values()):

@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import PassRecord
-from tvmbridge.fx.combined import Layout
-from tvmbridge.fx.sizes import Sizes
+from tvmbridge.fx.combined import FeaturePositions
+from tvmbridge.fx.sizes import LeafSizes
 from tvmbridge.fx.tracing import Traced
 from tvmbridge.passes.fx.combine_sparse_inputs import COMBINED
 from tvmbridge.runtime.guards.fast import FastGuard
@@ -31,7 +31,7 @@ class Binding:
         traced: Traced,
         state: ModuleState,
         graph_module: fx.GraphModule,
-        layout: Layout | None = None,
+        layout: FeaturePositions | None = None,
     ) -> None:
         captured = traced.captured
         self.names = state.names
@@ -64,7 +64,7 @@ class Binding:
 
 
 @dataclass
-class Entry:
+class GraphEntry:
     """A graph, its binding, and what must be as it was when it was traced.
 
     ``original`` is the graph before the passes, ``records`` what these did. ``combines``: it takes
@@ -76,7 +76,7 @@ class Entry:
     original: fx.GraphModule
     out_spec: pytree.TreeSpec
     signature: Signature
-    sizes: Sizes
+    sizes: LeafSizes
     state: ModuleState
     binding: Binding
     records: tuple[PassRecord, ...] = ()

@@ -15,7 +15,7 @@ from torch import nn
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.turns import compiling
 from tvmbridge.fx.combined import replaced
-from tvmbridge.fx.entry import Entry
+from tvmbridge.fx.entry import GraphEntry
 from tvmbridge.fx.rewriting import Rewriting
 from tvmbridge.graph_capture.surroundings import refused_now
 from tvmbridge.graph_capture.trace.standins import STAND_IN
@@ -47,7 +47,7 @@ class FxForward(StandsForForward):
         self.module = module
         self.own = own
         self.rewriting = rewriting
-        self.entries: dict[Mode, tuple[Entry, ...]] = {}
+        self.entries: dict[Mode, tuple[GraphEntry, ...]] = {}
         self.refused: dict[Mode, tuple[str, ...]] = {}
         self.fallbacks: Counter[str] = Counter()
         functools.update_wrapper(self, self.original)
@@ -82,7 +82,7 @@ class FxForward(StandsForForward):
 
     def _entry(
         self, mode: Mode, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Entry, Sequence[Any], Sequence[Any]] | str:
+    ) -> tuple[GraphEntry, Sequence[Any], Sequence[Any]] | str:
         """The entry that serves a call, with its leaves and tensors, or why none does."""
         reason, calls = "", {True: (args, kwargs)}
         for entry in self.entries.get(mode, ()):

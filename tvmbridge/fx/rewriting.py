@@ -10,9 +10,9 @@ from torch import fx, nn
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.fx.combined import Layout, combined_in, replaced, shapes_of
-from tvmbridge.fx.entry import Binding, Entry
-from tvmbridge.fx.sizes import Sizes
+from tvmbridge.fx.combined import FeaturePositions, combined_in, replaced, shapes_of
+from tvmbridge.fx.entry import Binding, GraphEntry
+from tvmbridge.fx.sizes import LeafSizes
 from tvmbridge.fx.tracing import Traced, trace_sample
 from tvmbridge.fx.trial import Trial
 from tvmbridge.passes.fx.combine_sparse_inputs import DONE, FEATURES, Feature
@@ -40,7 +40,7 @@ class Rewriting:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         needs_grad: bool,
-    ) -> Entry:
+    ) -> GraphEntry:
         """The entry of ``module``, whose own forward is ``own``, for arguments like these.
 
         Raises:
@@ -58,7 +58,7 @@ class Rewriting:
             state = ModuleState(module, traced.captured)
             tensors, leaves = state.tensors(), pytree.tree_leaves(apart)
             original = traced.graph_module
-            layout = None if features is None else Layout.of(args, kwargs, features)
+            layout = None if features is None else FeaturePositions.of(args, kwargs, features)
             if layout is not None:
                 original.meta[FEATURES] = _features(traced, layout)
 
@@ -77,13 +77,13 @@ class Rewriting:
             final.compare(*apart)
             combines = final.binding.combines
             call = (args, dict(kwargs)) if combines else apart
-            return Entry(
+            return GraphEntry(
                 module=module,
                 graph_module=graph_module,
                 original=original,
                 out_spec=traced.captured.convention.out_spec,
                 signature=Signature(*call, module.forward),
-                sizes=Sizes(
+                sizes=LeafSizes(
                     pytree.tree_leaves(call),
                     traced.relations,
                     layout.shapes if layout is not None and combines else shapes_of,
@@ -96,7 +96,7 @@ class Rewriting:
             )
 
 
-def _features(traced: Traced, layout: Layout) -> tuple[Feature, ...]:
+def _features(traced: Traced, layout: FeaturePositions) -> tuple[Feature, ...]:
     """The features of a traced call by their placeholders."""
     specs = traced.program.graph_signature.input_specs
     users = [s.arg.name for s in specs if s.kind.name == "USER_INPUT"]

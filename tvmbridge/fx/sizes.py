@@ -29,7 +29,7 @@ _FUNCTIONS: dict[str, Any] = {
 }
 
 
-class Sizes:
+class LeafSizes:
     """Compares the leaves of a call's arguments with those that were traced.
 
     Args:

@@ -20,7 +20,7 @@ from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import pytree
-from tvmbridge.fx.combined import Layout, combined_in, of_size, replaced
+from tvmbridge.fx.combined import FeaturePositions, combined_in, of_size, replaced
 from tvmbridge.graph_capture.observe.descriptors import describe_inputs, find_aliases
 from tvmbridge.graph_capture.observe.observation import Observation
 from tvmbridge.graph_capture.observe.refusal import (
@@ -28,7 +28,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     raise_if_forward_refuses,
     user_line,
 )
-from tvmbridge.graph_capture.observe.staging import Stage, staged
+from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.surroundings import refused_now, tracing_here
 from tvmbridge.graph_capture.symbols import dynamic_shapes, spelled_out
@@ -121,7 +121,7 @@ def trace_sample(
             return traced
         if _operators(other.graph_module) != usual:
             return traced
-    return replace(traced, degenerate=Layout.of(args, kwargs, features).indices)
+    return replace(traced, degenerate=FeaturePositions.of(args, kwargs, features).indices)
 
 
 def _operators(graph_module: fx.GraphModule) -> list[str]:
@@ -131,7 +131,7 @@ def _operators(graph_module: fx.GraphModule) -> list[str]:
     return [str(n.target) for n, v in values if not isinstance(v, int | float | torch.SymInt)]
 
 
-def _seen(stage: Stage) -> Observation:
+def _seen(stage: StagedModule) -> Observation:
     """What was observed of forward; what a graph in eager PyTorch would not repeat is refused."""
     name, seen = type(stage.module).__name__, stage.observation
     if seen is None:
@@ -153,7 +153,7 @@ def _seen(stage: Stage) -> Observation:
 
 
 def _export(
-    stage: Stage,
+    stage: StagedModule,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
@@ -215,7 +215,7 @@ def _any_size(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _described(
-    stage: Stage,
+    stage: StagedModule,
     program: ExportedProgram,
     seen: Observation,
     leaves: list[Any],

@@ -24,7 +24,7 @@ from tvmbridge.graph_capture.observe.descriptors import (
     with_aliases,
 )
 from tvmbridge.graph_capture.observe.refusal import first_paragraph
-from tvmbridge.graph_capture.observe.staging import Stage, staged
+from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.relations import Relations, relations_in
 from tvmbridge.graph_capture.resized import OtherProgramError, output_shapes, resized
 from tvmbridge.graph_capture.trace.arguments import Arguments
@@ -40,14 +40,14 @@ class SymbolicTrace:
     arguments of these ``sizes``.
     """
 
-    stage: Stage
+    stage: StagedModule
     program: ExportedProgram
     relations: Relations
     sizes: Mapping[int, Sequence[int]]
     needs_grad: bool
 
     @functools.cached_property
-    def stage_of_all(self) -> Stage | None:
+    def stage_of_all(self) -> StagedModule | None:
         """The stage, where what was observed of forward holds for all sizes.
 
         None: sizes are in it.

@@ -34,7 +34,7 @@ from tvmbridge.graph_capture.observe.refusal import (
     raise_if_forward_refuses,
     user_line,
 )
-from tvmbridge.graph_capture.observe.staging import Stage, staged
+from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.prologue import cut_prologue
 from tvmbridge.graph_capture.surroundings import tracing_here
@@ -114,7 +114,7 @@ def capture(
 
 
 def capture_staged(
-    stage: Stage,
+    stage: StagedModule,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
@@ -172,7 +172,7 @@ def capture_staged(
 
 
 def _export(
-    stage: Stage,
+    stage: StagedModule,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
@@ -196,7 +196,7 @@ def _export(
 
 
 def export_with_symbols(
-    stage: Stage,
+    stage: StagedModule,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,
@@ -211,7 +211,7 @@ def export_with_symbols(
 
 
 def _exported(
-    stage: Stage,
+    stage: StagedModule,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     needs_grad: bool,

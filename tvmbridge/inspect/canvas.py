@@ -10,7 +10,7 @@ from tvm import relax
 from tvmbridge.inspect import labels
 from tvmbridge.inspect.asked import Surroundings
 from tvmbridge.inspect.labels import DOT
-from tvmbridge.inspect.picture import Edge, Group, Node, Picture
+from tvmbridge.inspect.picture import Edge, Frame, Node, Picture
 from tvmbridge.inspect.styles import BRANCH_FRAME, KINDS, Attributes, submodule_frame
 
 
@@ -50,7 +50,7 @@ class Canvas:
         outer = self._frames
         self._count += 1
         name = f"cluster_{self._prefix}{label}{self._count}"
-        self.picture.groups[name] = Group(name, label, BRANCH_FRAME)
+        self.picture.groups[name] = Frame(name, label, BRANCH_FRAME)
         self._frames = (*outer, name)
         yield
         self._frames = outer
@@ -66,7 +66,7 @@ class Canvas:
             name = f"cluster_{self._prefix}{'/'.join(p for p, _ in modules[:depth])}"
             outer = modules[depth - 2][0] if depth > 1 else ""
             short = path.removeprefix(f"{outer}.") if outer else path
-            group = Group(name, short, submodule_frame(depth), path, title, depth)
+            group = Frame(name, short, submodule_frame(depth), path, title, depth)
             names.append(self.picture.groups.setdefault(name, group).name)
         return tuple(names)
 

@@ -20,7 +20,7 @@ from tvm import relax
 
 from tvmbridge.coloring import Coloring
 from tvmbridge.core.errors import BridgeError
-from tvmbridge.inspect.picture import Group, Node, Picture
+from tvmbridge.inspect.picture import Frame, Node, Picture
 from tvmbridge.inspect.styles import EDGE, GRAPH, NODE
 from tvmbridge.inspect.visualize import picture_of
 
@@ -137,7 +137,7 @@ def _node(node: Node) -> dict[str, Any]:
     }
 
 
-def _group(group: Group) -> dict[str, Any]:
+def _group(group: Frame) -> dict[str, Any]:
     statement = graphviz.Digraph()
     statement.attr(label=group.text, **group.attributes)
     return {"dot": "".join(statement.body), "path": group.path, "depth": group.depth}

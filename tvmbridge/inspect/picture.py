@@ -44,7 +44,7 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Group:
+class Frame:
     """A frame around nodes: a submodule (``path`` and ``title`` its class), or something else.
 
     ``depth`` counts the submodules around it, itself included; 0 for what is none.
@@ -69,7 +69,7 @@ class Picture:
 
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[str, Frame] = field(default_factory=dict)
     title: str = ""
     legend: Sequence[tuple[str, str]] = ()
 
@@ -130,14 +130,14 @@ class Picture:
         return graph
 
 
-def _folded(group: Group, inside: int, around: tuple[str, ...]) -> Node:
+def _folded(group: Frame, inside: int, around: tuple[str, ...]) -> Node:
     label = group_label(group.label, group.title, inside)
     facts = {"submodule": group.path, "class": group.title, "operators": inside}
     return Node(group.name, label, group.path, "folded", FOLDED, around, facts)
 
 
 def _draw(
-    graph: graphviz.Digraph, nodes: Sequence[Node], groups: Mapping[str, Group], level: int
+    graph: graphviz.Digraph, nodes: Sequence[Node], groups: Mapping[str, Frame], level: int
 ) -> None:
     for name, inside in _runs(nodes, level):
         if name is None:

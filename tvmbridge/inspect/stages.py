@@ -17,7 +17,7 @@ from tvm import relax
 from tvmbridge.coloring import Coloring, policy_for
 from tvmbridge.compiler.combining import Combining
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.split import colored, split
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
@@ -139,7 +139,9 @@ class Stages:
                 "nothing is differentiated, so that there is no such stage: the factory must "
                 "return a module in train mode, with an output that requires a gradient"
             )
-        combining = Combining.of(derivation.captured, Packing(self.sample.module), self.options, [])
+        combining = Combining.of(
+            derivation.captured, ModulePacks(self.sample.module), self.options, []
+        )
         holders = {name: target.rpartition(".")[0] for name, target in combining.targets.items()}
         return with_places(combining.joint(derivation.joint)[0], holders)
 
@@ -154,7 +156,7 @@ class Stages:
             options=self.options,
             records=[],
             measure=_unmeasured,
-            packing=None if self.needs_grad else Packing(self.sample.module),
+            packing=None if self.needs_grad else ModulePacks(self.sample.module),
         )
 
 

@@ -22,7 +22,7 @@ from tvmbridge.inspect.colors import COLOR_NAMES, node_colors
 from tvmbridge.inspect.drawing import FunctionDrawing
 from tvmbridge.inspect.fx_drawing import draw_graph_module
 from tvmbridge.inspect.lifetimes import draw_lifetimes
-from tvmbridge.inspect.picture import Group, Picture
+from tvmbridge.inspect.picture import Frame, Picture
 from tvmbridge.inspect.places import places
 from tvmbridge.inspect.styles import FUNCTION_FRAME, KINDS, NAMES
 
@@ -185,7 +185,7 @@ def _assembled(drawings: list[FunctionDrawing]) -> Picture:
     for number, drawing in enumerate(drawings):
         drawn, frame = drawing.picture, f"cluster_{number}"
         label = _titled(drawing.name, drawn.title)
-        whole.groups[frame] = Group(frame, label, FUNCTION_FRAME)
+        whole.groups[frame] = Frame(frame, label, FUNCTION_FRAME)
         whole.groups.update(drawn.groups)
         whole.nodes += [replace(n, groups=(frame, *n.groups)) for n in drawn.nodes]
         whole.edges += drawn.edges

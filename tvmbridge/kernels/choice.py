@@ -25,7 +25,7 @@ from tvmbridge.kernels.matmul import (
     onednn_program,
     program,
 )
-from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
+from tvmbridge.kernels.packed import MKL, ONEDNN, WeightPacking
 from tvmbridge.kernels.product_form import form_of
 from tvmbridge.kernels.table import choice
 
@@ -209,7 +209,7 @@ def _fastest_packing(
         exact = x[:_MOST_ROWS].double() @ _viewed(weight, right[1]).double()
         for library in libraries:
             try:
-                packed = Packing(library, rows, transposed).pack(weight)
+                packed = WeightPacking(library, rows, transposed).pack(weight)
                 found = packed.run(x, None, "none", "")
             except RuntimeError:
                 continue

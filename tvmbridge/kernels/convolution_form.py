@@ -8,7 +8,7 @@ from enum import Enum
 Shape = tuple[int, ...]
 
 
-class Part(Enum):
+class ConvolutionResult(Enum):
     """What is computed, and from what."""
 
     RESULT = "result"
@@ -26,7 +26,7 @@ class SameConvolution:
     The data is (batch, channels, height, width), the weight (filters, channels, 3, 3).
     """
 
-    part: Part
+    part: ConvolutionResult
     batch: int
     channels: int
     filters: int
@@ -36,13 +36,13 @@ class SameConvolution:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the operands, in the order of :class:`Part`, and of the result."""
+        """Of the operands, in the order of :class:`ConvolutionResult`, and of the result."""
         data = (self.batch, self.channels, self.height, self.width)
         result = (self.batch, self.filters, self.height, self.width)
         weight = (self.filters, self.channels, 3, 3)
-        if self.part is Part.DATA:
+        if self.part is ConvolutionResult.DATA:
             return result, weight, data
-        if self.part is Part.WEIGHT:
+        if self.part is ConvolutionResult.WEIGHT:
             return result, data, weight
         return data, weight, *([(self.filters,)] if self.biased else []), result
 
@@ -52,7 +52,9 @@ class SameConvolution:
         return 9 * self.batch * self.channels * self.filters * self.height * self.width
 
     @staticmethod
-    def of(part: Part, data: Shape, weight: Shape, biased: bool = False) -> SameConvolution:
+    def of(
+        part: ConvolutionResult, data: Shape, weight: Shape, biased: bool = False
+    ) -> SameConvolution:
         """The convolution of data and weight of these shapes, whose kernel is 3x3."""
         batch, channels, height, width = data
         return SameConvolution(part, batch, channels, weight[0], height, width, biased)

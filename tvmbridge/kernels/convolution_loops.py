@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from tvmbridge.kernels.choice import GAIN, as_precise, operands_to_measure, race
-from tvmbridge.kernels.convolution_form import Part, SameConvolution, Shape
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution, Shape
 from tvmbridge.kernels.few_channels import BACKWARD
 from tvmbridge.kernels.table import choice
 
@@ -46,16 +46,21 @@ def form_of(spec: str, shapes: Sequence[Shape]) -> tuple[SameConvolution, list[i
             return None
         if not _is_square(shapes[1]):
             return None
-        return SameConvolution.of(Part.RESULT, shapes[0], shapes[1], biased), [0, 1, 2][
-            : 2 + biased
-        ]
+        return SameConvolution.of(ConvolutionResult.RESULT, shapes[0], shapes[1], biased), [
+            0,
+            1,
+            2,
+        ][: 2 + biased]
     if content["op"] != BACKWARD or len(shapes) != 3:
         return None
     *operands, _, stride, padding, dilation, transposed, extra, groups, mask = content["args"]
     settings = [stride, padding, dilation, transposed, extra, groups]
     if operands != given or settings != _SAME or not _is_square(shapes[2]):
         return None
-    for place, part, read in ((0, Part.DATA, [0, 2]), (1, Part.WEIGHT, [0, 1])):
+    for place, part, read in (
+        (0, ConvolutionResult.DATA, [0, 2]),
+        (1, ConvolutionResult.WEIGHT, [0, 1]),
+    ):
         if content["results"] == [place] and mask == [place == i for i in range(3)]:
             return SameConvolution.of(part, shapes[1], shapes[2]), read
     return None
@@ -92,12 +97,12 @@ def _faster(form: SameConvolution, make: Maker) -> str:
 
 def usual(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.Tensor:
     """What eager PyTorch computes of these operands."""
-    if form.part is Part.RESULT:
+    if form.part is ConvolutionResult.RESULT:
         bias = operands[2] if form.biased else None
         result: torch.Tensor = torch.ops.aten.convolution(*operands[:2], bias, *_SAME)
         return result
     wanted = torch.empty(form.shapes[-1], dtype=operands[0].dtype, device="cpu")
-    mask = [form.part is Part.DATA, form.part is Part.WEIGHT, False]
+    mask = [form.part is ConvolutionResult.DATA, form.part is ConvolutionResult.WEIGHT, False]
     data, weight = (wanted, operands[1]) if mask[0] else (operands[1], wanted)
     gradients = torch.ops.aten.convolution_backward(operands[0], data, weight, None, *_SAME, mask)
     gradient: torch.Tensor = gradients[mask.index(True)]
@@ -108,10 +113,10 @@ def _exactly(form: SameConvolution, operands: Sequence[torch.Tensor]) -> torch.T
     """The beginning of the result in float64: some channels of a picture, or some filters."""
     some = slice(_MOST_FILTERS)
     first, second, *bias = (t.double() for t in operands)
-    if form.part is Part.WEIGHT:
+    if form.part is ConvolutionResult.WEIGHT:
         first = first[:, some]
         return usual(replace(form, filters=first.shape[1]), [first, second])
-    if form.part is Part.DATA:
+    if form.part is ConvolutionResult.DATA:
         second = second[:, some]
         return usual(replace(form, batch=1, channels=second.shape[1]), [first[:1], second])
     return usual(form, [first[:1], second[some], *(b[some] for b in bias)])

@@ -30,7 +30,7 @@ _weights: weakref.WeakValueDictionary[int, Packed] = weakref.WeakValueDictionary
 
 
 @dataclass(frozen=True)
-class Packing:
+class WeightPacking:
     """How a weight is packed: by which library, for so many rows of the other operand.
 
     ``transposed``: the weight lies as that of a linear layer does, (columns, depth).

@@ -22,7 +22,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.kernels.choice import as_precise, operands_to_measure, race
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.kernels.convolution_loops import Maker, faster_in_loops
 from tvmbridge.kernels.packed import Packed
 from tvmbridge.kernels.table import choice
@@ -158,7 +158,7 @@ def _not_packed(
 ) -> Callable[[], object]:
     if (form.weight[2:], *form.settings) == _SAME:
         # Batch norm that was folded left it a bias.
-        same = SameConvolution.of(Part.RESULT, form.data, form.weight, biased=True)
+        same = SameConvolution.of(ConvolutionResult.RESULT, form.data, form.weight, biased=True)
         loops = make(same) if faster_in_loops(same, make) else None
         if loops is not None:
             bias, out = (torch.zeros(s, device="cpu") for s in same.shapes[2:])

@@ -61,7 +61,7 @@ _UNROLL = _number(0, 1024)
 
 
 @dataclass(frozen=True)
-class Step:
+class InstructionKind:
     """One kind of instruction.
 
     Args:
@@ -85,39 +85,39 @@ def _is_key(value: Any) -> bool:
     return isinstance(value, str) and value in ANNOTATIONS
 
 
-_AT = Step("bl", "", (_flag, _INDEX))
+_AT = InstructionKind("bl", "", (_flag, _INDEX))
 
-STEPS: Mapping[str, Step] = {
-    "GetSBlock": Step("", "b", (NAME, lambda value: value == "main")),
-    "GetLoops": Step("b", "l*"),
-    "GetChildBlocks": Step("b", "b*"),
-    "GetProducers": Step("b", "b*"),
-    "GetConsumers": Step("b", "b*"),
-    "SampleCategorical": Step(
+STEPS: Mapping[str, InstructionKind] = {
+    "GetSBlock": InstructionKind("", "b", (NAME, lambda value: value == "main")),
+    "GetLoops": InstructionKind("b", "l*"),
+    "GetChildBlocks": InstructionKind("b", "b*"),
+    "GetProducers": InstructionKind("b", "b*"),
+    "GetConsumers": InstructionKind("b", "b*"),
+    "SampleCategorical": InstructionKind(
         "", "v", (_list(_UNROLL, 16), _list(_share, 16)), decision=_number(0, 15)
     ),
-    "SamplePerfectTile": Step(
+    "SamplePerfectTile": InstructionKind(
         "l",
         "v+",
         (_number(1, 16), _number(1, 1024)),
         decision=_list(_number(1, LARGEST_FACTOR), 16),
     ),
-    "SampleComputeLocation": Step("b", "l", decision=_INDEX),
-    "ComputeInline": Step("b"),
-    "ReverseComputeInline": Step("b"),
+    "SampleComputeLocation": InstructionKind("b", "l", decision=_INDEX),
+    "ComputeInline": InstructionKind("b"),
+    "ReverseComputeInline": InstructionKind("b"),
     "ComputeAt": _AT,
     "ReverseComputeAt": _AT,
-    "CacheWrite": Step("be", "b", (_number(0, 64), lambda value: value == "global")),
-    "Fuse": Step("l+", "l", (_flag,)),
-    "Split": Step("l[vin]+", "l+", (_flag, _flag)),
-    "Reorder": Step("l+"),
-    "Parallel": Step("l"),
-    "Vectorize": Step("l"),
-    "RFactor": Step("l", "b", (_number(0, 64),)),
-    "DecomposeReduction": Step("bl", "b"),
-    "Annotate": Step("[bl][viq]", "", (_is_key,)),
-    "Unannotate": Step("[bl]", "", (_is_key,)),
-    "EnterPostproc": Step(""),
+    "CacheWrite": InstructionKind("be", "b", (_number(0, 64), lambda value: value == "global")),
+    "Fuse": InstructionKind("l+", "l", (_flag,)),
+    "Split": InstructionKind("l[vin]+", "l+", (_flag, _flag)),
+    "Reorder": InstructionKind("l+"),
+    "Parallel": InstructionKind("l"),
+    "Vectorize": InstructionKind("l"),
+    "RFactor": InstructionKind("l", "b", (_number(0, 64),)),
+    "DecomposeReduction": InstructionKind("bl", "b"),
+    "Annotate": InstructionKind("[bl][viq]", "", (_is_key,)),
+    "Unannotate": InstructionKind("[bl]", "", (_is_key,)),
+    "EnterPostproc": InstructionKind(""),
 }
 
 # The value of a key, or a value that a step before sampled from numbers that were checked there.

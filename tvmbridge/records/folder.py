@@ -129,7 +129,7 @@ def _is_duration(value: Any) -> bool:
 
 
 @dataclass
-class Entry:
+class TaskRecords:
     """All that a folder knows of a task; ``names`` are the keys by which files call it."""
 
     task: Task
@@ -196,13 +196,15 @@ class Folder:
                 "move the folder away"
             )
 
-    def load(self) -> dict[Task, Entry]:
+    def load(self) -> dict[Task, TaskRecords]:
         """What is known of each task; damaged lines are skipped, each with a warning."""
         by_line = self._tasks_by_line()
-        entries: dict[Task, Entry] = {}
+        entries: dict[Task, TaskRecords] = {}
         for named in by_line:
             if named is not None:
-                entry = entries.setdefault(named[0], Entry(named[0], set(), [], None, self.path))
+                entry = entries.setdefault(
+                    named[0], TaskRecords(named[0], set(), [], None, self.path)
+                )
                 entry.names.add(named[1])
         wanted = target_json(self.target)
         skipped: list[int] = []

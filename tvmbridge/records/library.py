@@ -14,7 +14,7 @@ from tvm.target import Target
 
 from tvmbridge.core.errors import first_line
 from tvmbridge.records.allowed import scheduled_by
-from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Entry, Folder
+from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder, TaskRecords
 from tvmbridge.records.jsonlines import SHIPPED
 from tvmbridge.records.meta import NAME as META
 from tvmbridge.records.tasks import Task
@@ -78,7 +78,7 @@ def _resolved(path: Path) -> Path | None:
 class Library:
     """The loaded folders of one target, the most important first."""
 
-    entries: Sequence[Mapping[Task, Entry]]
+    entries: Sequence[Mapping[Task, TaskRecords]]
 
     @staticmethod
     def open(option: str | None, target: Target) -> Library:
@@ -123,7 +123,7 @@ def _readable(folder: Folder) -> bool:
         return False
 
 
-def _load_once(folder: Folder) -> Mapping[Task, Entry]:
+def _load_once(folder: Folder) -> Mapping[Task, TaskRecords]:
     stamps = tuple(_stamp(folder.path / n) for n in (META, WORKLOADS, RECORDS, VERDICTS))
     # A target by its text: two objects of one target are not equal to each other.
     return _load(str(folder.path.resolve()), str(folder.target), stamps)
@@ -138,7 +138,9 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def _load(path: str, target: str, stamps: tuple[tuple[int, ...], ...]) -> Mapping[Task, Entry]:
+def _load(
+    path: str, target: str, stamps: tuple[tuple[int, ...], ...]
+) -> Mapping[Task, TaskRecords]:
     folder = Folder(Path(path), Target(target))
     reason = folder.refusal()
     if reason is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import all_finite, refuse_unusual
 from tvmbridge.core.autocast import autocast_now
 from tvmbridge.core.called_in_mode import with_autocast_off, without_gradients
@@ -26,7 +26,7 @@ from tvmbridge.runtime.primals import overwritten_by, packed_into, picker, refus
 from tvmbridge.runtime.saved_versions import SavedVersions
 from tvmbridge.runtime.second_order import SecondOrderCall, refuse
 from tvmbridge.runtime.siblings import Watched, readers_of
-from tvmbridge.runtime.step import Held, Step
+from tvmbridge.runtime.step import Held, TrainingStep
 
 # Arguments of the autograd function that are no tensors.
 _BEFORE_SOURCES = 1
@@ -42,7 +42,7 @@ class TrainingCall:
         packing: where its packed weights are, which backward reads; None: there are none.
     """
 
-    def __init__(self, compiled: CompiledModule, packing: Packing | None = None) -> None:
+    def __init__(self, compiled: CompiledModule, packing: ModulePacks | None = None) -> None:
         parts = compiled.split
         assert parts is not None
         position = {name: i for i, name in enumerate(parts.primals)}
@@ -92,7 +92,7 @@ class TrainingCall:
         has the tensors of the module as compiled code takes them. ``replayed`` is what a CUDA graph
         made already.
         """
-        step = Step(self, primals, strides, again, held, replayed)
+        step = TrainingStep(self, primals, strides, again, held, replayed)
         sources = self.sources_of(primals)
         results: tuple[torch.Tensor, ...] = _CompiledFunction.apply(step, *sources)  # type: ignore[no-untyped-call]
         step.primals = ()
@@ -157,7 +157,7 @@ class TrainingCall:
 
 class _CompiledFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, step: TrainingStep, *sources: torch.Tensor) -> tuple[torch.Tensor, ...]:
         *outputs, residuals = step.run()
         ctx.step = step
         ctx.watched = None
@@ -173,7 +173,7 @@ class _CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if autocast_now():  # eager PyTorch's formulas would have the dtypes of forward as well
             return with_autocast_off(_CompiledFunction.backward, ctx, *cotangents)
-        step: Step = ctx.step
+        step: TrainingStep = ctx.step
         refuse_unusual(cotangents)
         if ctx.watched is not None:
             ctx.watched.refuse_hooks(cotangents)
@@ -199,7 +199,7 @@ def _backward_to_differentiate(
     They are those of the module's own forward, run again; where that cannot be, those of compiled
     code, which raise when they are differentiated.
     """
-    step: Step = ctx.step
+    step: TrainingStep = ctx.step
     saved = without_gradients(getattr, ctx, "saved_tensors")
     step.refuse_written(cotangents)
     again = step.again
@@ -239,7 +239,7 @@ def _refuse_hooks(ctx: Any, gradients: Sequence[torch.Tensor | None]) -> None:
 
 
 def _gradients(
-    step: Step, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
+    step: TrainingStep, saved: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor | None]
 ) -> Sequence[torch.Tensor | None]:
     """The gradients, of what autograd has saved."""
     step.refuse_written(cotangents)
@@ -252,7 +252,7 @@ def _gradients(
 
 
 def _run_backward(
-    step: Step,
+    step: TrainingStep,
     values: list[Any],
     cotangents: Sequence[torch.Tensor | None],
     held: Held | None,

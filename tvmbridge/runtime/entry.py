@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tvmbridge.compiler.compiled import CompiledModule
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.called_in_mode import with_autocast_off
 from tvmbridge.core.profiling import profiling, region
@@ -42,7 +42,7 @@ class CompiledEntry:
     """
 
     def __init__(
-        self, state: ModuleState, compiled: CompiledModule, packing: Packing, flags: Flags = ()
+        self, state: ModuleState, compiled: CompiledModule, packing: ModulePacks, flags: Flags = ()
     ) -> None:
         captured = compiled.captured
         self.state = state
@@ -92,7 +92,7 @@ class CompiledEntry:
         inputs = self.compiled.captured.inputs
         return tuple(d.target or d.name for d in inputs if d.requires_grad)
 
-    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> CompiledEntry:
+    def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> CompiledEntry:
         """The same code for a deep copy of the module, with counters at zero."""
         copied = CompiledEntry(self.state.rebound(memo), self.compiled, packing, self.flags)
         copied.fills_first = self.awaits_first()

@@ -14,7 +14,7 @@ from torch import nn
 
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.errors import BridgeError, BuildError, NotApartError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
@@ -51,7 +51,7 @@ class Compiler:
     own: Callable[..., Any] | None
     target: Any
     options: CompileOptions
-    packing: Packing
+    packing: ModulePacks
     instead: Callable[..., CompiledModule] | None = None
     background: Background | None = None
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.effects import StateBefore
@@ -70,7 +70,7 @@ class ModuleCode:
         self._failed: _Failed | None = None
         self._retried: set[int] = set()
         self.any_size: AnySize | None = None
-        self.packing = Packing(module)
+        self.packing = ModulePacks(module)
         self.background = Background(options)
         self.compiler = Compiler(
             module, own, target, options, self.packing, background=self.background

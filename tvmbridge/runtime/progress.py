@@ -24,7 +24,7 @@ def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda stage: None
         return
-    line = _Line(what, why)
+    line = _ProgressLine(what, why)
     timer = threading.Timer(PATIENCE, line.show)
     timer.daemon = True
     timer.start()
@@ -35,7 +35,7 @@ def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
         line.close()
 
 
-class _Line:
+class _ProgressLine:
     """A line that a timer's thread shows, and the compiling one changes and takes away."""
 
     def __init__(self, what: str, why: str) -> None:

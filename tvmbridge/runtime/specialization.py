@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.graph_capture.observe.hooks import hooked_submodule
 from tvmbridge.graph_capture.trace.standins import anything_requires_grad
 from tvmbridge.runtime.entry import CompiledEntry
@@ -114,7 +114,7 @@ class Specialization:
             for mode, entries in list(self.entries.items()):
                 self.entries[mode] = tuple(v for v in entries if v is not entry)
 
-    def rebound(self, memo: Mapping[int, Any], packing: Packing) -> Specialization:
+    def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> Specialization:
         """The same code for a deep copy of the module, with counters at zero.
 
         Code that no longer fits the module is not copied: the copy could not tell.

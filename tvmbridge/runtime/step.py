@@ -61,7 +61,7 @@ class Held:
         return bound
 
 
-class Step:
+class TrainingStep:
     """One call of forward, and what its backward has to know of it.
 
     ``call`` is the :class:`~.autograd.TrainingCall` that it is a step of.

@@ -14,7 +14,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
-from tvmbridge.schedules.kernel import Reduction, Stage
+from tvmbridge.schedules.kernel import KernelStage, Reduction
 from tvmbridge.schedules.loops import (
     Body,
     allocate,
@@ -38,7 +38,7 @@ class Accumulator:
     ``totals`` is ``buffer`` where the row is one stretch.
     """
 
-    stage: Stage
+    stage: KernelStage
     reduction: Reduction
     buffer: Buffer
     totals: Buffer
@@ -46,7 +46,7 @@ class Accumulator:
     allocations: tuple[tirx.Stmt, ...]
 
     @classmethod
-    def of(cls, stage: Stage, lanes: int, steps: int) -> Accumulator:
+    def of(cls, stage: KernelStage, lanes: int, steps: int) -> Accumulator:
         """One of ``lanes`` lanes for a pass of ``steps`` steps."""
         assert stage.reduction is not None
         buffer, room = allocate([lanes], stage.dtype, f"{stage.name}_lanes")

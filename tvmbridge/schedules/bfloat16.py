@@ -24,7 +24,7 @@ _by_cuda: ContextVar[bool] = ContextVar("by_cuda", default=False)
 _COMPARISONS = (tirx.EQ, tirx.NE, tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
 
-class UnsupportedError(Exception):
+class BFloat16Error(Exception):
     """An expression of bfloat16 that is not understood."""
 
 
@@ -118,7 +118,7 @@ def widen(expr: Expr) -> Expr:
             return tirx.if_then_else(*args)
         if NAME not in (_dtype(node), *(_dtype(arg) for arg in node.args)):
             return tirx.call_intrin(_dtype(node), node.op, *args)
-        raise UnsupportedError(name)
+        raise BFloat16Error(name)
 
     return tvm_ffi.structural_mutate(
         expr,

@@ -10,7 +10,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, blocks_of, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
-from tvmbridge.schedules.kernel import Stage
+from tvmbridge.schedules.kernel import KernelStage
 from tvmbridge.schedules.loops import (
     allocate,
     element_loop,
@@ -149,7 +149,7 @@ class _Block:
 
 
 def combine_parts(
-    stage: Stage,
+    stage: KernelStage,
     partial: Buffer,
     parts: int,
     lanes: int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.s_tir import SBlock, SBlockRealize
 
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.schedules import marked_scheduled
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.machine import Machine
@@ -21,10 +21,10 @@ def fits(form: SameConvolution, machine: Machine) -> bool:
     """Whether there are loops for this form: its filters are a multiple of a tile's height."""
     if form.width < _NARROWEST or min(form.channels, form.filters) < _FEWEST_CHANNELS:
         return False
-    tile = tile_of(form.channels if form.part is Part.DATA else form.filters, machine)
+    tile = tile_of(form.channels if form.part is ConvolutionResult.DATA else form.filters, machine)
     if tile is None:
         return False
-    return form.part is not Part.WEIGHT or form.channels >= tile.width
+    return form.part is not ConvolutionResult.WEIGHT or form.channels >= tile.width
 
 
 def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:
@@ -34,7 +34,7 @@ def convolution(form: SameConvolution, machine: Machine) -> tirx.PrimFunc:
         tirx.decl_buffer([integer(n) for n in shape], DTYPE, name)
         for shape, name in zip(form.shapes, [*names, "out"], strict=True)
     ]
-    emit = weight_gradient_body if form.part is Part.WEIGHT else convolution_body
+    emit = weight_gradient_body if form.part is ConvolutionResult.WEIGHT else convolution_body
     root = SBlockRealize([], True, SBlock([], [], [], "root", emit(form, machine, *buffers)))
     function = tirx.PrimFunc(buffers, root)
     return marked_scheduled(function.with_attrs({"tirx.noalias": True, "s_tir": True}))

@@ -16,7 +16,7 @@ from tvm.ir import Expr
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.schedules.columns_emit import combine_parts
 from tvmbridge.schedules.indexing import integer
-from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.loops import allocate, load, over_vectors, power_of_two_below, vector_loop
 from tvmbridge.schedules.loops import store as stored_at
 from tvmbridge.schedules.machine import Machine
@@ -32,7 +32,7 @@ _LEAST_DEPTH = 16
 
 
 def down_buffers(
-    kernel: Kernel, stored: set[Any], stages: Sequence[Stage], machine: Machine
+    kernel: Kernel, stored: set[Any], stages: Sequence[KernelStage], machine: Machine
 ) -> set[Any]:
     """The results of those reductions that may be made beside other things of the rows.
 
@@ -66,14 +66,14 @@ def parts_of(members: Sequence[Member], machine: Machine, wanted: int) -> int:
 class DownSum:
     """The results of ``stage`` in each of ``parts`` parts of the rows, one part behind another."""
 
-    stage: Stage
+    stage: KernelStage
     buffer: Buffer
     parts: int
     lanes: int
     room: tirx.Stmt
 
     @classmethod
-    def of(cls, stage: Stage, parts: int, machine: Machine) -> DownSum:
+    def of(cls, stage: KernelStage, parts: int, machine: Machine) -> DownSum:
         """One for as many parts of the rows."""
         buffer, room = allocate([parts * stage.size], stage.dtype, f"{stage.name}_parts")
         return cls(stage, buffer, parts, power_of_two_below(machine.lanes), room)

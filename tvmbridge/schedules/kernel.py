@@ -21,8 +21,8 @@ from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.reader import (
     Axis,
     Buffer,
+    ExpressionReader,
     Load,
-    Reader,
     UnsupportedError,
     fresh_lets,
     mentions,
@@ -49,7 +49,7 @@ class Reduction:
 
 
 @dataclass
-class Stage:
+class KernelStage:
     """One block: ``buffer[dims] = value`` (or the reduction of ``value``) over ``axes``.
 
     ``guards`` are the conditions of reads that must not be made elsewhere, where nothing else keeps
@@ -106,10 +106,10 @@ class Kernel:
     """A function and its stages; ``outputs`` are the buffers that the caller sees."""
 
     func: tirx.PrimFunc
-    stages: list[Stage]
+    stages: list[KernelStage]
     outputs: set[Any] = field(default_factory=set)
 
-    def producer(self, buffer: Buffer) -> Stage | None:
+    def producer(self, buffer: Buffer) -> KernelStage | None:
         """Return the stage that writes ``buffer``, if one does."""
         return next((stage for stage in self.stages if stage.buffer.same_as(buffer)), None)
 
@@ -118,7 +118,7 @@ def parse(func: tirx.PrimFunc) -> Kernel | None:
     """Read a function, or return None if it is of another form."""
     try:
         return _parse(func)
-    except (UnsupportedError, bfloat16.UnsupportedError):
+    except (UnsupportedError, bfloat16.BFloat16Error):
         return None
 
 
@@ -137,7 +137,7 @@ def _parse(func: tirx.PrimFunc) -> Kernel:
     return Kernel(func, stages, {buffer for buffer in written if buffer in params})
 
 
-def _parse_nest(stmt: tirx.Stmt) -> Stage:
+def _parse_nest(stmt: tirx.Stmt) -> KernelStage:
     extents: dict[Any, int] = {}
     while isinstance(stmt, tirx.For):
         require(stmt.kind == tirx.ForKind.SERIAL and isinstance(stmt.extent, tirx.IntImm))
@@ -160,13 +160,13 @@ def _parse_nest(stmt: tirx.Stmt) -> Stage:
     return _stage(block, tuple(axes))
 
 
-def _stage(block: SBlock, axes: tuple[Axis, ...]) -> Stage:
+def _stage(block: SBlock, axes: tuple[Axis, ...]) -> KernelStage:
     store = block.body
     spatial = [axis.var for axis in axes if not axis.reduce]
     dims = _dimensions(store, spatial)
     unit = {axis.var for axis in axes if axis.extent == 1}
     require(all(var in unit or var in dims for var in spatial))
-    reader = Reader(axes)
+    reader = ExpressionReader(axes)
     value = reader.read(store.value)
     reduction = None
     if block.init is not None:
@@ -177,7 +177,7 @@ def _stage(block: SBlock, axes: tuple[Axis, ...]) -> Stage:
     else:
         require(not any(axis.reduce for axis in axes))
     require(not any(load.buffer.same_as(store.buffer) for load in reader.loads))
-    return Stage(
+    return KernelStage(
         name=block.name_hint,
         axes=axes,
         buffer=store.buffer,
@@ -209,7 +209,7 @@ def _dimensions(store: tirx.BufferStore, spatial: list[tirx.Var]) -> tuple[Any, 
 
 
 def _split_reduction(
-    buffer: Buffer, init: Expr, value: Expr, reader: Reader
+    buffer: Buffer, init: Expr, value: Expr, reader: ExpressionReader
 ) -> tuple[Expr, Reduction]:
     """Take ``combine(old, element)`` apart."""
     old = [load for load in reader.loads if load.buffer.same_as(buffer)]
@@ -236,9 +236,9 @@ def _split_reduction(
     return element, Reduction(init, combine_by_substitution)
 
 
-def virtual_stages(kernel: Kernel, stored: set[Any], stage: Stage) -> list[Stage]:
+def virtual_stages(kernel: Kernel, stored: set[Any], stage: KernelStage) -> list[KernelStage]:
     """Return a stage and the ones that are computed within it, each once."""
-    found: list[Stage] = []
+    found: list[KernelStage] = []
     pending = [stage]
     while pending:
         current = pending.pop()

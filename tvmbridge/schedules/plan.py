@@ -7,7 +7,7 @@ from typing import Any
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.down_sums import down_buffers
 from tvmbridge.schedules.indexing import split_axes
-from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reductions import ReductionNest, columns_of
 from tvmbridge.schedules.row_choices import smooth_rows
@@ -20,13 +20,13 @@ Nest = RowNest | ReductionNest | TileNest
 _LONG_ROW = 16384
 
 
-def stored_stages(kernel: Kernel, machine: Machine) -> list[Stage]:
+def stored_stages(kernel: Kernel, machine: Machine) -> list[KernelStage]:
     """Return the stages that are not just computed where they are read, in order.
 
     These are reductions, outputs, and maps that are not cheap and are read by several stages or by
     one that is larger (a broadcast would repeat them).
     """
-    readers: dict[Any, list[Stage]] = {}
+    readers: dict[Any, list[KernelStage]] = {}
     for stage in kernel.stages:
         for buffer in {load.buffer for load in stage.loads}:
             readers.setdefault(buffer, []).append(stage)
@@ -47,7 +47,7 @@ def stored_stages(kernel: Kernel, machine: Machine) -> list[Stage]:
     return stored
 
 
-def _reads_again(reader: Stage, stage: Stage) -> bool:
+def _reads_again(reader: KernelStage, stage: KernelStage) -> bool:
     """Whether ``reader`` needs elements of ``stage`` more than once.
 
     It does not where it chooses, by the position, between this piece and others.
@@ -89,7 +89,7 @@ def plan(kernel: Kernel, machine: Machine) -> list[Nest]:
     return nests
 
 
-def _joins(nest: Nest, stage: Stage, machine: Machine) -> bool:
+def _joins(nest: Nest, stage: KernelStage, machine: Machine) -> bool:
     """Let ``stage`` join ``nest`` if it can, and if that leaves enough for all cores to do."""
     longest = machine.longest_row
     if not isinstance(nest, RowNest) or longest is None or stage.reduction is not None:
@@ -105,7 +105,7 @@ def _joins(nest: Nest, stage: Stage, machine: Machine) -> bool:
 
 
 def _reduction_nest(
-    kernel: Kernel, stored: set[Any], stage: Stage, machine: Machine
+    kernel: Kernel, stored: set[Any], stage: KernelStage, machine: Machine
 ) -> ReductionNest | None:
     """Return a nest of its own for a reduction that does not run along many rows."""
     if stage.reduction is None or stage.depth == 0:
@@ -120,7 +120,7 @@ def _reduction_nest(
 
 
 def _rows_for(
-    kernel: Kernel, stored: set[Any], stages: list[Stage], downs: set[Any], cuts: bool
+    kernel: Kernel, stored: set[Any], stages: list[KernelStage], downs: set[Any], cuts: bool
 ) -> int:
     """Return the rows of the nest that begins with the first of ``stages``."""
     first = stages[0]
@@ -157,7 +157,7 @@ def shared_buffers(kernel: Kernel, nests: list[Nest]) -> set[Any]:
     return shared
 
 
-def _read_buffers(kernel: Kernel, stored: set[Any], stage: Stage) -> set[Any]:
+def _read_buffers(kernel: Kernel, stored: set[Any], stage: KernelStage) -> set[Any]:
     found: set[Any] = set()
     for load in stage.loads:
         producer = None if load.buffer in stored else kernel.producer(load.buffer)

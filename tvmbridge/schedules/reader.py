@@ -71,7 +71,7 @@ def fresh_lets(expr: Expr) -> Expr:
     return tvm_ffi.structural_map(expr, (tirx.Let, rename))
 
 
-class Reader:
+class ExpressionReader:
     """Replaces the reads of an expression by slots and lifts its Lets."""
 
     def __init__(self, axes: tuple[Axis, ...]) -> None:

@@ -15,7 +15,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided
 from tvmbridge.schedules.indexing import Indexer, index_var, unravel
-from tvmbridge.schedules.kernel import Kernel, Reduction, Stage, virtual_stages
+from tvmbridge.schedules.kernel import Kernel, KernelStage, Reduction, virtual_stages
 from tvmbridge.schedules.loops import loop
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.reader import mentions
@@ -35,7 +35,7 @@ class ReductionNest:
 
     kernel: Kernel
     stored: set[Any]
-    stage: Stage
+    stage: KernelStage
     rows: int
     columns: int
     members: list[Member] = field(default_factory=list)
@@ -44,12 +44,12 @@ class ReductionNest:
         axes = self.stage.spatial, self.stage.reduced
         self.members = [Member(self.stage, self.stage.depth, 0, axes)]
 
-    def add(self, stage: Stage) -> bool:
+    def add(self, stage: KernelStage) -> bool:
         """No other stage joins."""
         return False
 
 
-def columns_of(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
+def columns_of(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int | None:
     """Return how many columns lie side by side if ``stage`` reduces down them, else None."""
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
     at = {axis.var: axis.var for axis in stage.axes}
@@ -68,7 +68,7 @@ def columns_of(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
     return _smooth_columns(kernel, stored, stage)
 
 
-def _smooth_columns(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
+def _smooth_columns(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int | None:
     row, column = index_var("row"), index_var("column")
     for cut in range(len(stage.spatial)):
         outer, inner = stage.spatial[:cut], stage.spatial[cut:]
@@ -131,7 +131,7 @@ class ReductionEmitter:
         return var
 
 
-def _split_by_columns(stage: Stage, columns: int) -> tuple[Any, Any]:
+def _split_by_columns(stage: KernelStage, columns: int) -> tuple[Any, Any]:
     for cut in range(len(stage.spatial) + 1):
         if extent_of(stage.spatial[cut:]) == columns:
             return stage.spatial[:cut], stage.spatial[cut:]

@@ -17,7 +17,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.schedules.indexing import Indexer, cut_axes, divisors_of, index_var, unravel
-from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.reader import Axis, substitute, variables
 from tvmbridge.schedules.rows import Member, RowNest, element_at, extent_of
 from tvmbridge.schedules.values import reads
@@ -26,7 +26,7 @@ _LEAST_RUN = 8
 
 
 def smooth_rows(
-    kernel: Kernel, stored: set[Any], stage: Stage, *, within: bool = False
+    kernel: Kernel, stored: set[Any], stage: KernelStage, *, within: bool = False
 ) -> int | None:
     """Return the fewest rows for which reads move by 0 or 1 from column to column, if any.
 
@@ -57,7 +57,7 @@ def smooth_rows(
     return 1 if not stage.spatial else first
 
 
-def _rows_of_pieces(kernel: Kernel, stored: set[Any], stage: Stage) -> int | None:
+def _rows_of_pieces(kernel: Kernel, stored: set[Any], stage: KernelStage) -> int | None:
     """The fewest rows in each of which choices between pieces of one axis are the same, if any."""
     row, column = index_var("row"), index_var("column")
     before = 1
@@ -79,7 +79,7 @@ def _rows_of_pieces(kernel: Kernel, stored: set[Any], stage: Stage) -> int | Non
     return None
 
 
-def _bounds(kernel: Kernel, stored: set[Any], stage: Stage, axis: Axis) -> list[int]:
+def _bounds(kernel: Kernel, stored: set[Any], stage: KernelStage, axis: Axis) -> list[int]:
     """The constants that ``axis`` is compared with to choose what is read."""
     found: list[int] = []
 
@@ -87,7 +87,7 @@ def _bounds(kernel: Kernel, stored: set[Any], stage: Stage, axis: Axis) -> list[
         if condition.a.same_as(axis.var) and isinstance(condition.b, tirx.IntImm):
             found.append(int(condition.b))
 
-    def look(reader: Stage, at: Mapping[Any, Expr]) -> None:
+    def look(reader: KernelStage, at: Mapping[Any, Expr]) -> None:
         for guard in reader.guards or ():
             tvm_ffi.structural_walk(substitute(guard, dict(at)), (tirx.LT, note))
         for load in reader.loads:
@@ -103,7 +103,7 @@ def _is_uniform(
     kernel: Kernel,
     stored: set[Any],
     indexer: Indexer,
-    stage: Stage,
+    stage: KernelStage,
     at: Mapping[Any, Expr],
     row: tirx.Var,
 ) -> bool:

@@ -23,7 +23,7 @@ from tvmbridge.schedules.indexing import (
     split_axes,
     unravel,
 )
-from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.reader import Axis, Buffer, substitute, variables
 from tvmbridge.schedules.values import reads
 
@@ -41,7 +41,7 @@ class Member:
     axis that rows end within, by those of its parts.
     """
 
-    stage: Stage
+    stage: KernelStage
     columns: int
     time: int
     axes: SplitAxes
@@ -105,7 +105,7 @@ class RowNest:
         """Return the member that computes ``buffer``."""
         return next((m for m in self.members if m.stage.buffer.same_as(buffer)), None)
 
-    def add(self, stage: Stage) -> bool:
+    def add(self, stage: KernelStage) -> bool:
         """Let ``stage`` join if every row of it needs only the same row of the stages before it."""
         axes = row_axes(stage, self.rows)
         if axes is None and self.cuts and stage.reduction is None:
@@ -113,7 +113,7 @@ class RowNest:
             return parts is not None and self._add(stage, parts[:2], down=False, cut=parts[2])
         return self._add(stage, axes, down=False)
 
-    def add_down(self, stage: Stage) -> bool:
+    def add_down(self, stage: KernelStage) -> bool:
         """Let a reduction over the rows join, under the same condition."""
         axes = split_axes((*stage.reduced, *stage.spatial), self.rows)
         if axes is None or any(axis.reduce for axis in axes[1]):
@@ -122,7 +122,7 @@ class RowNest:
 
     def _add(
         self,
-        stage: Stage,
+        stage: KernelStage,
         axes: SplitAxes | None,
         *,
         down: bool,
@@ -196,7 +196,7 @@ def extent_of(axes: Sequence[Axis]) -> int:
     return count
 
 
-def row_axes(stage: Stage, rows: int) -> SplitAxes | None:
+def row_axes(stage: KernelStage, rows: int) -> SplitAxes | None:
     """Split a stage's axes into those of rows and of columns (what is reduced)."""
     if stage.reduction is not None:
         return (stage.spatial, stage.reduced) if stage.size == rows else None

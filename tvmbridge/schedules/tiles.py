@@ -16,7 +16,7 @@ from tvm.ir import Expr
 
 from tvmbridge.core.decisions import Rule, decided, sizes_vary
 from tvmbridge.schedules.indexing import Indexer, index_var, integer, unravel
-from tvmbridge.schedules.kernel import Kernel, Stage, virtual_stages
+from tvmbridge.schedules.kernel import Kernel, KernelStage, virtual_stages
 from tvmbridge.schedules.loops import (
     allocate,
     element_loop,
@@ -44,19 +44,19 @@ class TileNest:
 
     kernel: Kernel
     stored: set[Any]
-    stage: Stage
+    stage: KernelStage
     across: Axis
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.members = [Member(self.stage, self.stage.size, 0, (self.stage.spatial, ()))]
 
-    def add(self, stage: Stage) -> bool:
+    def add(self, stage: KernelStage) -> bool:
         """No other stage joins."""
         return False
 
 
-def transposed_axis(kernel: Kernel, stored: set[Any], stage: Stage) -> Axis | None:
+def transposed_axis(kernel: Kernel, stored: set[Any], stage: KernelStage) -> Axis | None:
     """Return the axis along which a map reads memory in order, if it is not the last one."""
     indexer = Indexer({axis.var: axis.extent for axis in stage.axes})
     at = {axis.var: axis.var for axis in stage.axes}

@@ -17,7 +17,7 @@ from tvm.ir import Call, Expr, TensorLoad
 
 from tvmbridge.schedules import bfloat16
 from tvmbridge.schedules.indexing import Indexer, integer
-from tvmbridge.schedules.kernel import Kernel, Stage
+from tvmbridge.schedules.kernel import Kernel, KernelStage
 from tvmbridge.schedules.reader import Buffer, fresh_lets, is_if, substitute
 
 Indices = tuple[Expr, ...]
@@ -117,7 +117,7 @@ class Evaluator:
         self.statements: list[tirx.Stmt] = []
         self._known: dict[tuple[Any, int], list[tuple[Expr, Expr]]] = {}
 
-    def element(self, stage: Stage, at: Mapping[Any, Expr]) -> Expr:
+    def element(self, stage: KernelStage, at: Mapping[Any, Expr]) -> Expr:
         """Return the element of ``stage``, not yet reduced, where its axes have values ``at``."""
         values: dict[Any, Expr] = dict(at)
         for load in stage.loads:
@@ -259,8 +259,8 @@ def _key(buffer: Buffer, offset: Expr) -> tuple[Any, int]:
 
 
 def reads(
-    kernel: Kernel, stored: set[Any], indexer: Indexer, stage: Stage, at: Mapping[Any, Expr]
-) -> Iterator[tuple[Stage, Buffer, Indices]]:
+    kernel: Kernel, stored: set[Any], indexer: Indexer, stage: KernelStage, at: Mapping[Any, Expr]
+) -> Iterator[tuple[KernelStage, Buffer, Indices]]:
     """Yield (reader, buffer, indices) of all that an element of ``stage`` reads from memory."""
     for load in stage.loads:
         indices = tuple(indexer.simplify(substitute(i, dict(at))) for i in load.indices)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.loops import allocate, load, loop, sequence, store, vector_loop
 from tvmbridge.schedules.machine import Machine
@@ -79,7 +79,7 @@ class _Emitter:
     def __init__(self, form: SameConvolution, machine: Machine, *buffers: Buffer) -> None:
         self.pictures, self.weight, *bias, self.out = buffers
         self.bias = bias[0] if bias else None
-        self.form, self.machine, self.turned = form, machine, form.part is Part.DATA
+        self.form, self.machine, self.turned = form, machine, form.part is ConvolutionResult.DATA
         self.pairs = Pairs(form, machine.lanes)
         given, made = form.channels, form.filters
         self.given, self.made = (made, given) if self.turned else (given, made)

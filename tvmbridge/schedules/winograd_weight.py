@@ -37,10 +37,10 @@ _TAPS = 3
 
 def weight_gradient_body(form: SameConvolution, machine: Machine, *buffers: Buffer) -> tirx.Stmt:
     """The loops for cotangent, data and result of a form that ``fits``."""
-    return _Emitter(form, machine, *buffers).loops()
+    return _WeightEmitter(form, machine, *buffers).loops()
 
 
-class _Emitter:
+class _WeightEmitter:
     def __init__(self, form: SameConvolution, machine: Machine, *buffers: Buffer) -> None:
         self.cotangent, self.data, self.out = buffers
         self.form, self.kind = form, kind_of(machine.cores)

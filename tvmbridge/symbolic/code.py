@@ -16,10 +16,10 @@ from torch import nn
 
 from tvmbridge.compiler.build import Built
 from tvmbridge.compiler.compiled import CompiledModule, assembled, copied_results
-from tvmbridge.compiler.durations import Stages
+from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import Layouts, lay_out_functions
 from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.compiler.partial_backwards import NoPartialBackwards
 from tvmbridge.compiler.split import SplitModule
 from tvmbridge.core.assumptions import Question
@@ -117,7 +117,7 @@ def compile_symbolic(
     needs_grad: bool,
     target: Any,
     options: CompileOptions,
-    packing: Packing | None,
+    packing: ModulePacks | None,
     autocast: Autocast = (),
 ) -> SymbolicCode:
     """Compile ``module`` for all sizes that ``points`` hold.
@@ -133,7 +133,7 @@ def compile_symbolic(
         DifferentCodeError: at one of the points the code is another one.
         BridgeError: as compile_module.
     """
-    stages, records = Stages(), list[PassRecord]()
+    stages, records = StageDurations(), list[PassRecord]()
 
     def lower(point: Point, known: Known) -> _Lowered:
         args, kwargs = sample_at(point)

@@ -26,7 +26,7 @@ from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.records import Folder, Task
 from tvmbridge.records.pending import read_pending, remove_pending
 from tvmbridge.tuning.collect import module_tasks
-from tvmbridge.tuning.run import Clock, Outcome, Tuner
+from tvmbridge.tuning.run import Clock, TaskOutcome, Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class TuningReport:
     """
 
     folder: Path
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TaskOutcome, ...]
     external: int
 
     @property
@@ -190,7 +190,7 @@ def tune_pending(
 
 def tune_tasks(
     folder: Folder, tasks: Mapping[Task, int], trials: int | None, clock: Clock
-) -> list[Outcome]:
+) -> list[TaskOutcome]:
     """Tune ``tasks`` and write what comes of it to ``folder``."""
     folder.open_for_writing()
     logger.info("%d tasks for %s", len(tasks), folder.path)

@@ -10,10 +10,10 @@ from torch import nn
 from tvm.target import Target
 
 from tvmbridge.compiler.build import fuse
-from tvmbridge.compiler.durations import Stages
+from tvmbridge.compiler.durations import StageDurations
 from tvmbridge.compiler.laying_out import lay_out_functions
 from tvmbridge.compiler.lowering import lower_module
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.graph_capture.surroundings import tracing_here
@@ -40,7 +40,7 @@ def module_tasks(
     records: list[PassRecord] = []
     installed = module.__dict__.get("forward")
     original = installed.original if isinstance(installed, Dispatcher) else None
-    packing = installed.packing if isinstance(installed, Dispatcher) else Packing(module)
+    packing = installed.packing if isinstance(installed, Dispatcher) else ModulePacks(module)
     own_forward = with_own_forward(module, original) if original is not None else nullcontext()
     with tracing_here(), own_forward:
         lowered = lower_module(
@@ -51,7 +51,7 @@ def module_tasks(
             target=target,
             options=options,
             records=records,
-            measure=Stages().measure,
+            measure=StageDurations().measure,
             packing=packing,
         )
     mod, _ = lay_out_functions(lowered.mod, lowered.split, lowered.layouts, records)

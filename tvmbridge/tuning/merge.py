@@ -15,9 +15,9 @@ from tvmbridge.records.folder import (
     RECORDS,
     VERDICTS,
     WORKLOADS,
-    Entry,
     Folder,
     Record,
+    TaskRecords,
     Verdict,
 )
 from tvmbridge.records.jsonlines import locked, replace_file
@@ -55,7 +55,7 @@ def merge(sources: Sequence[Path], out: Path | None = None) -> Path:
         destination = out if out.name == target_name(target) else out / target_name(target)
     if destination not in folders and (destination / META).exists():
         return merge([destination, *folders])
-    entries: dict[Task, Entry] = {}
+    entries: dict[Task, TaskRecords] = {}
     for folder in folders:
         for task, entry in Folder(folder, target).load().items():
             entries[task] = _joined(entries[task], entry) if task in entries else entry
@@ -100,13 +100,13 @@ def _meta(folder: Path) -> Meta:
     return meta
 
 
-def _joined(first: Entry, second: Entry) -> Entry:
+def _joined(first: TaskRecords, second: TaskRecords) -> TaskRecords:
     verdicts = [e.verdict for e in (first, second) if e.verdict is not None]
     verdict = min(verdicts, key=_gain, default=None)
     if verdict is not None:
         verdict = replace(verdict, trials=max(v.trials for v in verdicts))
     records = list({r.digest: r for r in (*first.records, *second.records)}.values())
-    return Entry(first.task, first.names | second.names, records, verdict)
+    return TaskRecords(first.task, first.names | second.names, records, verdict)
 
 
 def _gain(verdict: Verdict) -> float:
@@ -116,14 +116,14 @@ def _gain(verdict: Verdict) -> float:
     return verdict.seconds / verdict.rule_seconds
 
 
-def _kept(entry: Entry) -> list[Record]:
+def _kept(entry: TaskRecords) -> list[Record]:
     """The record to apply; all that ran where the tuning of the task is not at its end."""
     if entry.verdict is None:
         return [r for r in entry.records if r.seconds < FAILED_SECONDS]
     return [] if entry.chosen is None else [entry.chosen]
 
 
-def _write(folder: Path, meta: Meta, entries: Iterable[Entry]) -> None:
+def _write(folder: Path, meta: Meta, entries: Iterable[TaskRecords]) -> None:
     """Replace the files of a folder.
 
     A reader between two of the replacements may miss records, but takes none for another task's: a

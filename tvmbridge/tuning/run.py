@@ -13,7 +13,7 @@ import tvm
 from rich.progress import Progress
 
 from tvmbridge.records.allowed import trace_refusal
-from tvmbridge.records.folder import FAILED_SECONDS, Entry, Folder, Record, Verdict
+from tvmbridge.records.folder import FAILED_SECONDS, Folder, Record, TaskRecords, Verdict
 from tvmbridge.records.meta import target_json
 from tvmbridge.records.tasks import Task
 from tvmbridge.schedules.target import core_count
@@ -37,7 +37,7 @@ def default_trials(task: Task) -> int:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """What became of a task in one run; ``known`` if it was tuned enough before."""
 
     task: Task
@@ -100,14 +100,14 @@ class Tuner:
         self.searcher.close()
         self.measurer.close()
 
-    def run(self, tasks: Mapping[Task, int]) -> list[Outcome]:
+    def run(self, tasks: Mapping[Task, int]) -> list[TaskOutcome]:
         """Tune the tasks, the weightiest first; those tuned enough are passed over."""
         entries = self.folder.load()
         wanted = {
             task: default_trials(task) if self.trials is None else self.trials for task in tasks
         }
         trials = self.bar.add_task("", total=sum(wanted.values()))
-        outcomes: list[Outcome] = []
+        outcomes: list[TaskOutcome] = []
         for task, weight in sorted(tasks.items(), key=lambda item: -item[1] * item[0].elements):
             outcome = self._outcome(task, weight, entries.get(task), wanted[task])
             outcomes.append(outcome)
@@ -115,26 +115,30 @@ class Tuner:
             logger.info("task %d of %d: %s", len(outcomes), len(tasks), outcome)
         return outcomes
 
-    def _outcome(self, task: Task, weight: int, entry: Entry | None, wanted: int) -> Outcome:
+    def _outcome(
+        self, task: Task, weight: int, entry: TaskRecords | None, wanted: int
+    ) -> TaskOutcome:
         verdict = entry.verdict if entry is not None else None
         if verdict is not None and _is_enough(verdict, wanted):
-            return Outcome(task, weight, verdict, wanted, known=True)
+            return TaskOutcome(task, weight, verdict, wanted, known=True)
         if task.refusal is not None:
             reason = f"not tuned: {task.refusal}"
-            return Outcome(task, weight, Verdict(task.key, 0, None, None, None, True, reason), 0)
+            return TaskOutcome(
+                task, weight, Verdict(task.key, 0, None, None, None, True, reason), 0
+            )
         if self.clock.over:
-            return Outcome(task, weight, None, wanted)
+            return TaskOutcome(task, weight, None, wanted)
         # Compiled code stays in a process, so that it grows.
         for worker in (self.searcher, self.measurer):
             if worker.calls > _MOST_CALLS:
                 worker.close()
-        return Outcome(task, weight, _TaskRun(self, task, entry, wanted).run(), wanted)
+        return TaskOutcome(task, weight, _TaskRun(self, task, entry, wanted).run(), wanted)
 
 
 class _TaskRun:
     """One task's way: the rule's time, batches of candidates, the race of the best."""
 
-    def __init__(self, tuner: Tuner, task: Task, entry: Entry | None, wanted: int) -> None:
+    def __init__(self, tuner: Tuner, task: Task, entry: TaskRecords | None, wanted: int) -> None:
         self.tuner = tuner
         self.task = task
         self.wanted = wanted

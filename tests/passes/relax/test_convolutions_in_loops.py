@@ -16,7 +16,7 @@ from tests.relax_helpers import (
     compile_and_run,
 )
 from tvmbridge.kernels.convolution import Convolution
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.passes.relax import convolutions_in_loops
 from tvmbridge.passes.relax.convolutions_in_loops import ConvolutionsInLoops
 from tvmbridge.schedules.alone import this_machine
@@ -26,12 +26,12 @@ MEASURED = ConvolutionsInLoops(measure=True)
 SIZE = (2, 32, 40, 7, 9)
 
 
-def _form(part: Part) -> SameConvolution:
-    return SameConvolution(part, *SIZE, biased=part is Part.RESULT)
+def _form(part: ConvolutionResult) -> SameConvolution:
+    return SameConvolution(part, *SIZE, biased=part is ConvolutionResult.RESULT)
 
 
 def _module(
-    part: Part, dtype: torch.dtype = torch.float32, stride: int = 1
+    part: ConvolutionResult, dtype: torch.dtype = torch.float32, stride: int = 1
 ) -> tuple[tvm.IRModule, list[torch.Tensor]]:
     """``main`` with the ATen call of a convolution or a gradient, and its operands."""
     torch.manual_seed(0)
@@ -39,9 +39,9 @@ def _module(
     given = [torch.randn(shape, dtype=dtype) for shape in form.shapes[:-1]]
     settings = Convolution((stride, stride), (1, 1), (1, 1), False, (0, 0), 1)
     out = relax.TensorType(form.shapes[-1], str(dtype).removeprefix("torch."))
-    if part is Part.RESULT:
+    if part is ConvolutionResult.RESULT:
         return build_main(given, lambda *x: settings.kernel_call(list(x), out)), given
-    place = 0 if part is Part.DATA else 1
+    place = 0 if part is ConvolutionResult.DATA else 1
     wanted = torch.empty(form.shapes[-1], dtype=dtype)
     operands = [given[0], *((wanted, given[1]) if place == 0 else (given[1], wanted))]
 
@@ -58,15 +58,19 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("part", Part)
-def test_calls_become_loops(part: Part) -> None:
+@pytest.mark.parametrize("part", ConvolutionResult)
+def test_calls_become_loops(part: ConvolutionResult) -> None:
     mod, operands = _module(part)
     after, report = apply_pass(MEASURED, mod)
     assert report.rewrites == 1
     assert "aten" not in after["main"].script()
     function = convolution(_form(part), this_machine())
     tvm.ir.assert_structural_equal(after["convolution"], function)
-    read = {Part.RESULT: [0, 1, 2], Part.DATA: [0, 2], Part.WEIGHT: [0, 1]}[part]
+    read = {
+        ConvolutionResult.RESULT: [0, 1, 2],
+        ConvolutionResult.DATA: [0, 2],
+        ConvolutionResult.WEIGHT: [0, 1],
+    }[part]
     exact = by_definition(_form(part), [operands[i].double() for i in read])
     (found,) = compile_and_run(after, *operands)
     # Sums of up to some hundred products of numbers about 1.
@@ -75,17 +79,17 @@ def test_calls_become_loops(part: Part) -> None:
 
 @pytest.mark.usefixtures("faster")
 def test_other_convolutions_stay() -> None:
-    assert_changes_nothing(MEASURED, _module(Part.RESULT, torch.float64)[0])
-    assert_changes_nothing(MEASURED, _module(Part.RESULT, stride=2)[0])
-    assert_changes_nothing(ConvolutionsInLoops(), _module(Part.DATA)[0])
+    assert_changes_nothing(MEASURED, _module(ConvolutionResult.RESULT, torch.float64)[0])
+    assert_changes_nothing(MEASURED, _module(ConvolutionResult.RESULT, stride=2)[0])
+    assert_changes_nothing(ConvolutionsInLoops(), _module(ConvolutionResult.DATA)[0])
 
 
 def test_what_is_not_faster_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions_in_loops, "faster_in_loops", lambda form, make: False)
-    report = assert_changes_nothing(MEASURED, _module(Part.WEIGHT)[0])
+    report = assert_changes_nothing(MEASURED, _module(ConvolutionResult.WEIGHT)[0])
     assert "loops are not known to be faster" in str(report.declined)
 
 
 @pytest.mark.usefixtures("faster")
 def test_leaves_its_input() -> None:
-    assert_leaves_its_input(MEASURED, _module(Part.WEIGHT)[0])
+    assert_leaves_its_input(MEASURED, _module(ConvolutionResult.WEIGHT)[0])

@@ -18,7 +18,7 @@ from tests.relax_helpers import (
     assert_leaves_its_input,
     operators,
 )
-from tvmbridge.kernels.packed import MKL, ONEDNN, Packing
+from tvmbridge.kernels.packed import MKL, ONEDNN, WeightPacking
 from tvmbridge.passes.relax.lift_frozen import LiftFrozen
 from tvmbridge.passes.relax.pack_products import FrozenProduct, PackProducts, frozen_products
 
@@ -107,7 +107,7 @@ def test_values(library: str) -> None:
     if not (torch.backends.mkl if library == MKL else torch.backends.mkldnn).is_available():
         pytest.skip("this PyTorch has no such library")
     x, a, b, bias = (torch.randn(s) for s in ((3, 4), (4, 4), (4, 4), (4,)))
-    packing = Packing(library, 3, True)
+    packing = WeightPacking(library, 3, True)
     mod, report = apply_pass(PackProducts((("frozen_0", packing),)), Lifted)
     for pass_ in (relax.transform.DeadCodeElimination(), relax.transform.CanonicalizeBindings()):
         mod = pass_(mod)
@@ -123,9 +123,9 @@ def test_values(library: str) -> None:
 
 
 def test_packing_its_input_is_untouched() -> None:
-    assert_leaves_its_input(PackProducts((("frozen_0", Packing(ONEDNN, 3, True)),)), Lifted)
+    assert_leaves_its_input(PackProducts((("frozen_0", WeightPacking(ONEDNN, 3, True)),)), Lifted)
 
 
 def test_other_rows_are_not_packed() -> None:
-    _, report = apply_pass(PackProducts((("frozen_0", Packing(ONEDNN, 5, True)),)), Lifted)
+    _, report = apply_pass(PackProducts((("frozen_0", WeightPacking(ONEDNN, 5, True)),)), Lifted)
     assert report.rewrites == 0

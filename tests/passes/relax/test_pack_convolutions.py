@@ -22,7 +22,7 @@ from tests.relax_helpers import (
     operators,
 )
 from tvmbridge.kernels import packed_convolution
-from tvmbridge.kernels.convolution_form import Part, SameConvolution
+from tvmbridge.kernels.convolution_form import ConvolutionResult, SameConvolution
 from tvmbridge.kernels.convolution_loops import Maker
 from tvmbridge.kernels.packed_convolution import PackedForm, faster_packed
 from tvmbridge.passes.relax.pack_convolutions import (
@@ -174,7 +174,7 @@ def test_loops_are_what_packed_ones_are_compared_with(
     monkeypatch.setattr(packed_convolution, "faster_in_loops", is_faster)
     x, weight = torch.randn(form.data), torch.randn(form.weight)
     found = packed_convolution._not_packed(form, convolution, x, weight)
-    assert asked == [SameConvolution(Part.RESULT, 2, 16, 24, 12, 9, biased=True)]
+    assert asked == [SameConvolution(ConvolutionResult.RESULT, 2, 16, 24, 12, 9, biased=True)]
     assert isinstance(found, functools.partial) == faster
     result = found()
     result = found.args[-1] if isinstance(found, functools.partial) else result

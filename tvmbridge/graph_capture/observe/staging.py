@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Stage:
+class StagedModule:
     """A module to be traced instead of the user's, with what was observed of it.
 
     ``observation`` is None where forward cannot be run on fake tensors. ``is_compiling``: what
@@ -77,7 +77,7 @@ def staged(
     apart: bool = True,
     is_compiling: bool = True,
     autocast: Autocast = (),
-) -> Stage:
+) -> StagedModule:
     """A stand-in for ``module`` in the state in which its calls find it, and how they behave.
 
     Attributes that forward writes once and then finds as it wants them (caches, shapes that it
@@ -92,7 +92,7 @@ def staged(
         UnsupportedOperatorError: its outputs share memory in a way that cannot be made again.
     """
     adoption, refusal = Adoption(), None
-    stage: Stage | None = None
+    stage: StagedModule | None = None
     watched = partial(_staged, module, args, kwargs, needs_grad, apart, is_compiling, autocast)
     try:
         stage = watched(adoption)
@@ -118,7 +118,7 @@ def _staged(
     is_compiling: bool,
     autocast: Autocast,
     adoption: Adoption,
-) -> Stage:
+) -> StagedModule:
     """:func:`staged`, by a stand-in that has adopted what ``adoption`` says; it notes the rest."""
     refuse_at_sight(module, args, kwargs)
     if not apart:
@@ -158,7 +158,9 @@ def _staged(
     except Exception as error:
         logger.debug("forward cannot be observed", exc_info=True)
         raise_if_forward_refuses(module, args, kwargs, autocast)
-        return Stage(_actor(module) if apart else module, None, error, is_compiling, autocast)
+        return StagedModule(
+            _actor(module) if apart else module, None, error, is_compiling, autocast
+        )
     asks_that = is_compiling and Question.COMPILED in seen.asks
     if asks_that and goes_another_way(module, partial(watch, actor)):
         return _staged(module, args, kwargs, needs_grad, apart, False, autocast, adoption)
@@ -176,7 +178,7 @@ def _staged(
         seen = replace(seen, values=copied_values(seen.values), assigned={})
     of_foreign = (each.watched(originals) for each in seen.foreign_constants)
     seen = replace(seen, outside=(*seen.outside, *of_foreign))
-    return Stage(actor, seen, is_compiling=is_compiling, autocast=autocast, outside=outside)
+    return StagedModule(actor, seen, is_compiling=is_compiling, autocast=autocast, outside=outside)
 
 
 def _refuse_effects(module: nn.Module, seen: Observation) -> None:

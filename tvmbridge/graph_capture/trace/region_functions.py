@@ -35,7 +35,7 @@ from tvmbridge.core.torch_private import (
 )
 from tvmbridge.graph_capture.hoist import is_random
 from tvmbridge.graph_capture.trace.patches import patched_here
-from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, Layout, constants_of
+from tvmbridge.graph_capture.trace.region_graphs import TENSOR, Graph, RegionTensor, constants_of
 
 # The modes by which PyTorch notes calls in the program that it traces around.
 _OF_TRACES = ("torch.fx", "torch.export", "torch._export")
@@ -69,7 +69,7 @@ class Captures:
         for function in self.functions:
             function.forget()
 
-    def fake_of(self, layout: Layout) -> torch.Tensor:
+    def fake_of(self, layout: RegionTensor) -> torch.Tensor:
         return layout.empty()
 
     @contextmanager
@@ -99,7 +99,7 @@ class Captures:
         if id(tensor) not in self.places:
             self.places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-            self.fakes.append(self.fake_of(Layout.of(tensor)))
+            self.fakes.append(self.fake_of(RegionTensor.of(tensor)))
         return self.places[id(tensor)]
 
 
@@ -110,7 +110,7 @@ class TracedFunction:
     """
 
     def __init__(self, name: str, function: Callable[..., Any], captures: Captures) -> None:
-        self.graphs: dict[tuple[Layout, ...], Graph] = {}
+        self.graphs: dict[tuple[RegionTensor, ...], Graph] = {}
         self._name = name
         self._function = function
         self._captures = captures
@@ -124,13 +124,13 @@ class TracedFunction:
         leaves, structure = pytree.tree_flatten(operands)
         if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise UnsupportedOperatorError(f"{self._name} carries a value that is no tensor")
-        layouts = tuple(map(Layout.of, leaves))
+        layouts = tuple(map(RegionTensor.of, leaves))
         if layouts not in self.graphs:
             self.graphs[layouts] = self._traced(layouts, structure)
         graph = self.graphs[layouts]
         return graph(leaves, [self._captures.fakes[i] for i in graph.captured])
 
-    def _traced(self, layouts: tuple[Layout, ...], structure: pytree.TreeSpec) -> Graph:
+    def _traced(self, layouts: tuple[RegionTensor, ...], structure: pytree.TreeSpec) -> Graph:
         given = [self._captures.fake_of(layout) for layout in layouts]
         reads = _Reads(self._captures, self._name, given)
         with self._captures.calling(), _custom_functions_refused(self._name), reads:
@@ -147,7 +147,7 @@ class TracedFunction:
                 leaves = pytree.tree_leaves(self._function(*operands))
             return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-        inputs = [self._captures.fake_of(Layout.of(t)) for t in (*given, *fakes)]
+        inputs = [self._captures.fake_of(RegionTensor.of(t)) for t in (*given, *fakes)]
         with self._captures.calling():
             module = make_fx(run)(*inputs)
         module.graph.eliminate_dead_code()

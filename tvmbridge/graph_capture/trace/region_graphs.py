@@ -17,7 +17,7 @@ TENSOR = object()
 
 
 @dataclass(frozen=True)
-class Layout:
+class RegionTensor:
     """What a graph takes for granted of a tensor: shape, strides, dtype, device, and whether its
     gradient is wanted.
     """
@@ -29,7 +29,7 @@ class Layout:
     requires_grad: bool = field(default=False, compare=False)
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Layout:
+    def of(cls, tensor: torch.Tensor) -> RegionTensor:
         sizes = (*tensor.shape, *tensor.stride())
         if tensor.layout is not torch.strided or any(type(size) is not int for size in sizes):
             raise UnsupportedOperatorError(
@@ -47,7 +47,7 @@ class Layout:
 
     def fitted(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a copy of it with these strides."""
-        if Layout.of(tensor) == self:
+        if RegionTensor.of(tensor) == self:
             return tensor
         made = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
         return made.copy_(tensor)

@@ -16,7 +16,7 @@ from tvmbridge.core.autocast import without_autocast
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import pytree, storage_key
-from tvmbridge.graph_capture.trace.region_graphs import Graph, Layout
+from tvmbridge.graph_capture.trace.region_graphs import Graph, RegionTensor
 
 Tensors = Sequence[torch.Tensor]
 
@@ -25,14 +25,14 @@ Tensors = Sequence[torch.Tensor]
 class Function:
     """The graphs of one function, by the layouts of its operands."""
 
-    graphs: Mapping[tuple[Layout, ...], Graph]
+    graphs: Mapping[tuple[RegionTensor, ...], Graph]
 
     def bound(self, captured: Tensors) -> Callable[..., Any]:
         """The function as its operator calls it, ``captured`` being all that any function reads."""
 
         def call(*operands: Any) -> Any:
             given = pytree.tree_leaves(operands)
-            layouts = tuple(map(Layout.of, given))
+            layouts = tuple(map(RegionTensor.of, given))
             if layouts not in self.graphs:
                 layouts = next(iter(self.graphs))
                 given = [each.fitted(t) for each, t in zip(layouts, given, strict=True)]
@@ -56,12 +56,12 @@ class Region:
     name: str
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    captured: tuple[Layout, ...]
-    results: tuple[Layout, ...] = ()
+    captured: tuple[RegionTensor, ...]
+    results: tuple[RegionTensor, ...] = ()
 
     def run(self, tensors: Tensors) -> list[torch.Tensor]:
         """The tensors that the operator returns for its operands and captured tensors."""
-        operands = [leaf for leaf in self.leaves if isinstance(leaf, Layout)]
+        operands = [leaf for leaf in self.leaves if isinstance(leaf, RegionTensor)]
         fitted = [
             layout.fitted(tensor)
             for layout, tensor in zip((*operands, *self.captured), tensors, strict=True)
@@ -69,7 +69,7 @@ class Region:
         given, captured = iter(fitted[: len(operands)]), fitted[len(operands) :]
         leaves = [
             next(given)
-            if isinstance(leaf, Layout)
+            if isinstance(leaf, RegionTensor)
             else leaf.bound(captured)
             if isinstance(leaf, Function)
             else leaf

@@ -18,7 +18,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.torch_private import DispatchKey, HigherOrderOperator, pytree
 from tvmbridge.graph_capture.trace.patches import patches
 from tvmbridge.graph_capture.trace.region_functions import Captures, TracedFunction
-from tvmbridge.graph_capture.trace.region_graphs import Layout
+from tvmbridge.graph_capture.trace.region_graphs import RegionTensor
 from tvmbridge.graph_capture.trace.region_ops import KERNELS, REGIONS, Function, Region
 
 # Operators of which compiled code is made, and not a region.
@@ -49,15 +49,15 @@ def _call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _called_in(captures: Captures, name: str, given: list[Any], structure: Any) -> Any:
     with captures.alone():
         leaves = [_leaf(name, value, captures) for value in given]
-        fakes = [captures.fake_of(v) if isinstance(v, Layout) else v for v in leaves]
+        fakes = [captures.fake_of(v) if isinstance(v, RegionTensor) else v for v in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(fakes, structure)
         results, described = pytree.tree_flatten(_FAKES[name](*fake_args, **fake_kwargs))
         region = Region(
             name,
             structure,
             tuple(Function(v.graphs) if isinstance(v, TracedFunction) else v for v in leaves),
-            tuple(map(Layout.of, captures.tensors)),
-            tuple(Layout.of(r) for r in results if isinstance(r, torch.Tensor)),
+            tuple(map(RegionTensor.of, captures.tensors)),
+            tuple(RegionTensor.of(r) for r in results if isinstance(r, torch.Tensor)),
         )
     key = _key_of(region)
     REGIONS.setdefault(key, region)
@@ -89,14 +89,14 @@ def _inlined(name: str, kernel: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     with Captures(watched=False) as captures:
         traced = TracedFunction(name, whole, captures)
         with captures.alone():
-            traced(*(captures.fake_of(Layout.of(given[i])) for i in places))
+            traced(*(captures.fake_of(RegionTensor.of(given[i])) for i in places))
         (graph,) = traced.graphs.values()
         return graph([given[i] for i in places], [captures.tensors[i] for i in graph.captured])
 
 
 def _leaf(name: str, value: Any, captures: Captures) -> Any:
     if isinstance(value, torch.Tensor):
-        return Layout.of(value)
+        return RegionTensor.of(value)
     return TracedFunction(name, value, captures) if callable(value) else value
 
 
@@ -141,7 +141,7 @@ def _carried(
 
 
 def _described(leaves: list[Any]) -> list[Any]:
-    return [Layout.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [RegionTensor.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 # What the operators return for fake tensors.

@@ -47,7 +47,7 @@ def restarted(states: GeneratorStates) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What one call of forward left behind.
 
     ``returned`` is what forward returned; ``leaves`` are its leaves, and those of the arguments
@@ -73,7 +73,7 @@ def observed_call(
     arguments: Arguments,
     inputs: Sequence[Any],
     bases: Sequence[IntermediateBase] = (),
-) -> Outcome:
+) -> CallOutcome:
     """Call ``forward`` on ``arguments``, whose leaves are ``inputs``, and see what it does.
 
     The hidden ``bases`` of its outputs are kept too.
@@ -90,7 +90,7 @@ def observed_call(
     results = dict(zip(output_names(watched), leaves, strict=True))
     tensors = {f"input {i}": x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
     state = {**tensors, **tensors_of(module)}
-    return Outcome(
+    return CallOutcome(
         returned[0],
         results,
         structure,

@@ -15,7 +15,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.inspect.compare.interpreter import calls_of, operator_of, run_alone
 from tvmbridge.inspect.compare.stages import Lowering
-from tvmbridge.inspect.compare.trace import Step, Trace, tensors_in
+from tvmbridge.inspect.compare.trace import Trace, TraceStep, tensors_in
 from tvmbridge.inspect.compare.verdict import Measure
 from tvmbridge.passes.base import flat_results
 from tvmbridge.pipeline import observed_passes
@@ -67,7 +67,7 @@ class CompiledCode:
             )
         return [*outputs, *gradients]
 
-    def departing(self, name: str, tolerance: float) -> Step | None:
+    def departing(self, name: str, tolerance: float) -> TraceStep | None:
         """The operator whose compiled code departs for the result ``name``.
 
         Each operator is compiled alone, and gets the operands of the interpreted program. None: all
@@ -81,10 +81,10 @@ class CompiledCode:
         return None
 
     @cached_property
-    def _each_alone(self) -> dict[str, list[tuple[relax.Var, Step, float]]]:
+    def _each_alone(self) -> dict[str, list[tuple[relax.Var, TraceStep, float]]]:
         """By function: how far each of its operators departs when it is compiled alone."""
         mod, loaded = self._lowering.lowered.mod, dict[int, LoadedModule]()
-        found: dict[str, list[tuple[relax.Var, Step, float]]] = {}
+        found: dict[str, list[tuple[relax.Var, TraceStep, float]]] = {}
         for name, run in self._lowering.run_split(mod).items():
             for var, call in calls_of(mod[name]):
                 values = tensors_in(run_alone(var, call, run.values, loaded))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tvmbridge.inspect.compare.trace import Step, Trace
+from tvmbridge.inspect.compare.trace import Trace, TraceStep
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Finding:
 
     operator: str
     becomes: str
-    before: Step | None
+    before: TraceStep | None
     source: str
 
 
 class Values:
     """The values of a trace, to be looked up by their numbers."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[TraceStep]) -> None:
         self._by_count: dict[int, list[int]] = defaultdict(list)
         self._sums: list[tuple[float, float]] = []
         self._flat: list[torch.Tensor] = []
@@ -112,7 +112,7 @@ class Matching:
         return roots
 
 
-def _finding(before: Step | None, after: Sequence[Step]) -> Finding:
+def _finding(before: TraceStep | None, after: Sequence[TraceStep]) -> Finding:
     names = dict.fromkeys(step.operator for step in after)
     becomes = ", ".join(n for n in names if n != "result")
     operator = next(iter(names), "unknown") if before is None else before.operator
@@ -139,7 +139,7 @@ def _front(trace: Trace, lost: list[int]) -> list[int]:
     return [n for n in lost if not inside & set(trace.steps[n].operands)]
 
 
-def source_of(step: Step, program: Trace, tolerance: float) -> str:
+def source_of(step: TraceStep, program: Trace, tolerance: float) -> str:
     """The user's line that a step comes from: that of the same value in ``program``."""
     found = Values(program.steps).find(Values([step]), 0, tolerance)
     return "" if found is None else program.steps[found].source

@@ -9,7 +9,7 @@ from tvmbridge.inspect.compare.locate import Finding, Matching, source_of
 from tvmbridge.inspect.compare.reference import run_eager
 from tvmbridge.inspect.compare.sample import Sample
 from tvmbridge.inspect.compare.stages import Lowering
-from tvmbridge.inspect.compare.trace import Step, Trace
+from tvmbridge.inspect.compare.trace import Trace, TraceStep
 from tvmbridge.inspect.compare.verdict import ROUNDING
 
 
@@ -60,7 +60,7 @@ class Precision:
         operator = "compiled code" if step is None else step.operator
         return operator, self._source(step, max(tolerance, 1e-9)), self.code.kernels(name)
 
-    def _source(self, step: Step | None, tolerance: float) -> str:
+    def _source(self, step: TraceStep | None, tolerance: float) -> str:
         """The user's line that a step comes from, which the captured program knows."""
         if step is None or step.source:
             return "" if step is None else step.source

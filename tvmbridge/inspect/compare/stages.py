@@ -13,7 +13,7 @@ import tvm
 from tvm import relax
 
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import (
@@ -78,7 +78,7 @@ class Lowering:
                 records=self.records,
                 measure=lambda _: nullcontext(),
                 passes=passes,
-                packing=Packing(module),
+                packing=ModulePacks(module),
             )
         self.captured = self.lowered.captured
         if self.captured.epilogue is not None:

@@ -14,7 +14,7 @@ from tvmbridge.frontend.origins import user_frame
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """One value of a trace.
 
     ``operator`` is empty for an input, ``operands`` are the numbers of the steps that it was
@@ -38,7 +38,7 @@ class Trace:
     """
 
     def __init__(self, *, written: bool = False) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[TraceStep] = []
         self.results: dict[str, int] = {}
         self._written = written
         self._numbers: dict[Any, int] = {}
@@ -54,7 +54,7 @@ class Trace:
         """Note a value, without operator an input; returns the number of its step."""
         numbers = dict.fromkeys(n for n in map(self.number, operands) if n is not None)
         kept = value.detach().clone() if self._written else value.detach()
-        self.steps.append(Step(operator, source, tuple(numbers), kept))
+        self.steps.append(TraceStep(operator, source, tuple(numbers), kept))
         number = len(self.steps) - 1
         for tensor in (value, kept):
             self._alive.append(tensor)

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from tvmbridge.coloring import policy_for
 from tvmbridge.compiler.lowering import LoweredModule, lower_module
-from tvmbridge.compiler.packing import Packing
+from tvmbridge.compiler.packing import ModulePacks
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.errors import BridgeError, UnsupportedOperatorError
@@ -110,7 +110,7 @@ class _Explanation:
             options=self.options,
             records=self.records,
             measure=self._measure,
-            packing=Packing(sample.module),
+            packing=ModulePacks(sample.module),
         )
 
     @contextmanager

@@ -15,7 +15,7 @@ PATCHED = "the forward of a submodule was replaced"
 
 
 @dataclass(frozen=True)
-class Entry:
+class DictEntry:
     """An entry of one of a module's dicts, and what must stand there."""
 
     owner: nn.Module
@@ -25,26 +25,26 @@ class Entry:
     reason: str = ""
 
 
-def structure_of(module: nn.Module) -> Iterator[Entry]:
+def structure_of(module: nn.Module) -> Iterator[DictEntry]:
     for parent in module.modules():
         for name, child in parent._modules.items():
-            yield Entry(parent, "_modules", name, child, REPLACED)
+            yield DictEntry(parent, "_modules", name, child, REPLACED)
         for held in ("_parameters", "_buffers"):
             for name, tensor in parent.__dict__[held].items():
                 if tensor is None:
-                    yield Entry(parent, held, name, None, "a parameter or buffer was added")
+                    yield DictEntry(parent, held, name, None, "a parameter or buffer was added")
         if parent is module:
             continue
         changed = "the training flag of a submodule changed"
-        yield Entry(parent, "", "training", parent.training, changed)
-        yield Entry(parent, "", "forward", parent.__dict__.get("forward", MISSING), PATCHED)
+        yield DictEntry(parent, "", "training", parent.training, changed)
+        yield DictEntry(parent, "", "forward", parent.__dict__.get("forward", MISSING), PATCHED)
 
 
-def entry_of(module: nn.Module, dotted: str) -> Entry:
+def entry_of(module: nn.Module, dotted: str) -> DictEntry:
     """Where the tensor called ``dotted`` is; it may come to be there later."""
     path, _, name = dotted.rpartition(".")
     owner = module.get_submodule(path)
     for held in ("_parameters", "_buffers"):
         if name in owner.__dict__[held]:
-            return Entry(owner, held, name)
-    return Entry(owner, "", name)
+            return DictEntry(owner, held, name)
+    return DictEntry(owner, "", name)

@@ -48,7 +48,7 @@ class Container:
         return list(now) != self._keys or not all(map(operator.is_, now.values(), self._held))
 
 
-class Part:
+class WatchedPart:
     """A plain object of which a part matters, and that part: the same objects under the names?"""
 
     def __init__(self, value: Any, part: PartOf) -> None:

@@ -22,7 +22,7 @@ from tvmbridge.core.contents import (
 from tvmbridge.graph_capture.observe.attributes import own_names
 from tvmbridge.graph_capture.observe.data import is_of_users
 from tvmbridge.runtime.guards.forwards import StandsForForward, stands_for
-from tvmbridge.runtime.guards.holding import Beyond, Container, Part
+from tvmbridge.runtime.guards.holding import Beyond, Container, WatchedPart
 
 
 class _Names:
@@ -197,14 +197,14 @@ class ValueGuard:
             watched.changed()
         self._slots = [(w.holder, w.name, w.last, w) for w in self._watched]
         containers: dict[int, Container] = {}
-        parts: dict[int, Part] = {}
+        parts: dict[int, WatchedPart] = {}
         for watched in self._watched:
             for value, part in watched.held:
                 # One configuration is often an attribute of many submodules.
                 if part is None:
                     containers.setdefault(id(value), Container(value)).watched.append(watched)
                     continue
-                held = parts.setdefault(id(value), Part(value, part))
+                held = parts.setdefault(id(value), WatchedPart(value, part))
                 held.add(part)
                 held.watched.append(watched)
         self._containers = list(containers.values())
@@ -227,7 +227,7 @@ class ValueGuard:
     def changed(self) -> str | None:
         """What has another value now, by its name; None: nothing."""
         suspects = [w for d, name, last, w in self._slots if d.get(name, MISSING) is not last]
-        holding: list[Container | Part] = [*self._containers, *self._parts]
+        holding: list[Container | WatchedPart] = [*self._containers, *self._parts]
         for container in holding:
             if container.changed():
                 suspects += container.watched
