@@ -1,4 +1,4 @@
-"""``pipeline``: a module trained over several devices, from a script that runs on every rank."""
+"""``pipeline``: train a module over several devices, from a script that runs on every rank."""
 
 from __future__ import annotations
 
@@ -37,35 +37,39 @@ def pipeline(
     timeout: float = 300.0,
     check_batches: bool = True,
 ) -> PipelineRunner:
-    """Cut ``module`` into stages over the ranks, compile each, and return what trains it.
+    """Cut ``module`` into stages over the ranks, compile each stage, and return the runner.
 
-    Each rank runs the same script and calls this with the same arguments, under ``torchrun`` or
-    with a process group of its own; a single process has all stages itself.
+    Each rank runs the same script and calls this function with the same arguments, under
+    ``torchrun`` or with a process group of its own. A single process runs all stages itself.
 
     Args:
-        module: in train mode, with equal weights on every rank.
-        sample: a mini-batch as :meth:`PipelineRunner.step` takes it. Later ones have its shapes.
-        microbatches: into how many micro-batches a mini-batch is cut.
+        module: the module in train mode, with equal weights on every rank.
+        sample: a mini-batch as :meth:`PipelineRunner.step` takes it. Later mini-batches must have
+            its shapes.
+        microbatches: the number of micro-batches that a mini-batch is cut into.
         schedule: ``"interleaved"``: backward first whenever possible; ``"simple"``: all forwards,
-            then all backwards; ``"zero_bubble"``: gradients of weights where a rank would wait.
-        stages: how many, a multiple of the ranks; or the names of submodules that begin the second
-            stage and those behind it; or stages of submodules by name, around which others are
-            chosen. None: one a rank. Stage ``i`` is on rank ``i % ranks``.
-        devices: of each rank. None: ``cuda:LOCAL_RANK`` where there are GPUs and the process group
-            is NCCL's, otherwise the CPU.
-        loss: of a micro-batch, from the module's output and its share of the targets, as a mean.
-            None: the module returns its loss.
-        seed: of the draws of dropout. They differ by step, micro-batch and stage.
-        tvm: compile the stages; False leaves them to eager PyTorch.
-        options: of the compilation, as for :func:`tvmbridge.add_tvm_dispatch`.
-        target: a TVM target; None is the device's own.
+            then all backwards; ``"zero_bubble"``: a rank that would wait computes gradients of
+            weights instead.
+        stages: the number of stages, a multiple of the number of ranks; or a list with the names
+            of the submodules that begin the second and all later stages; or a dict from names of
+            submodules to stages, which leaves the other cuts to the search. None: one stage a
+            rank. Stage ``i`` is on rank ``i % ranks``.
+        devices: the device of each rank. None: ``cuda:LOCAL_RANK`` where there are GPUs and the
+            process group uses NCCL, otherwise the CPU.
+        loss: computes the mean loss of a micro-batch from the module's output and the
+            micro-batch's targets. None: the module returns its loss.
+        seed: the seed of the random draws of dropout, which differ by step, micro-batch and stage.
+        tvm: whether the stages are compiled; False runs them in eager PyTorch.
+        options: options of the compilation, as for :func:`tvmbridge.add_tvm_dispatch`.
+        target: a TVM target; None is the target of the device.
         memory: bytes that a device has for parameters, gradients, optimizer state (as of Adam) and
-            activations. None: no limit on the CPU, all of a GPU's.
+            activations. None: no limit on the CPU, all memory of a GPU.
         timeout: seconds that a rank waits for another.
-        check_batches: compare the batches of the ranks at each step.
+        check_batches: whether the ranks compare their batches at each step.
 
     Raises:
-        PipelineError: the module cannot be cut so, the ranks do not agree, or one did not come.
+        PipelineError: the module cannot be cut in this way, the ranks do not agree, or a rank did
+            not come.
         CaptureError: torch.export cannot capture the module.
     """
     chosen_options = CompileOptions.of(options)
@@ -73,7 +77,7 @@ def pipeline(
     control = Control(timeout)
     device = _device(devices, control)
     if device.type == "cuda":
-        # NCCL takes the current one, which would be the first GPU on every rank.
+        # NCCL uses the current GPU, which would be the first one on every rank.
         torch.cuda.set_device(device)
     error: BridgeError | None = None
     graph, chosen = None, None
@@ -106,7 +110,7 @@ def pipeline(
 
 
 def _join(timeout: float) -> None:
-    """Have a process group: the one that there is, torchrun's, or one of this process alone.
+    """Initialize a process group unless there is one: torchrun's, or one of this process alone.
 
     Raises:
         PipelineError: a rank did not come within the timeout.
@@ -151,7 +155,7 @@ def _memory_of(device: torch.device) -> int | None:
 
 
 def _told(value: Any) -> str:
-    """What a node makes; not on which device, where each rank has its own."""
+    """Describe a node's value by dtype and shape, without the device, which differs by rank."""
     leaves = pytree.tree_leaves(value)
     return ", ".join(
         f"{v.dtype} {list(v.shape)}" if isinstance(v, torch.Tensor) else str(v) for v in leaves
@@ -159,7 +163,7 @@ def _told(value: Any) -> str:
 
 
 def _compare_graphs(graph: PipelineGraph, control: Control) -> None:
-    """All ranks must have captured the same graph with the same shapes.
+    """Check that all ranks captured the same graph with the same shapes.
 
     Raises:
         PipelineError: a rank has another module or sample.

@@ -1,4 +1,4 @@
-"""Where the graph may be cut, and which of these places are worth to be looked at."""
+"""The positions where the graph may be cut, and the selection that the search considers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import fx
 from tvmbridge.core.errors import PipelineError
 from tvmbridge.distributed.graph import PipelineGraph, origin, submodule_of, value_of, written
 
-# Of more values that cross no cut is tried, unless it is made by hand.
+# The search tries no cut that more values cross; a cut by hand may have more.
 _MOST_CROSSING = 8
 
 
 def problem_at(graph: PipelineGraph, position: int) -> str | None:
-    """Why the graph must not be cut before ``nodes[position]``; None if it may be."""
+    """Return why the graph must not be cut before ``nodes[position]``; None if it may be."""
     before, behind = graph.nodes[:position], graph.nodes[position:]
     inside = set(before)
     for node in graph.crossing(position):
@@ -41,9 +41,10 @@ def _written_buffers(graph: PipelineGraph) -> set[str]:
 
 
 def boundaries(graph: PipelineGraph, least: int) -> list[int]:
-    """Positions where a cut is legal and few values cross, at least ``least`` if there are so many.
+    """Return positions where a cut is legal and few values cross.
 
-    Between two of them there is a part with parameters.
+    There are at least ``least`` of them if the graph has that many. The part between two
+    neighbouring positions has parameters.
     """
     counts = crossing_counts(graph)
     found: list[int] = []
@@ -55,7 +56,7 @@ def boundaries(graph: PipelineGraph, least: int) -> list[int]:
 
 
 def crossing_counts(graph: PipelineGraph) -> list[int]:
-    """How many values cross a cut before each node."""
+    """Return, for each node, how many values cross a cut before it."""
     last_use: dict[fx.Node, int] = {}
     for position, node in enumerate(graph.nodes):
         for read in graph.reads(node):
@@ -76,7 +77,7 @@ def crossing_counts(graph: PipelineGraph) -> list[int]:
 
 
 def _thinned(graph: PipelineGraph, candidates: Sequence[int]) -> list[int]:
-    """Of candidates without parameters between them the last; none that is not legal."""
+    """Keep the last of each run of legal candidates that have no parameters between them."""
     has_parameters = [bool(_parameters(graph, node)) for node in graph.nodes]
     found: list[int] = []
     for position in candidates:
@@ -95,10 +96,10 @@ def _parameters(graph: PipelineGraph, node: fx.Node) -> list[str]:
 
 
 def nodes_of(graph: PipelineGraph, name: str) -> list[int]:
-    """The positions of what runs in the submodule ``name``.
+    """Return the positions of the nodes that run in the submodule ``name``.
 
     Raises:
-        PipelineError: nothing does.
+        PipelineError: no node runs in it.
     """
     found = [
         position for position, node in enumerate(graph.nodes) if _within(submodule_of(node), name)
@@ -114,10 +115,10 @@ def _within(path: str, name: str) -> bool:
 
 
 def cuts_by_hand(graph: PipelineGraph, names: Sequence[str]) -> list[int]:
-    """The positions where the submodules ``names`` begin: each begins a stage.
+    """Return the positions where the submodules ``names`` begin; each of them begins a stage.
 
     Raises:
-        PipelineError: a name is unknown, they are not in order, or a cut is not legal there.
+        PipelineError: a name is unknown, the names are not in order, or a cut is not legal there.
     """
     positions = [nodes_of(graph, name)[0] for name in names]
     if sorted(set(positions)) != positions or (positions and positions[0] == 0):

@@ -1,7 +1,7 @@
 """Checkpoints of a whole module, by torch.distributed.checkpoint.
 
-They have the module's own names, whatever the stages: another number of stages, or one device,
-can load them. ``torch.distributed.checkpoint.load({"model": module.state_dict()},
+A checkpoint has the module's own names, whatever the stages, so another number of stages or a
+single device can load it. ``torch.distributed.checkpoint.load({"model": module.state_dict()},
 checkpoint_id=folder)`` loads one without tvmbridge.
 """
 
@@ -30,13 +30,14 @@ def save_checkpoint(
     folder: str | os.PathLike[str],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Write the module's state, and the optimizer's, into ``folder``; all ranks call it together.
+    """Write the states of module and optimizer into ``folder``; all ranks call it together.
 
     The folder appears, or is replaced, when everything has been written. The settings of the
-    optimizer's groups are not saved: they are the script's.
+    optimizer's groups are not saved, because the script sets them.
 
     Raises:
-        PipelineError: a rank could not write, or keeps something else than tensors.
+        PipelineError: a rank could not write, or its optimizer's state has values that are no
+            tensors.
     """
     control = runner.control
     goal = Path(folder)
@@ -78,7 +79,7 @@ def _put_in_place(partial: Path, goal: Path) -> None:
 def _optimizer_state(
     runner: PipelineRunner, optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The optimizer's tensors by the names of the parameters."""
+    """Return the optimizer's tensors by the names of the parameters."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, parameter in runner.named_parameters():
         values = optimizer.state.get(parameter, {})
@@ -95,7 +96,9 @@ def load_checkpoint(
     folder: str | os.PathLike[str],
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Read what :func:`save_checkpoint` wrote, with whatever stages; all ranks call it together.
+    """Read a checkpoint of :func:`save_checkpoint`; all ranks call it together.
+
+    The stages may differ from those that wrote it.
 
     Raises:
         PipelineError: there is no such checkpoint, or it is not of this module.

@@ -1,4 +1,4 @@
-"""Stages compiled by TVM, as all ranks agree: equal ones once, and eager where one is refused."""
+"""Compile the stages of a pipeline: equal stages once, and none whose equal was refused."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def compile_stages(
     options: Any,
     target: Any,
 ) -> tuple[dict[int, str], dict[int, int]]:
-    """Dispatch the stages of this rank; what was refused, and which stages are equal.
+    """Dispatch the stages of this rank.
 
-    On the CPU the first of equal stages is compiled first: the others find its code in the cache,
-    where that is on. A stage that one rank refuses runs in eager PyTorch, and so do those equal to
-    it.
+    On the CPU the first of equal stages is compiled first, so that the others find its code in
+    the cache, if the cache is on. If one rank refuses a stage, it and all stages equal to it run
+    in eager PyTorch.
 
     Returns:
-        The reasons of all stages that run in eager PyTorch, and of each stage the first that is
-        equal to it.
+        The reasons of all stages that run in eager PyTorch, and for each stage the first stage
+        that is equal to it.
     """
     keys = control.gather({s.index: s.key for s in own}, "to compare the stages")
     merged = {index: key for part in keys for index, key in part.items()}
@@ -61,9 +61,9 @@ def _firsts(keys: Mapping[int, str]) -> dict[int, int]:
 def _turns(
     own: Sequence[StageModule], firsts: Mapping[int, int], device: torch.device
 ) -> tuple[list[StageModule], list[StageModule]]:
-    """The stages that are compiled at once, and those that wait until every rank is through."""
+    """Return the stages to compile at once, and those to compile after every rank's first ones."""
     if device.type != "cpu":
-        return list(own), []  # Code for a GPU is not kept: there is nothing to wait for.
+        return list(own), []  # Code for a GPU is not kept, so waiting would gain nothing.
     first = [s for s in own if firsts[s.index] == s.index]
     return first, [s for s in own if firsts[s.index] != s.index]
 
@@ -71,7 +71,7 @@ def _turns(
 def _refusal(
     stage: StageModule, leaves: Sequence[Any], device: torch.device, options: Any, target: Any
 ) -> dict[int, str]:
-    """Dispatch one stage; its number and the reason where it is refused."""
+    """Dispatch one stage; return its number and the reason if it is refused."""
     given = [leaves[i] for i in stage.used_inputs]
     try:
         sample = (*sample_of(stage, device), *given)

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other: who is there, what they agree on, what failed."""
+"""Communication between the ranks of a pipeline: presence, agreement, and failures."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from torch.distributed.distributed_c10d import PrefixStore
 from tvmbridge.core.errors import BridgeError, PipelineError, first_line
 from tvmbridge.distributed.watch import Poller
 
-# One for each pipeline of a process: all ranks make theirs in the same order.
+# One number for each pipeline of a process: all ranks create their pipelines in the same order.
 _numbers = itertools.count()
 _POLL_SECONDS = 0.05
-# How long a rank whose connection broke looks for the reason that another has left.
+# Seconds that a rank whose connection broke waits for the reason that another rank may report.
 _REASON_SECONDS = 2.0
 _FAILED = "failed"
-# A failed rank may end, and the store with it: the others are given the time to read its reason.
+# Seconds that a failed rank stays, because the store may end with it: the others read its reason.
 _LINGER_SECONDS = 0.6
-# PyTorch ends a process whose GPU waits longer than the group's timeout. This rank gives up before.
+# PyTorch ends a process whose GPU waits longer than the group's timeout; this rank gives up before.
 _WATCHDOG_TIMEOUTS = 3
 
 
 def has_nccl() -> bool:
-    """Are tensors on GPUs sent by NCCL? A group may have a backend for each type of device."""
+    """Whether NCCL sends the tensors on GPUs; a group may have a backend for each device type."""
     return "nccl" in str(dist.get_backend_config())
 
 
 class Control:
-    """The ranks of one pipeline; collectives on small objects, with errors that name ranks.
+    """The ranks of one pipeline: collectives on small objects, with errors that name ranks.
 
     Args:
         timeout: seconds that a rank waits for another.
-        describe: names a rank with its stages, for errors.
+        describe: returns the name of a rank with its stages, for errors.
 
     Raises:
         PipelineError: a rank did not come within the timeout.
@@ -56,7 +56,7 @@ class Control:
         self._calls = itertools.count()
         self._noted: str | None = None
         self._groups: list[Any] = []
-        # What waits on a GPU for a rank that has failed ends where its group is aborted.
+        # Aborting a group ends the GPU's work that waits for a failed rank.
         self._abortable: list[Any] = []
         self._closed = False
         self._launched_at: float | None = None
@@ -65,14 +65,14 @@ class Control:
         self._watch = Poller(self._watched) if self.size > 1 else None
         self.call_roll("to build the pipeline")
         delta = timedelta(seconds=timeout)
-        #: For objects of Python, on the CPU whatever the devices are.
+        #: The group that sends Python objects, on the CPU whatever the devices are.
         self.group: Any = dist.new_group(backend="gloo", timeout=delta)
         self._groups.append(self.group)
-        #: For what crosses the cuts.
+        #: The group that sends the tensors that cross the cuts.
         self.data_group: Any = self.new_group(list(range(self.size)))
 
     def new_group(self, ranks: list[int]) -> Any:
-        """A group for tensors of the devices; all ranks call it together."""
+        """Create a group for tensors of the devices; all ranks call it together."""
         on_gpus = has_nccl()
         seconds = self.timeout * (_WATCHDOG_TIMEOUTS if on_gpus else 1)
         group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
@@ -86,7 +86,7 @@ class Control:
         """Free the groups: their connections, threads, and memory on GPUs; all ranks call it.
 
         Raises:
-            PipelineError: a rank did not come; the groups of this one are freed.
+            PipelineError: a rank did not come; the groups of this rank are freed all the same.
         """
         if self._closed:
             return
@@ -104,7 +104,7 @@ class Control:
                     dist.destroy_process_group(group)
 
     def _leave(self) -> None:
-        """No rank goes while another uses the connection to it, and who may keep the store last."""
+        """Wait until no rank uses a connection; the rank that may keep the store leaves last."""
         self.call_roll("to close the pipeline")
         keys = [f"left/{rank}" for rank in range(1, self.size)]
         if self.rank:
@@ -114,7 +114,7 @@ class Control:
             time.sleep(_POLL_SECONDS)
 
     def require_open(self) -> None:
-        """Raise where there is nothing to be done any more.
+        """Raise if the pipeline can run no more steps.
 
         Raises:
             PipelineError: the pipeline has failed, or is closed.
@@ -125,25 +125,25 @@ class Control:
             raise PipelineError("the pipeline is closed")
 
     def connect(self, device: torch.device) -> None:
-        """Connect the GPUs of all ranks, which NCCL does at the first use of a group.
+        """Connect the GPUs of all ranks, which NCCL otherwise does at the first use of a group.
 
-        In a step that would be one after the other, while some already wait for others.
+        Within a step the connections would be made one after the other, while ranks already wait.
         """
         with self.guarded(lambda: f"waited for the GPUs of {self._others()}"):
             for group in self._abortable:
                 dist.all_reduce(torch.zeros(1, device=device), group=group)
 
     def abort(self) -> None:
-        """End what waits on this rank's GPU for another; its results are of no use."""
+        """End the work on this rank's GPU that waits for another rank; discard its results."""
         for group in self._abortable:
             group.abort()
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Around what gives a GPU its work, where the thread that watches ends what is stuck.
+        """Let the watching thread abort kernel launches that are stuck inside this context.
 
-        A GPU that waits for a rank that is gone takes some more work, and then the launch waits,
-        too. It may take as long as the timeout between two calls of :meth:`launches`.
+        A GPU that waits for a lost rank accepts some more work before launches block as well. A
+        launch is stuck when the timeout passes between two calls of :meth:`launches`.
         """
         self.launches()
         try:
@@ -152,14 +152,14 @@ class Control:
             self._launched_at = None
 
     def launches(self) -> None:
-        """Note that the GPU is given work."""
+        """Record that work is launched on the GPU now."""
         self._launched_at = time.monotonic()
 
     def wait_for(self, device: torch.device) -> None:
-        """Wait for a GPU as long as the timeout, and not for ever where a rank is gone.
+        """Wait for a GPU, at most as long as the timeout.
 
         Raises:
-            PipelineError: another rank has failed: what has come from it may be anything.
+            PipelineError: another rank has failed, so data received from it may be anything.
             TimeoutError: the GPU has not finished.
         """
         if device.type == "cuda":
@@ -180,7 +180,7 @@ class Control:
         """Wait until every rank is here.
 
         Raises:
-            PipelineError: some did not come within the timeout; they are named.
+            PipelineError: some ranks did not come within the timeout; the error names them.
         """
         call = next(self._calls)
         keys = [f"roll{call}/{rank}" for rank in range(self.size)]
@@ -202,7 +202,7 @@ class Control:
             raise self._lost_store(error) from error
 
     def gather(self, value: Any, purpose: str) -> list[Any]:
-        """The values of all ranks, in their order."""
+        """Return the values of all ranks, in the order of the ranks."""
         with self.guarded(lambda: f"waited for {self._others()} {purpose}"):
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, value, group=self.group)
@@ -212,17 +212,17 @@ class Control:
         return " and ".join(self.describe(r) for r in range(self.size) if r != self.rank)
 
     def share(self, value: Any, source: int = 0) -> Any:
-        """The value of rank ``source``, on every rank."""
+        """Return the value of rank ``source`` on every rank."""
         with self.guarded(lambda: f"waited for {self.describe(source)}"):
             found = [value]
             dist.broadcast_object_list(found, src=source, group=self.group)
         return found[0]
 
     def agree(self, error: BaseException | None, purpose: str) -> None:
-        """Raise on every rank where one has failed.
+        """Raise on every rank if one of them has an error.
 
         Raises:
-            PipelineError: of the first rank that has an error.
+            PipelineError: names the first rank that has an error.
         """
         told = None if error is None else f"{self.describe(self.rank)}: {first_line(error)}"
         for text in self.gather(told, "to hear how they fared"):
@@ -231,9 +231,9 @@ class Control:
 
     @contextmanager
     def guarded(self, waiting: Callable[[], str]) -> Iterator[None]:
-        """Turn whatever is raised into a :class:`PipelineError`, and tell the other ranks.
+        """Turn any exception into a :class:`PipelineError`, and report it to the other ranks.
 
-        ``waiting`` says what this rank waited for, should another be at fault.
+        ``waiting`` returns what this rank waited for, in case another rank is at fault.
         """
         self.require_open()
         try:
@@ -258,7 +258,7 @@ class Control:
         return self._look()
 
     def _look(self) -> bool:
-        """Read the reason, if there is one; whether there is nothing more to look for."""
+        """Read the reason of a failure if there is one; return whether to stop looking."""
         try:
             if not self._store.check([_FAILED]):
                 return False
@@ -275,7 +275,7 @@ class Control:
             self.abort()
 
     def failed(self, text: str) -> PipelineError:
-        """Note a failure for the other ranks, and return the error to raise."""
+        """Report a failure to the other ranks, and return the error to raise."""
         self.failure = text
         try:
             if not self._store.check([_FAILED]):
@@ -283,11 +283,11 @@ class Control:
                 if self.size > 1:
                     time.sleep(_LINGER_SECONDS)
         except RuntimeError:
-            pass  # The rank that keeps the store is gone; the others notice that as well.
+            pass  # The rank that keeps the store is gone; the other ranks notice that as well.
         return PipelineError(text)
 
     def reason(self, wait: float = 0.0) -> str | None:
-        """What another rank has noted about a failure; looked for during ``wait`` seconds."""
+        """Return what another rank reported of its failure; wait up to ``wait`` seconds for it."""
         end = time.monotonic() + wait
         while self._noted is None and not self._look() and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)

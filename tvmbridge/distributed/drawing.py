@@ -1,4 +1,4 @@
-"""Timelines as SVG pictures: which device does what when, predicted above measured."""
+"""Timelines as SVG pictures: what each device does when, predicted above measured."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from tvmbridge.distributed.orders import Span, Timeline
 
 _WIDTH, _ROW, _GAP, _LEFT = 960.0, 26.0, 16.0, 74.0
 _CAPTION = 22.0
-# Forward and backward, a shade for each stage of a device.
+# Colors of forward and backward, one shade for each stage of a device.
 _COLORS = {
     "F": ("#9ecae1", "#6baed6", "#4292c6", "#2171b5"),
     "B": ("#fdae6b", "#fd8d3c", "#f16913", "#d94801"),
     "I": ("#fdae6b", "#fd8d3c", "#f16913", "#d94801"),
     "W": ("#a1d99b", "#74c476", "#41ab5d", "#238b45"),
 }
-# Narrower boxes have no text.
+# Boxes narrower than this have no text.
 _LEAST_TEXT = 18.0
 
 
 def draw_timelines(timelines: Mapping[str, Timeline]) -> str:
-    """An SVG picture of timelines, one above the other, each with its name and idle share.
+    """Draw timelines as one SVG picture, one above the other, with their names and idle shares.
 
-    A box is a piece of work: F3 is the forward of micro-batch 3, B3 its backward (I and W where
-    the gradients of inputs and weights are computed apart). A later stage of a device is darker.
+    A box is a piece of work: F3 is the forward of micro-batch 3 and B3 its backward. I3 and W3
+    are the gradients of inputs and of weights, if the schedule computes them separately. Later
+    stages of a device are darker.
     """
     parts: list[str] = []
     top = 0.0

@@ -1,8 +1,8 @@
-"""The graph of one micro-batch: in the order of execution, with what may cross a cut.
+"""The graph of one micro-batch, in the order of execution, and the values that may cross a cut.
 
-A *part* is a stretch of the graph between two *boundaries*, places where the graph may be cut. What
-depends on the inputs alone (masks, positions) is computed again wherever it is needed, so that only
-values of the parameters cross a cut.
+A *boundary* is a position where the graph may be cut; a *part* is the section between two
+boundaries. Each stage recomputes the values that depend on the inputs alone (masks, positions), so
+that only values that depend on parameters cross a cut.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _DROPPED = ("_assert_tensor_metadata", "_guards_fn", "sym_constrain_range")
 class PipelineGraph:
     """A module captured for one micro-batch.
 
-    ``nodes`` are what is executed, without what is ``recomputed`` in each stage; ``inputs`` the
-    placeholders in the order of the flattened arguments; ``tensors`` the parameters, buffers and
-    constants by the names that nodes read them by; ``outputs`` what forward returns, flattened, and
-    ``output_spec`` its structure.
+    - ``nodes``: the nodes in the order of execution, without those in ``recomputed``.
+    - ``recomputed``: the nodes that each stage computes again.
+    - ``inputs``: the placeholders, in the order of the flattened arguments.
+    - ``tensors``: parameters, buffers and constants, by the names that nodes read them by.
+    - ``outputs``: the flattened values that forward returns; ``output_spec`` is their structure.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -37,10 +38,10 @@ class PipelineGraph:
     outputs: tuple[Any, ...]
     output_spec: Any
     input_spec: Any
-    owner: fx.GraphModule  # nodes live as long as their graph
+    owner: fx.GraphModule  # keeps the nodes alive
 
     def crossing(self, position: int) -> list[fx.Node]:
-        """The values that are made before ``nodes[position]`` and read from there on."""
+        """Return the values computed before ``nodes[position]`` and read there or later."""
         before = set(self.nodes[:position])
         found: dict[fx.Node, None] = {}
         for node in self.nodes[position:]:
@@ -49,13 +50,13 @@ class PipelineGraph:
         return list(found)
 
     def reads(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The values of other ``nodes`` that ``node`` reads, itself or by what is recomputed."""
+        """Yield the values of ``nodes`` that ``node`` reads, also through recomputed nodes."""
         for read in node.all_input_nodes:
             if read.op == "call_function" and read not in self.recomputed:
                 yield read
 
     def read_tensors(self, node: fx.Node) -> Iterator[str]:
-        """The names of parameters, buffers and constants that ``node`` reads directly."""
+        """Yield the names of parameters, buffers and constants that ``node`` reads directly."""
         for read in node.all_input_nodes:
             if read.op == "get_attr":
                 yield str(read.target)
@@ -64,7 +65,7 @@ class PipelineGraph:
 def capture_graph(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> PipelineGraph:
-    """Capture ``module`` in the mode it stands in, for the sizes of one micro-batch.
+    """Capture ``module`` in its current mode, for the sizes of one micro-batch.
 
     Raises:
         CaptureError: torch.export cannot capture it.
@@ -97,7 +98,7 @@ def _dropped(node: fx.Node) -> bool:
 
 
 def _tensors(module: nn.Module, owner: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """What the graph reads by name: the module's own tensors where it has one of the name."""
+    """Return the tensors that the graph reads by name: the module's own, if it has the name."""
     own: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))
     found = {}
@@ -121,7 +122,7 @@ def _attribute(module: nn.Module, name: str) -> Any:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Does the operator draw random numbers?"""
+    """Whether the operator draws random numbers."""
     if isinstance(node.target, OpOverload):
         if "dropout" in node.target.name():
             return bool(node.args[1]) and bool(node.args[2])
@@ -133,7 +134,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """What the operator writes into, by its schema, and the statistics of a batch norm."""
+    """Return the arguments that the operator writes into, including a batch norm's statistics."""
     if not isinstance(node.target, OpOverload):
         return []
     name = node.target.name()
@@ -150,7 +151,7 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` may be a view of."""
+    """Return the node whose memory ``node`` may be a view of."""
     while node.op == "call_function" and isinstance(node.target, OpOverload):
         arguments = node.target._schema.arguments
         aliased = [
@@ -168,7 +169,7 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def _recomputed(nodes: Sequence[fx.Node], tensors: Mapping[str, torch.Tensor]) -> set[fx.Node]:
-    """What neither depends on a parameter or a written buffer, nor draws, nor writes."""
+    """Return the nodes that read no parameter or written buffer, draw nothing and write nothing."""
     touched = {origin(w) for node in nodes for w in written(node)}
     names = {str(n.target) for n in touched if n.op == "get_attr"}
     found: set[fx.Node] = set()
@@ -188,12 +189,12 @@ def _is_fixed(node: fx.Node, written_names: set[str], tensors: Mapping[str, torc
 
 
 def submodule_of(node: fx.Node) -> str:
-    """The path of the innermost submodule that the operator ran in; empty for the module itself."""
+    """Return the path of the innermost submodule the operator ran in; "" for the module itself."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return str(paths[-1]) if paths else ""
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake tensor, or tuple of them, that stands for the node's value."""
+    """Return the fake tensor, or tuple of fake tensors, of the node's value."""
     return node.meta.get("val")

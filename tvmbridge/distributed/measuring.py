@@ -1,4 +1,4 @@
-"""What each part of a graph takes: time of forward and backward, and bytes."""
+"""Measure each part of a graph: the seconds of forward and backward, and the bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from tvmbridge.distributed.graph import PipelineGraph
 from tvmbridge.distributed.splitting import StageModule, cut
 
 _ROUNDS = 5
-# On a GPU so many calls are timed together: of one alone most may be the launch, and the wait for
-# its end, which no call of a pipeline has.
+# The number of calls that are timed together on a GPU: launching and waiting would dominate the
+# time of a single call, and a call within a pipeline waits for nothing.
 _CALLS_ON_GPU = 8
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """One part: seconds of forward and backward of a micro-batch, in eager PyTorch, and bytes.
+    """The cost of one part for one micro-batch in eager PyTorch.
 
-    ``kept`` is what forward keeps for backward; ``received`` what crosses the cut before it.
+    - ``forward``, ``backward``: seconds.
+    - ``parameters``: bytes of the parameters.
+    - ``kept``: bytes that forward keeps for backward.
+    - ``received``: bytes that cross the cut before the part.
     """
 
     forward: float
@@ -41,7 +44,7 @@ def measure(
     leaves: Sequence[Any],
     device: torch.device,
 ) -> list[PartCost]:
-    """The costs of the parts between ``positions``; equal ones are measured once."""
+    """Return the costs of the parts between ``positions``; measure equal parts once."""
     known: dict[str, tuple[float, float, int]] = {}
     costs = []
     parts = cut(graph, positions, [device] * len(positions))
@@ -63,7 +66,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def _measured(
     part: StageModule, leaves: Sequence[Any], device: torch.device
 ) -> tuple[float, float, int]:
-    # A copy, so that neither buffers nor gradients of the module are touched.
+    # A copy keeps the module's buffers and gradients as they are.
     module = copy.deepcopy(part.module).to(device)
     received = sample_of(part, device)
     given = [
@@ -84,7 +87,7 @@ def _measured(
 
 
 def sample_of(stage: StageModule, device: torch.device) -> list[torch.Tensor]:
-    """Tensors such as the stage receives, with random values."""
+    """Return tensors with random values and the shapes that the stage receives."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.randn(t.shape, generator=generator)
@@ -96,7 +99,7 @@ def sample_of(stage: StageModule, device: torch.device) -> list[torch.Tensor]:
 
 
 def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """The result, and the seconds of a call."""
+    """Return the result of a call, and its seconds."""
     calls = _CALLS_ON_GPU if device.type == "cuda" else 1
     _wait(device)
     start = time.perf_counter()
@@ -127,7 +130,7 @@ def _backward(
 
 
 def _counting(function: Callable[[], Any], module: nn.Module) -> tuple[Any, int]:
-    """The result, and the bytes that autograd keeps beyond the module's own tensors."""
+    """Return the result, and the bytes that autograd keeps beyond the module's own tensors."""
     own = {t.untyped_storage().data_ptr() for t in module.state_dict().values()}
     kept: dict[int, int] = {}
 

@@ -1,7 +1,7 @@
-"""Which rank does what in which order, and what that takes: schedules as data.
+"""Schedules as data: the order of each rank's work, and the times it takes.
 
-The orders are the engine's own. A :class:`Timeline` is such an order with times, predicted from
-durations or as measured.
+The orders come from the engine of torch.distributed.pipelining. A :class:`Timeline` is an order
+with times, either predicted from durations or measured.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ SCHEDULES = ("simple", "interleaved", "zero_bubble")
 
 
 class Work(NamedTuple):
-    """A piece of work: ``kind`` F for forward, B for backward (I its inputs, W its weights)."""
+    """A piece of work: ``kind`` is F for forward, B for backward, I or W for one half of backward.
+
+    I computes the gradients of the inputs, W those of the weights.
+    """
 
     kind: str
     stage: int
@@ -33,7 +36,7 @@ Orders = tuple[tuple[Work, ...], ...]
 
 
 def engine_class(schedule: str, stages: int, ranks: int, microbatches: int) -> Any:
-    """The engine's class for a schedule of ``stages`` on ``ranks`` devices."""
+    """Return the engine's class for a schedule of ``stages`` on ``ranks`` devices."""
     several = stages > ranks
     if schedule == "simple" or _is_short(schedule, stages, ranks, microbatches):
         return pipelining.ScheduleLoopedBFS if several else pipelining.ScheduleGPipe
@@ -43,16 +46,16 @@ def engine_class(schedule: str, stages: int, ranks: int, microbatches: int) -> A
 
 
 def _is_short(schedule: str, stages: int, ranks: int, microbatches: int) -> bool:
-    """Has the first stage all forwards before its first backward, whatever the schedule?
+    """Whether the first stage runs all forwards before its first backward in any schedule.
 
-    The engine's 1F1B is of no use then, and hangs with NCCL: one rank sends in a batch with what it
-    receives, the other receives alone, and these are different connections.
+    The engine's 1F1B gains nothing then, and hangs with NCCL: one rank sends and receives in one
+    batch, the other receives alone, and NCCL uses different connections for the two.
     """
     return schedule == "interleaved" and stages == ranks and microbatches < stages
 
 
 def problem(schedule: str, stages: int, ranks: int, microbatches: int) -> str | None:
-    """Why the engine has no such schedule, in words, with what would fit."""
+    """Return why the engine has no such schedule and what would fit; None if it has one."""
     if schedule not in SCHEDULES:
         return f"schedule is {schedule!r}; choose one of {', '.join(SCHEDULES)}"
     if stages % ranks:
@@ -75,7 +78,7 @@ def _words(numbers: Sequence[int]) -> str:
 
 
 def orders(schedule: str, stages: int, ranks: int, microbatches: int) -> Orders:
-    """What each rank does, in order."""
+    """Return the work of each rank, in order."""
     alone = schedule == "simple" and stages == ranks
     if alone or _is_short(schedule, stages, ranks, microbatches):
         return tuple(tuple(_all_forwards_first(r, microbatches)) for r in range(ranks))
@@ -83,8 +86,8 @@ def orders(schedule: str, stages: int, ranks: int, microbatches: int) -> Orders:
         return tuple(tuple(_one_by_one(r, stages, microbatches)) for r in range(ranks))
     found = []
     for rank in range(ranks):
-        # The engine writes the orders of all ranks down when it is given stages, and asks them
-        # only how many there are.
+        # The engine computes the orders of all ranks when it gets stages, of which it reads only
+        # their number.
         local = [
             SimpleNamespace(
                 num_stages=stages,
@@ -123,7 +126,7 @@ def _one_by_one(rank: int, stages: int, microbatches: int) -> Iterator[Work]:
 
 
 class Span(NamedTuple):
-    """A piece of work and when it ran, in seconds."""
+    """A piece of work, and its start and end in seconds."""
 
     work: Work
     start: float
@@ -132,38 +135,38 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each rank did when; ``spans[rank]`` in order."""
+    """The work of each rank with its times; ``spans[rank]`` is in order."""
 
     spans: tuple[tuple[Span, ...], ...]
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """The seconds from the first start to the last end."""
         all_spans = [s for rank in self.spans for s in rank]
         return max(s.end for s in all_spans) - min(s.start for s in all_spans)
 
     @property
     def idle(self) -> float:
-        """The share of the devices' time in which they do nothing."""
+        """The share of the devices' time in which they are idle."""
         busy = sum(s.end - s.start for rank in self.spans for s in rank)
         return 1 - busy / (self.seconds * len(self.spans))
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of a stage for one micro-batch, and of sending what crosses the cut behind it."""
+    """Seconds of a stage for one micro-batch, and seconds to send its results to the next."""
 
     forward: float
     backward: float
     transfer: float = 0.0
 
     def of(self, kind: str) -> float:
-        """The seconds of a piece of work; a backward in two halves is taken to be halved."""
+        """Return the seconds of a piece of work; each half of backward counts as half of it."""
         return {"F": self.forward, "B": self.backward}.get(kind, self.backward / 2)
 
 
 def predict(plan: Orders, durations: Sequence[Durations]) -> Timeline:
-    """When each piece of work runs if each rank does the next as soon as it can.
+    """Return the timeline in which each rank starts its next piece of work as soon as it can.
 
     Raises:
         ValueError: the order waits for itself.
@@ -199,7 +202,7 @@ def _ready(
     rank_of: Mapping[int, int],
     durations: Sequence[Durations],
 ) -> float | None:
-    """When what the work needs is there; None as long as some of it has not been planned."""
+    """Return when the inputs of the work have arrived; None if some of them are not planned yet."""
     kind, stage, m = work
     if kind == "W":
         return ends.get(Work("I", stage, m))
@@ -221,7 +224,7 @@ def _ready(
 
 
 def most_in_flight(plan: Orders, stages: int) -> list[int]:
-    """Of how many micro-batches each stage keeps what backward needs, at most."""
+    """Return, for each stage, the largest number of micro-batches whose residuals it keeps."""
     most = [0] * stages
     now = [0] * stages
     for works in plan:

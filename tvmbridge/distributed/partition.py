@@ -1,4 +1,4 @@
-"""Which parts make a stage: the cut with the shortest step that fits the memory."""
+"""Choose the parts of each stage: the cut with the shortest step that fits the memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from tvmbridge.core.errors import PipelineError
 from tvmbridge.distributed.measuring import PartCost
 from tvmbridge.distributed.orders import Durations, Orders, most_in_flight, predict
 
-# So many cuts are all tried; beyond that the search begins at the best balance.
+# Up to this number of cuts all are tried; otherwise the search begins at the best balance.
 _ALL_TRIED = 3000
 _LONGEST_SEARCH = 200
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What the search takes for granted of the devices.
+    """What the search assumes of the devices and of their connections.
 
-    ``memory`` is in bytes per device, None for no limit; a parameter takes ``state`` times its
-    size: itself, its gradient and what the optimizer keeps, twice that for Adam.
+    - ``latency``: seconds.
+    - ``bandwidth``: bytes a second.
+    - ``memory``: bytes per device; None for no limit.
+    - ``state``: the memory of a parameter over its size. The default counts the parameter, its
+      gradient, and the two moments of Adam.
     """
 
     latency: float
@@ -32,7 +35,13 @@ class DeviceLimits:
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut: ``starts`` are the numbers of the parts that begin a stage, 0 the first of them."""
+    """A cut of the parts into stages, with its predicted cost.
+
+    - ``starts``: the number of the part that begins each stage; the first is 0.
+    - ``durations``: the times of each stage.
+    - ``memory``: bytes of each rank.
+    - ``seconds``: the predicted time of a step.
+    """
 
     starts: tuple[int, ...]
     durations: tuple[Durations, ...]
@@ -41,7 +50,7 @@ class Partition:
 
 
 class Search:
-    """Finds the cut of parts into stages; ``allowed[part]`` are the stages it may be in."""
+    """Finds the best cut of parts into stages; ``allowed[part]`` is the stage of a pinned part."""
 
     def __init__(
         self,
@@ -60,10 +69,10 @@ class Search:
         self.rank_of = {w.stage: rank for rank, works in enumerate(plan) for w in works}
 
     def best(self) -> Partition:
-        """The cut with the shortest predicted step.
+        """Return the cut with the shortest predicted step.
 
         Raises:
-            PipelineError: no cut keeps to what is pinned, or none fits the memory.
+            PipelineError: no cut keeps the pinned parts in their stages, or none fits the memory.
         """
         parts = len(self.costs)
         if parts < self.stages:
@@ -81,7 +90,7 @@ class Search:
         raise PipelineError(self._why_none())
 
     def every(self) -> Iterator[tuple[int, ...]]:
-        """All cuts that keep to what is pinned."""
+        """Yield all cuts that keep the pinned parts in their stages."""
         for inner in itertools.combinations(range(1, len(self.costs)), self.stages - 1):
             starts = (0, *inner)
             if self._keeps(starts):
@@ -92,7 +101,7 @@ class Search:
         return all(starts[s] <= part < ends[s] for part, s in self.pinned.items())
 
     def evaluate(self, starts: Sequence[int], *, fitting: bool = True) -> Partition | None:
-        """The cut with its times; None where it does not fit the memory."""
+        """Return the cut with its times; None if it does not fit the memory."""
         ends = [*starts[1:], len(self.costs)]
         stages = [self.costs[a:b] for a, b in zip(starts, ends, strict=True)]
         memory = [0] * len(self.plan)
@@ -119,11 +128,11 @@ class Search:
         return self.machine.latency + self.costs[part].received / self.machine.bandwidth
 
     def _balanced(self) -> list[int] | None:
-        """The cut with the smallest longest stage, by dynamic programming over cut points."""
+        """Return the cut whose longest stage is shortest, by dynamic programming."""
         times = [p.forward + p.backward for p in self.costs]
         sums = [0.0, *itertools.accumulate(times)]
         parts = len(times)
-        # best[n] is the longest stage of the first n parts, and where the last of them begins.
+        # best[n] is the longest stage of the first n parts, and the starts of its stages.
         best = [(0.0, [0])] + [(math.inf, [0])] * parts
         for stage in range(self.stages):
             nxt = [(math.inf, [0])] * (parts + 1)
@@ -140,7 +149,7 @@ class Search:
         return all((start <= part < end) == (s == stage) for part, s in self.pinned.items())
 
     def _improved(self, starts: list[int] | None) -> Partition | None:
-        """The best cut that moving one or two boundaries leads to."""
+        """Return the best cut that repeated moves of one or two boundaries reach."""
         if starts is None:
             return None
         now, best = starts, self.evaluate(starts)

@@ -1,4 +1,4 @@
-"""The plan of a pipeline: where a module is cut, what each stage takes, how full a step is."""
+"""The plan of a pipeline: the cuts of a module, the cost of each stage, the predicted step."""
 
 from __future__ import annotations
 
@@ -21,13 +21,20 @@ from tvmbridge.distributed.partition import DeviceLimits, Partition, Search
 
 Stages = int | Sequence[str] | Mapping[str, int] | None
 
-# What is taken for granted of what lies between two devices of one host.
+# The assumed latency (seconds) and bandwidth (bytes a second) between two devices of one host.
 _LINKS = {"cuda": (20e-6, 100e9), "cpu": (300e-6, 2e9)}
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage: its rank, where it begins, and what it takes for one micro-batch."""
+    """One stage of a plan.
+
+    - ``rank``: the rank that runs it.
+    - ``begins``: the name of the submodule or node that it begins with.
+    - ``operators``, ``parameters``: their numbers.
+    - ``durations``: seconds for one micro-batch.
+    - ``received_bytes``: bytes that it receives for one micro-batch.
+    """
 
     rank: int
     begins: str
@@ -39,10 +46,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a module is cut into stages, and what a step is predicted to take.
+    """The stages of a module, and the prediction of a step.
 
-    ``positions`` are those of the captured graph's nodes at which stages begin; ``tied`` the names
-    of parameters that stages on several ranks share; ``memory`` bytes of each rank.
+    - ``positions``: the positions in the captured graph at which stages begin.
+    - ``orders``: the order of each rank's work.
+    - ``memory``: predicted bytes of each rank.
+    - ``tied``: the names of parameters that stages on several ranks share.
     """
 
     schedule: str
@@ -59,12 +68,12 @@ class Plan:
         return len(self.orders)
 
     def predicted(self) -> Timeline:
-        """A step as it would run if each stage took what was measured of its parts."""
+        """Return the timeline of a step, predicted from the measured times of the parts."""
         return predict(self.orders, [s.durations for s in self.stages])
 
     @property
     def balance(self) -> float:
-        """The mean time of the devices over the longest: 1 where all take the same."""
+        """The mean time of the devices over the longest: 1 if all take the same time."""
         times = [0.0] * self.ranks
         for stage in self.stages:
             times[stage.rank] += stage.durations.forward + stage.durations.backward
@@ -116,7 +125,7 @@ class MicroBatch:
 
     @staticmethod
     def of(inputs: Any, microbatches: int) -> tuple[MicroBatch, tuple[Any, ...], dict[str, Any]]:
-        """The first micro-batch of a batch, flattened, and as forward takes it."""
+        """Return the first micro-batch of a batch, and its arguments of forward."""
         args, kwargs = as_arguments(split(inputs, microbatches)[0])
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         return MicroBatch(tuple(leaves), spec), args, dict(kwargs)
@@ -133,17 +142,17 @@ def plan_pipeline(
     device: torch.device | str = "cpu",
     memory: int | None = None,
 ) -> Plan:
-    """Where ``module`` would be cut, the balance, and the predicted bubble; nothing is compiled.
+    """Plan the stages of ``module``, their balance, and the predicted idle time; compile nothing.
 
     Args:
-        module: in the mode that it is to be trained in.
+        module: the module in train mode.
         sample: a mini-batch, as ``runner.step`` takes it.
-        microbatches: how many micro-batches a mini-batch is cut into.
+        microbatches: the number of micro-batches that a mini-batch is cut into.
         schedule: ``"simple"``, ``"interleaved"`` or ``"zero_bubble"``.
-        stages: how many; or names of submodules that begin the second stage and those behind it;
-            or stages of submodules by name, of which others are chosen; None: one a device.
+        stages: the number of stages, the names of submodules that begin stages, or a dict from
+            names of submodules to stages, as for :func:`pipeline`; None: one stage a device.
         ranks: the number of devices; None: one for each stage.
-        device: where the parts are measured.
+        device: the device that the parts are measured on.
         memory: bytes that a device has, None for no limit.
 
     Raises:
@@ -160,10 +169,10 @@ def plan_pipeline(
 
 
 def count_stages(stages: Stages, ranks: int | None) -> int:
-    """The number of stages that is asked for.
+    """Return the number of stages that ``stages`` and ``ranks`` ask for.
 
     Raises:
-        PipelineError: neither stages nor devices say how many.
+        PipelineError: neither gives a number, or ``stages`` is not valid.
     """
     if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1):
         raise PipelineError(f"stages is {stages!r}; give a number, names of submodules, or a dict")
@@ -191,7 +200,7 @@ def make_plan(
     device: torch.device,
     memory: int | None,
 ) -> Plan:
-    """The plan for a captured graph; see :func:`plan_pipeline`."""
+    """Plan the stages of a captured graph; see :func:`plan_pipeline`."""
     wrong = problem(schedule, count, ranks, microbatches)
     if wrong is not None:
         raise PipelineError(wrong)
@@ -214,7 +223,7 @@ def make_plan(
 def every_plan(
     graph: PipelineGraph, sample: MicroBatch, like: Plan, device: torch.device
 ) -> list[Plan]:
-    """The plans of all cuts that an automatic one is chosen of, but for its limit of memory."""
+    """Return the plans of all cuts that the automatic search considers, without a memory limit."""
     count = len(like.stages)
     positions = [0, *boundaries(graph, count - 1)]
     costs = measure(graph, positions, sample.leaves, device)
@@ -231,7 +240,7 @@ def every_plan(
 def _pinned(
     graph: PipelineGraph, positions: Sequence[int], stages: Mapping[str, int]
 ) -> dict[int, int]:
-    """The stages of the parts that pinned submodules run in."""
+    """Return the stage of each part that a pinned submodule runs in."""
     found: dict[int, int] = {}
     for name, stage in stages.items():
         for node in nodes_of(graph, name):
@@ -282,7 +291,7 @@ def _described(
 
 
 def _parameters(graph: PipelineGraph, start: int, end: int) -> dict[int, str]:
-    """The parameters that nodes read, by identity."""
+    """Return the names of the parameters that the nodes read, by the parameters' ids."""
     found: dict[int, str] = {}
     for node in graph.nodes[start:end]:
         for name in graph.read_tensors(node):

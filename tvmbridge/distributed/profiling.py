@@ -1,4 +1,4 @@
-"""When each piece of work ran in a step: by torch.profiler, on a GPU by events of its stream."""
+"""Measure when each piece of work of a step ran: by torch.profiler, or by events on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARK = "tvmbridge.pipeline.mark"
 def measured_step(
     run: Callable[[], None], stages: Sequence[EngineStage], device: torch.device
 ) -> list[Span]:
-    """Run a step, which waits for the device; when this rank did what, in the host's seconds."""
+    """Run a step and wait for the device; return this rank's spans in seconds of the host."""
     for stage in stages:
         stage.marks = True
         stage.events.clear()
@@ -45,7 +45,7 @@ def _by_profiler(
 
 
 def _spans(events: Any, began: float) -> list[Span]:
-    """The marked ranges; the mark tells the profiler's clock from the host's."""
+    """Return the marked ranges; one mark converts the profiler's clock to the host's."""
     mark = min(e.time_range.start for e in events if e.name == _MARK)
     found = []
     for event in events:
@@ -60,7 +60,7 @@ def _spans(events: Any, began: float) -> list[Span]:
 def _by_events(
     run: Callable[[], None], stages: Sequence[EngineStage], device: torch.device
 ) -> list[Span]:
-    """The profiler has no ranges of backward on a GPU: another thread launches its kernels."""
+    """Return the spans from events: another thread launches backward, which has no ranges."""
     torch.cuda.synchronize(device)
     began = time.time_ns() / 1e9
     first = torch.cuda.Event(enable_timing=True)

@@ -1,4 +1,4 @@
-"""What each stage of a pipeline runs on, as all ranks know it."""
+"""The report of a pipeline: which of its stages TVM serves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tvmbridge.distributed.splitting import StageModule
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage: calls served by TVM and not, and why it runs in eager PyTorch, if it does.
+    """One stage: the calls that TVM served, and why the others ran in eager PyTorch.
 
-    ``cache`` says of its code whether it came from the cache on disk; ``fallbacks`` counts calls
-    that went to the stage's own forward, by reason.
+    ``cache`` says whether the code came from the cache on disk. ``fallbacks`` counts the calls of
+    the stage's own forward by reason.
     """
 
     stage: int
@@ -33,13 +33,13 @@ class StageReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The stages of a pipeline, in order."""
+    """The reports of all stages, in order."""
 
     stages: tuple[StageReport, ...]
 
     @property
     def share(self) -> float:
-        """The share of the stages' calls that TVM served; 0 before the first."""
+        """The share of the stages' calls that TVM served; 0 before the first call."""
         served = sum(s.tvm_calls for s in self.stages)
         calls = served + sum(sum(s.fallbacks.values()) for s in self.stages)
         return served / calls if calls else 0.0
@@ -74,7 +74,7 @@ def report_of(
     device: torch.device,
     control: Control,
 ) -> PipelineReport:
-    """The report of a pipeline, from the stages of each rank; all ranks ask for it together."""
+    """Collect the reports of the stages from all ranks; all ranks call it together."""
     mine = []
     for stage in stages:
         eager = reasons.get(stage.index)

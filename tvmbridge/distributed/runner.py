@@ -1,4 +1,4 @@
-"""The runner of a pipeline: one training step on all ranks, and what belongs to it."""
+"""The runner of a pipeline: training steps on all ranks, gradients, state, and the report."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Loss = Callable[..., torch.Tensor]
 
 
 class PipelineRunner:
-    """Trains a module whose stages lie on several ranks; made by :func:`pipeline`.
+    """Trains a module whose stages run on several ranks; :func:`pipeline` creates it.
 
-    ``plan`` is the cut of ``graph`` and its prediction, ``measured`` the timeline of the last step
-    that was profiled. Parameters are those of the module that was given: ``parameters()`` has the
-    ones of this rank, for its optimizer.
+    ``plan`` holds the stages of ``graph`` and the predicted step; ``measured`` is the timeline of
+    the last profiled step. The stages use the parameters of the given module: ``parameters()``
+    returns those of this rank, for its optimizer.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class PipelineRunner:
         kind = engine_class(plan.schedule, len(plan.stages), plan.ranks, plan.microbatches)
         several = len(plan.stages) > plan.ranks or plan.schedule == "zero_bubble"
         stages: Any = self._engine_stages if several else self._engine_stages[0]
-        # Scaled here and not by the engine, which divides what earlier steps have added up, too.
+        # The loss is scaled here: the engine would also divide gradients of earlier steps.
         return kind(stages, plan.microbatches, loss_fn=self._scaled_loss, scale_grads=False)
 
     def _scaled_loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        """The engine's loss of one micro-batch, a mean over all of them."""
+        """Return the loss of one micro-batch over the number of micro-batches."""
         microbatch = int(number.item())
         leaves = with_constants(self.stages[-1].outputs, output)
         result = pytree.tree_unflatten(leaves, self.graph.output_spec)
@@ -125,21 +125,21 @@ class PipelineRunner:
         return loss.reshape(()) / self.plan.microbatches
 
     def step(self, inputs: Any, targets: Any = None, *, profile: bool = False) -> torch.Tensor:
-        """Forward and backward of one mini-batch; gradients are added to those that are there.
+        """Run forward and backward of one mini-batch; add to the gradients that are there.
 
         Args:
             inputs: the same on every rank: a tensor, a tuple of positional arguments, or a dict of
                 keyword arguments. Tensors are cut along their first dimension.
-            targets: what the loss is given beside the outputs; cut likewise.
-            profile: run under torch.profiler; ``measured`` is then this step's timeline.
+            targets: the second argument of the loss; cut in the same way.
+            profile: whether to profile the step; ``measured`` is then its timeline.
 
         Returns:
-            The losses of the micro-batches, on the CPU of every rank. Gradients are those of their
-            mean.
+            The losses of the micro-batches, on the CPU of every rank. The gradients are those of
+            their mean.
 
         Raises:
             PipelineError: the batch cannot be cut, differs between ranks or from the sample, or
-                a stage failed; on every rank, within the timeout.
+                a stage failed. Every rank raises within the timeout.
         """
         self.control.require_open()
         self._set_batch(inputs, targets)
@@ -156,7 +156,7 @@ class PipelineRunner:
         return losses
 
     def _set_batch(self, inputs: Any, targets: Any) -> None:
-        """Cut the batch, and compare it with that of the other ranks."""
+        """Cut the batch into micro-batches, and compare it with the other ranks' batches."""
         problem: PipelineError | None = None
         try:
             self._cut_batch(inputs, targets)
@@ -206,7 +206,7 @@ class PipelineRunner:
         self.control.wait_for(self.device)
 
     def _shared_losses(self) -> torch.Tensor:
-        """The losses; no rank has them before all ranks have done their share of the step."""
+        """Return the losses on every rank, once all ranks have finished the step."""
         order = [self._losses[m].reshape(()) for m in sorted(self._losses)]
         mine = torch.stack(order).cpu() if order else None
         return self.control.gather(mine, "to end the step")[self.plan.stages[-1].rank]
@@ -216,7 +216,7 @@ class PipelineRunner:
         return f"waited for {waited[-1] if waited else self._neighbours()}"
 
     def _neighbours(self) -> str:
-        """The stages beside those of this rank, where they are on other ranks."""
+        """Describe the stages on other ranks that exchange tensors with this rank's stages."""
         beside = sorted({s.index + d for s in self.stages for d in (-1, 1)})
         within = [i for i in beside if 0 <= i < len(self.plan.stages)]
         ranks = {i: self.plan.stages[i].rank for i in within}
@@ -224,23 +224,23 @@ class PipelineRunner:
         return " or ".join(names) or "its own stages"
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, each once: for an optimizer."""
+        """Yield the parameters of this rank's stages, each once, for an optimizer."""
         return iter(self._tensors.parameters.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """They, with the names that the module has for them."""
+        """Yield the parameters of this rank's stages with their names in the module."""
         return iter(self._tensors.parameters.items())
 
     def zero_grad(self) -> None:
-        """Drop the gradients of this rank's parameters."""
+        """Set the gradients of this rank's parameters to None."""
         for parameter in self.parameters():
             parameter.grad = None
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients, on all ranks, so that their norm together is at most ``max_norm``.
+        """Scale all gradients, on all ranks, so that their total norm is at most ``max_norm``.
 
         Returns:
-            The norm before.
+            The total norm before scaling.
         """
         squares = [
             float(torch.linalg.vector_norm(p.grad.double()).square().item())
@@ -250,7 +250,7 @@ class PipelineRunner:
         parts = self.control.gather(sum(squares), "for the norm of the gradients")
         norm = float(sum(parts) ** 0.5)
         factor = max_norm / (norm + 1e-6)
-        # Not `factor < 1`: gradients whose norm is NaN are not to be trained on.
+        # Not `factor < 1`: a norm that is NaN must make the gradients NaN, not leave them as is.
         if not factor >= 1:
             for parameter in self.parameters():
                 if parameter.grad is not None:
@@ -258,11 +258,11 @@ class PipelineRunner:
         return norm
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers of this rank, under the module's own names."""
+        """Return the parameters and buffers of this rank, by their names in the module."""
         return self._tensors.state_dict(include_unused=self.control.rank == 0)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Those of the whole module, on the CPU of every rank; all ranks call it together."""
+        """Return the whole module's state, on the CPU of every rank; all ranks call it together."""
         mine = {name: t.detach().cpu() for name, t in self.state_dict().items()}
         whole: dict[str, torch.Tensor] = {}
         for part in self.control.gather(mine, "for their parameters"):
@@ -270,7 +270,7 @@ class PipelineRunner:
         return {name: whole[name] for name in self._tensors.names if name in whole}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy this rank's share of ``state``, which has the names of the whole module.
+        """Copy this rank's share of ``state``, the state of the whole module.
 
         Raises:
             PipelineError: a name is missing, or a tensor has another shape; nothing is changed.
@@ -278,12 +278,12 @@ class PipelineRunner:
         self._tensors.load(state, include_unused=self.control.rank == 0)
 
     def close(self) -> None:
-        """Free the connections between the ranks, which all call it; parameters stay as they are.
+        """Free the connections between the ranks; all ranks call it. Parameters stay as they are.
 
-        A process that makes one pipeline need not: its end frees them as well.
+        A process that creates a single pipeline need not call it: its exit frees them as well.
         """
         self.control.close()
 
     def report(self) -> PipelineReport:
-        """What runs where: each stage with TVM or in eager PyTorch, and why; on every rank."""
+        """Return on every rank which stages TVM serves, and why the others are eager."""
         return report_of(self.stages, self.eager, self.equal_to, self.device, self.control)

@@ -1,8 +1,8 @@
-"""Stages as modules of their own, cut out of the graph of one micro-batch.
+"""Cut the graph of one micro-batch into stages, each a module of its own.
 
-A stage's module takes what crosses the cut before it and what it needs of the inputs, and returns
-what it makes of what crosses the cut behind it. Parameters are those of the module that was given,
-under names that count: equal stages are equal graphs.
+A stage's module takes the values that cross the cut before it and the inputs that it needs; it
+returns the values that cross the cut after it. It uses the parameters of the given module under
+numbered names, so that equal stages have equal graphs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import fx, nn
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.distributed.graph import PipelineGraph, is_random, value_of, written
 
-# Of a device that an operator is given: the rank's own, whichever that is.
+# Replaces the device arguments of operators in a stage's key: each rank uses its own device.
 _INDEX = re.compile(r"(?<=device\(type='cuda'), index=\d+(?=\))")
 
 
 @dataclass(frozen=True)
 class OutputSource:
-    """Where an output of a stage comes from: ``made`` there, ``received``, or a ``constant``."""
+    """The origin of a stage's output: ``made`` in the stage, ``received``, or a ``constant``."""
 
     kind: str
     value: Any
@@ -32,11 +32,11 @@ class OutputSource:
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage: its module, and how it fits between the others.
+    """One stage: its module, and the tensors that it exchanges with the others.
 
-    ``names`` are the module's own names of the tensors that ``module`` reads, by its attributes;
-    ``used_inputs`` the indices of the flattened inputs that it takes behind what it receives;
-    ``received`` and ``sent`` are fake tensors of what crosses the cuts.
+    - ``names``: for each tensor attribute of ``module``, the name in the user's module.
+    - ``used_inputs``: the indices of the flattened inputs that it takes after the received values.
+    - ``received``, ``sent``: fake tensors of the values that cross the cuts.
     """
 
     index: int
@@ -52,7 +52,7 @@ class StageModule:
 
     @property
     def key(self) -> str:
-        """Equal for stages that do the same with tensors of the same shapes, on any rank."""
+        """A text that is equal for stages with equal operators and shapes, on any rank."""
         tensors = [*self.module.state_dict().values(), *self.received]
         shapes = [(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors]
         return f"{_INDEX.sub('', self.module.code)}\n{shapes}\n{self.used_inputs}"
@@ -61,7 +61,7 @@ class StageModule:
 def cut(
     graph: PipelineGraph, positions: Sequence[int], devices: Sequence[torch.device] | None = None
 ) -> list[StageModule]:
-    """The stages between ``positions``, the first of which is 0; the last stage ends the graph."""
+    """Cut the graph into stages that begin at ``positions``; the first position is 0."""
     ends = [*positions[1:], len(graph.nodes)]
     return [
         cut_stage(graph, i, start, end, None if devices is None else devices[i])
@@ -72,7 +72,7 @@ def cut(
 def cut_stage(
     graph: PipelineGraph, index: int, start: int, end: int, device: torch.device | None = None
 ) -> StageModule:
-    """The stage of ``graph.nodes[start:end]``; constants of the graph are put on ``device``."""
+    """Build the stage of ``graph.nodes[start:end]``, with constants of the graph on ``device``."""
     last = end == len(graph.nodes)
     received = graph.crossing(start)
     wanted: Sequence[Any] = graph.outputs if last else graph.crossing(end)
@@ -137,7 +137,7 @@ def _used_inputs(
 
 
 class _Builder:
-    """Copies nodes into a graph of their own, with what they need of recomputed ones."""
+    """Copies nodes into a graph of their own, with the recomputed nodes that they need."""
 
     def __init__(self, graph: PipelineGraph, device: torch.device | None) -> None:
         self.source = graph

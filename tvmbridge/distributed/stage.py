@@ -1,4 +1,4 @@
-"""One stage at work: what the engine of PyTorch calls for each micro-batch."""
+"""One stage as PyTorch's pipelining engine calls it for each micro-batch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tvmbridge.core.devices import gpus_of
 from tvmbridge.core.errors import PipelineError, first_line
 from tvmbridge.distributed.splitting import OutputSource, StageModule
 
-# Seeds are mixed by multiplication with odd numbers, and kept within 63 bits.
+# Multiplying by odd numbers mixes the seeds; 63 bits keep them valid for PyTorch.
 _MIXERS = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 _SEED_BITS = (1 << 63) - 1
 
 
 def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
-    """The seed of the draws of one stage for one micro-batch of one step."""
+    """Return the seed of the random draws of one stage for one micro-batch of one step."""
     mixed = seed
     for number, mixer in zip((step, microbatch, stage), _MIXERS, strict=True):
         mixed = ((mixed ^ (number + 1)) * mixer) & _SEED_BITS
@@ -31,7 +31,7 @@ def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
 
 
 class MicrobatchInputs:
-    """The flattened inputs of the step's micro-batches, as the stages of a rank find them."""
+    """The flattened inputs of the step's micro-batches, shared by the stages of a rank."""
 
     def __init__(self) -> None:
         self.leaves: Sequence[Sequence[Any]] = ()
@@ -40,10 +40,10 @@ class MicrobatchInputs:
 
 
 class StageForward(nn.Module):
-    """Runs a stage's module on what was received and on its share of the inputs.
+    """Runs a stage's module on the received values and on the inputs that the stage needs.
 
-    ``module`` may be dispatched. Draws come from a generator that is seeded for each micro-batch,
-    and the process's own generator is left as it was.
+    ``module`` may be dispatched. Random draws use a seed for each micro-batch; the state of the
+    process's generator is restored afterwards.
     """
 
     def __init__(self, stage: StageModule, device: torch.device, inputs: MicrobatchInputs) -> None:
@@ -55,7 +55,7 @@ class StageForward(nn.Module):
         self.microbatch = 0
 
     def forward(self, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What the stage sends on, or the outputs of the whole module."""
+        """Return the values that the stage sends, or the outputs if it is the last."""
         leaves = self.inputs.leaves[self.microbatch]
         given = [leaves[i] for i in self.stage.used_inputs]
         with self._draws():
@@ -78,17 +78,19 @@ class StageForward(nn.Module):
 
 
 def with_constants(outputs: Sequence[OutputSource], tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """The leaves of the module's outputs from the tensors that the last stage returned."""
+    """Return the leaves of the module's outputs: the last stage's tensors, and constants."""
     rest = iter(tensors)
     return [s.value if s.kind == "constant" else next(rest) for s in outputs]
 
 
 class EngineStage(PipelineStage):
-    """A stage of PyTorch's engine that knows its micro-batch and what it waits for.
+    """A stage of PyTorch's engine that records its micro-batch and what it waits for.
 
-    ``waits_for`` says which value it asked for last, for an error; with ``marks`` each piece of
-    work is a range of torch.profiler's, ``F0.3`` for the forward of micro-batch 3 in stage 0, and
-    on a GPU ``events`` has its name with events before and behind it. ``begins`` is called first.
+    - ``waits_for``: the value that it asked for last, for error messages.
+    - ``marks``: whether each piece of work is a range of torch.profiler, such as ``F0.3`` for the
+      forward of micro-batch 3 in stage 0.
+    - ``events``: on a GPU, each piece of work with an event before and one after it.
+    - ``begins``: called before each piece of work.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class EngineStage(PipelineStage):
 
     @contextmanager
     def _named(self, what: str, microbatch: int) -> Iterator[None]:
-        """Say that work begins, and of an error where it came up."""
+        """Report the start of work, and add the stage and micro-batch to an error."""
         self._begins()
         try:
             yield
@@ -147,13 +149,13 @@ class EngineStage(PipelineStage):
             ) from error
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one micro-batch."""
+        """Run forward of one micro-batch."""
         self.runs.microbatch = fwd_chunk_id
         with self._mark("F", fwd_chunk_id), self._named("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Backward of one micro-batch; an absent gradient is sent as zeros."""
+        """Run backward of one micro-batch; send zeros where a gradient is None."""
         with self._mark("B", bwd_chunk_id), self._named("backward", bwd_chunk_id):
             received = self.args_recv_info[bwd_chunk_id]
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -165,17 +167,17 @@ class EngineStage(PipelineStage):
             )
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The gradients of the parameters, where a schedule computes them apart."""
+        """Compute the gradients of the parameters, if the schedule separates them."""
         with self._mark("W", bwd_chunk_id), self._named("backward", bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the inputs of a micro-batch."""
+        """Return the operations that receive the inputs of a micro-batch."""
         self._note(f"micro-batch {fwd_chunk_id} from stage {self.stage_index - 1}", -1)
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """What receives the gradients of a micro-batch."""
+        """Return the operations that receive the gradients of a micro-batch."""
         self._note(
             f"the gradient of micro-batch {bwd_chunk_id} from stage {self.stage_index + 1}", 1
         )
@@ -188,7 +190,7 @@ class EngineStage(PipelineStage):
 
 
 def outputs_of(stage: StageModule) -> tuple[torch.Tensor, ...]:
-    """Fake tensors of what the stage returns: what it sends, or the outputs of the module."""
+    """Return fake tensors of the stage's results: the sent values, or the module's outputs."""
     if stage.sent:
         return stage.sent
     output = next(n for n in stage.module.graph.nodes if n.op == "output")
@@ -201,7 +203,7 @@ def outputs_of(stage: StageModule) -> tuple[torch.Tensor, ...]:
 
 
 def _samples(fakes: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Tensors without memory, which say what is sent: all of it may need a gradient."""
+    """Return meta tensors for the engine that describe the sent values; all may need gradients."""
     return tuple(
         torch.empty_strided(f.shape, f.stride(), dtype=f.dtype, device="meta").requires_grad_(
             f.dtype.is_floating_point

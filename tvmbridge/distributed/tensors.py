@@ -1,4 +1,4 @@
-"""Whose parameters and buffers a rank has, under the names of the whole module."""
+"""The parameters and buffers of a rank, by their names in the whole module."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tvmbridge.distributed.splitting import StageModule
 class StageTensors:
     """The tensors of the stages of one rank.
 
-    ``parameters`` are those that they read, by the first name that the module has for each;
-    ``names`` all of the module's state, in its order.
+    - ``parameters``: the parameters that the stages read, by the first name of each in the module.
+    - ``names``: the names of the whole module's state, in its order.
     """
 
     def __init__(self, module: nn.Module, graph: PipelineGraph) -> None:
@@ -33,7 +33,7 @@ class StageTensors:
         self._own: dict[str, torch.Tensor] = {}
 
     def add(self, stage: StageModule) -> None:
-        """Take in the tensors of a stage; they have been moved to its device."""
+        """Add the tensors of a stage, which are on its device."""
         for attribute, name in stage.names.items():
             original = self._graph.tensors[name]
             tensor = getattr(stage.module, attribute)
@@ -43,15 +43,15 @@ class StageTensors:
                 self._own.setdefault(alias, tensor)
 
     def state_dict(self, *, include_unused: bool) -> dict[str, torch.Tensor]:
-        """The tensors by all of their names; with those that no stage reads, if asked for."""
+        """Return the tensors by all of their names; optionally also those that no stage reads."""
         found = {**self._own, **(self._unused if include_unused else {})}
         return {name: found[name].detach() for name in self.names if name in found}
 
     def load(self, state: Mapping[str, torch.Tensor], *, include_unused: bool) -> None:
-        """Copy the tensors of ``state`` that are here.
+        """Copy from ``state`` into the tensors of this rank.
 
         Raises:
-            PipelineError: one is missing, or has another shape; nothing is changed.
+            PipelineError: a tensor is missing, or has another shape; nothing is changed.
         """
         own = self.state_dict(include_unused=include_unused)
         missing = [name for name in own if name not in state]

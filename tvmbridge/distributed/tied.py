@@ -1,4 +1,4 @@
-"""Parameters that stages on several ranks share: their gradients are added up after each step."""
+"""Sum the gradients of parameters that stages on several ranks share, after each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tvmbridge.distributed.tensors import StageTensors
 
 
 class TiedGradients:
-    """Each rank has such a parameter, and with equal gradients equal optimizers keep it equal."""
+    """Sums the gradients of shared parameters, so that equal optimizers keep the copies equal."""
 
     def __init__(self, tensors: StageTensors, control: Control) -> None:
         self._control = control
@@ -33,7 +33,7 @@ class TiedGradients:
                 self._groups[tuple(ranks)] = control.new_group(ranks)
 
     def _compare(self) -> None:
-        """Parameters that are to be one must begin as one.
+        """Check that a shared parameter has equal values on all ranks.
 
         Raises:
             PipelineError: a rank has other values.
@@ -50,12 +50,12 @@ class TiedGradients:
                     )
 
     def counts_here(self, name: str) -> bool:
-        """Is this rank the one that a shared parameter is counted on?"""
+        """Whether this rank counts a shared parameter in the total norm: one rank must."""
         return self._owners.get(name, [self._control.rank])[0] == self._control.rank
 
     @contextmanager
     def added_up(self) -> Iterator[None]:
-        """Around the backwards of a step: their gradients are added up, not those from before."""
+        """Sum over the ranks the gradients computed in this context, and no earlier ones."""
         own = [n for n in self._owners if n in self._parameters]
         own = [n for n in own if self._parameters[n].requires_grad]
         before = {name: self._parameters[name].grad for name in own}

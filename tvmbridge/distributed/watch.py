@@ -1,4 +1,4 @@
-"""A thread that looks for what has happened, while the others may be waiting for it."""
+"""A thread that polls a condition while other threads may be blocked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECONDS = 0.2
 
 
 class Poller:
-    """Calls a method now and then, until it returns True, its object is gone, or :meth:`end`."""
+    """Calls a method regularly until it returns True, its object is freed, or :meth:`end`."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self._stop = stop = threading.Event()
@@ -26,11 +26,11 @@ class Poller:
 
         self._thread = threading.Thread(target=watch, name="tvmbridge-pipeline", daemon=True)
         self._thread.start()
-        # A thread that is within PyTorch when the interpreter ends would abort the process.
+        # A thread that runs PyTorch code while the interpreter exits would abort the process.
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Stop, and wait for the call that is under way."""
+        """Stop, and wait until a running call has returned."""
         self._stop.set()
         self._thread.join()
         atexit.unregister(self.end)
