@@ -15,6 +15,7 @@ from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.methods import MethodOf
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.sharding import gathered
 from tvmbridge.graph_capture.capture import normalize_sample
 from tvmbridge.graph_capture.observe.refusal import refuse_at_sight
 from tvmbridge.graph_capture.surroundings import refused_now
@@ -137,7 +138,8 @@ def add_tvm_dispatch(
     args, kwargs = normalize_sample(given, sample_kwargs)
     if target is not None:
         known_target(target)
-    refuse_at_sight(module, args, kwargs)
+    with gathered(module):
+        refuse_at_sight(module, args, kwargs)
     surroundings = refused_now() if sampled else None
     if surroundings is not None:
         raise CaptureError(f"add_tvm_dispatch cannot trace the module here: {surroundings}")
@@ -168,7 +170,8 @@ def add_tvm_dispatch(
             dispatcher.checker = Checker(policy, chosen)
     register_containers(module)
     if sampled:
-        compile_sample(dispatcher, args, kwargs)
+        with gathered(module):
+            compile_sample(dispatcher, args, kwargs)
     elif not isinstance(dispatcher.any_size, DeclaredSizes):
         dispatcher.compiles_signatures = True
     if on_fallback is not None:

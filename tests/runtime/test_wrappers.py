@@ -56,15 +56,15 @@ def test_a_wrapper_is_not_dispatched(wrap: Any) -> None:
         add_tvm_dispatch(wrap(_block()), sample())
 
 
-def test_sharded_parameters_are_refused() -> None:
-    class FSDPModule(nn.Module):
+def test_parameters_sharded_by_a_wrapper_are_refused() -> None:
+    class FullyShardedDataParallel(nn.Module):
         """Stands for PyTorch's class, which wants processes."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 2
 
-    with pytest.raises(CaptureError, match="sharded"):
-        add_tvm_dispatch(nn.Sequential(FSDPModule()), sample())
+    with pytest.raises(CaptureError, match="FullyShardedDataParallel, and"):
+        add_tvm_dispatch(nn.Sequential(FullyShardedDataParallel()), sample())
 
 
 def _prepare(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from tvmbridge.core.assumptions import Question
 from tvmbridge.core.contents import all_held, is_constant
+from tvmbridge.core.sharding import sharded_within
 from tvmbridge.core.torch_private import is_functional_tensor
 from tvmbridge.graph_capture.trace.standins import tensors_of
 
@@ -75,6 +76,13 @@ def unusual_in(module: nn.Module, leaves: Sequence[Any] = ()) -> str | None:
 
     Tracing some of them would end the process.
     """
+    sharded = sharded_within(module)
+    if sharded is not None:
+        return (
+            f"its submodule {sharded} is sharded by itself (fully_shard), and one compiled "
+            f"function cannot gather its parameters in between: dispatch {sharded} and the other "
+            "sharded submodules instead"
+        )
     arguments = {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
     for name, value in {**arguments, **tensors_of(module)}.items():
         reason = unusual(value) if isinstance(value, torch.Tensor) else None

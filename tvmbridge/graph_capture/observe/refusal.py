@@ -36,7 +36,7 @@ _WRAPPERS = {
     "torch.nn.parallel.data_parallel.DataParallel": "module",
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
 }
-_SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+_SHARDED = "FullyShardedDataParallel"
 
 # How PyTorch says that an operator is not there for a device or a dtype.
 _NO_KERNEL = re.compile(r"[Cc]ould not run '|not implemented for '|no kernel|No operator found")
@@ -160,10 +160,10 @@ def _unusual_class(module: nn.Module) -> str | None:
                 f"it is a wrapper; dispatch what it holds, .{held}, which it then calls, or "
                 "dispatch before you wrap"
             )
-    if any(c.__name__ in _SHARDED for m in module.modules() for c in type(m).__mro__):
+    if any(c.__name__ == _SHARDED for m in module.modules() for c in type(m).__mro__):
         return (
-            "its parameters are sharded (FSDP), and compiled code does not gather them; use "
-            "DistributedDataParallel around a dispatched module, or leave it to PyTorch"
+            "its parameters are sharded by FullyShardedDataParallel, and compiled code does not "
+            "gather them; use torch.distributed.fsdp.fully_shard"
         )
     for name, submodule in module.named_modules():
         if isinstance(submodule, torch.jit.ScriptModule):

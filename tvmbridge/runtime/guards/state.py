@@ -17,6 +17,7 @@ from torch import nn
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.contents import MISSING
 from tvmbridge.core.libraries import acts
+from tvmbridge.core.sharding import class_before
 from tvmbridge.core.types import InputKind
 from tvmbridge.core.writes import version_of
 from tvmbridge.graph_capture.observe.hooks import GLOBAL_HOOKS, HOOKS, traced_hooks
@@ -246,7 +247,9 @@ class ModuleState:
         if list(map(tuple, self._families)) != self._orders:
             return "the order of submodules changed"
         if list(map(type, self._members)) != self._types:
-            return "the class of a submodule changed"
+            if list(map(class_before, self._members)) != self._types:
+                return "the class of a submodule changed"
+            self._types = list(map(type, self._members))
         for class_, forward in self._classes:
             if class_.forward is not forward:
                 return PATCHED

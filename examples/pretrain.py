@@ -1,0 +1,203 @@
+"""Pretrain a Llama on generated text over several processes, with FSDP2 or DDP, and resume.
+
+    torchrun --nproc-per-node 2 -m examples.pretrain --strategy fsdp
+    torchrun --nproc-per-node 2 -m examples.pretrain --strategy ddp --eager
+
+Each block is dispatched by itself: FSDP gathers its parameters before it, and DDP sends its
+gradients while the blocks before it compute theirs. With ``--folder`` a checkpoint is written every
+``--every`` steps, and a run that finds one goes on from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import tvmbridge
+
+
+class Block(nn.Module):
+    """Attention with rotary positions, and a gated linear unit, each behind an RMS norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+        y = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """A decoder of ``layers`` blocks over ``words`` tokens.
+
+    ``checkpointing``: backward computes each block's forward again.
+    """
+
+    def __init__(self, words: int, width: int, layers: int, heads: int, checkpointing: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.half = width // heads // 2
+        self.checkpointing = checkpointing
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(words.shape[1], device=words.device, dtype=torch.float32)
+        steps = torch.arange(self.half, device=words.device, dtype=torch.float32)
+        angles = positions[:, None] * 10_000.0 ** (-steps / self.half)
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embedding(words)
+        for block in self.blocks:
+            if self.checkpointing and self.training:
+                x = recomputed(block, x, cos, sin, use_reentrant=False)
+            else:
+                x = block(x, cos, sin)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def batches(options: argparse.Namespace, first: int, device: torch.device) -> Iterator[Any]:
+    """Yield this rank's batch of each step: sequences that count in steps of one to five."""
+    for step in range(first, options.steps):
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        shape = (options.batch, 1)
+        start = torch.randint(0, options.words, shape, generator=generator)
+        stride = torch.randint(1, 6, shape, generator=generator)
+        counted = start + stride * torch.arange(options.length + 1)
+        yield step, (counted % options.words).to(device)
+
+
+def parallel(model: Llama, options: argparse.Namespace, device: torch.device) -> Any:
+    """Dispatch the blocks, and distribute the model by the chosen strategy."""
+    if not options.eager:
+        for block in model.blocks:
+            tvmbridge.add_tvm_dispatch(block)
+    if options.strategy == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
+    half = torch.bfloat16 if options.autocast else None
+    policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32 if half else None)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def train(options: argparse.Namespace) -> list[float]:
+    """Train on this rank, and return its losses."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    torch.manual_seed(0)
+    plain = Llama(
+        options.words, options.width, options.layers, options.heads, options.checkpointing
+    ).to(device)
+    model = parallel(plain, options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
+    first = _restore(plain, optimizer, options.folder)
+    losses, began = [], time.perf_counter()
+    half = options.autocast and options.strategy == "ddp"  # FSDP has a policy of its own.
+    for step, words in batches(options, first, device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            logits = model(words[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), words[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        if step + 1 == first + options.warmup:
+            began = time.perf_counter()
+        if options.folder and (step + 1) % options.every == 0:
+            _save(plain, optimizer, options.folder, step + 1)
+    seconds = time.perf_counter() - began
+    if dist.get_rank() == 0:
+        timed = len(losses) - options.warmup
+        tokens = timed * options.batch * options.length * dist.get_world_size()
+        speed = f"{tokens / seconds:,.0f} tokens a second" if timed > 0 else "too short to time"
+        print(f"steps {first} to {options.steps}, loss {losses[-1]:.4f}, {speed}")
+        if not options.eager:
+            print(tvmbridge.dispatch_report(plain.blocks[0]))
+    dist.destroy_process_group()
+    return losses
+
+
+def _save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, step: int) -> None:
+    weights, states = get_state_dict(model, optimizer)
+    checkpoint.save(
+        {"model": weights, "optimizer": states}, checkpoint_id=str(Path(folder, str(step)))
+    )
+
+
+def _restore(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | None) -> int:
+    """Load the last complete checkpoint of ``folder``; return the number of steps it has."""
+    done = [
+        int(path.parent.name)
+        for path in (Path(folder).glob("*/.metadata") if folder else ())
+        if path.parent.name.isdigit()
+    ]
+    if not done:
+        return 0
+    weights, states = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": states}
+    checkpoint.load(state, checkpoint_id=str(Path(str(folder), str(max(done)))))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return max(done)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; ``given`` replaces it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp")
+    parser.add_argument("--eager", action="store_true", help="leave the blocks to eager PyTorch")
+    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in backward")
+    parser.add_argument("--folder", help="where checkpoints are written and looked for")
+    for name, value in {
+        "steps": 30, "batch": 4, "length": 64, "words": 128, "width": 128, "layers": 4,
+        "heads": 4, "every": 10, "warmup": 5,
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rate", type=float, default=3e-3, help="of the optimizer")
+    return parser.parse_args(given)
+
+
+if __name__ == "__main__":
+    train(arguments())
