@@ -62,7 +62,9 @@ class Llama(nn.Module):
     ``checkpointing``: backward computes each block's forward again.
     """
 
-    def __init__(self, words: int, width: int, layers: int, heads: int, checkpointing: bool):
+    def __init__(
+        self, words: int, width: int, layers: int, heads: int, checkpointing: bool
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -140,7 +142,7 @@ def train(options: argparse.Namespace) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         if step + 1 == first + options.warmup:
             began = time.perf_counter()
         if options.folder and (step + 1) % options.every == 0:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -49,3 +55,24 @@ def test_steps_are_those_of_eager_in_all_settings(name: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_steps_are_those_of_eager_on_other_numbers_of_ranks(ranks: int) -> None:
     _check({"sharded": Setting(), "checkpointed": ALL["checkpointed"]}, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_the_example_resumes_with_the_losses_of_eager(strategy: str, tmp_path: Path) -> None:
+    def last_loss(*arguments: str) -> float:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command = [*torchrun, "--nproc-per-node", "2", "-m", "examples.pretrain", *arguments]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            [*command, "--strategy", strategy, "--layers", "2"],
+            cwd=root, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, capture_output=True,
+            timeout=300, check=True,
+        )  # fmt: skip
+        found = re.search(r"loss ([\d.]+)", done.stdout)
+        assert found, done.stdout
+        return float(found[1])
+
+    last_loss("--folder", str(tmp_path), "--steps", "4", "--every", "4")
+    resumed = last_loss("--folder", str(tmp_path), "--steps", "6")
+    assert abs(resumed - last_loss("--eager", "--steps", "6")) < 1e-3
