@@ -1,10 +1,10 @@
 """The joint function by PyTorch's own derivative formulas.
 
-The module's forward runs on fake tensors under PyTorch's autograd, its gradient with it, and every
-ATen operator that either executes is recorded. The recording is the joint function, exactly as
-eager PyTorch computes it: ``detach``, ``no_grad``, custom autograd functions and the conventions of
-each derivative are in it because PyTorch itself applied them. Then the draws are hoisted, writes
-are made functional, and the frontend turns it into Relax.
+The module's forward and its gradient run on fake tensors under PyTorch's autograd, and every ATen
+operator of both is recorded. The recorded graph is the joint function exactly as eager PyTorch
+computes it: PyTorch itself has applied ``detach``, ``no_grad``, custom autograd functions and the
+conventions of each derivative. Then the random draws become inputs, writes become functional, and
+the frontend converts the graph to Relax.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TracedJoint:
-    """A joint function with the noise that it takes, how it was imported, and from what graph.
+    """A joint function, the random draws that it takes, and the graph that it was imported from.
 
-    The placeholders of ``graph`` stand for primals, cotangents and draws, in this order.
+    The placeholders of ``graph`` are the primals, the cotangents and the draws, in this order.
     """
 
     joint: JointModule
@@ -52,12 +52,12 @@ class TracedJoint:
 def trace_joint(
     rehearsal: Rehearsal, facts: GradientFacts, records: list[PassRecord]
 ) -> TracedJoint:
-    """The joint function of a module, with PyTorch's derivatives.
+    """Record the joint function of a module, with PyTorch's derivatives.
 
     Args:
-        rehearsal: the module's forward.
+        rehearsal: replays the module's forward.
         facts: which outputs have a cotangent, and which primals a gradient.
-        records: what each pass did is appended here.
+        records: receives a record of each pass.
 
     Raises:
         UnsupportedOperatorError: an operator of forward or backward cannot be compiled.
@@ -108,7 +108,7 @@ def trace_joint(
 def _in_calling_order(
     inputs: Sequence[GraphInput], noise: Sequence[NoiseDescriptor]
 ) -> list[GraphInput]:
-    """Inputs for the draws, in the order of a call: masks come last."""
+    """Return the inputs for the random draws in calling order: masks come last."""
     pairs = list(zip(inputs, noise, strict=True))
     plain = [i for i, n in pairs if n.drop_probability is None]
     return plain + [i for i, n in pairs if n.drop_probability is not None]
@@ -117,9 +117,9 @@ def _in_calling_order(
 def _record(
     rehearsal: Rehearsal, facts: GradientFacts
 ) -> tuple[fx.GraphModule, tuple[AppliedFunction, ...]]:
-    """Every operator of forward and its gradient: ``(primals..., cotangents...) -> results``.
+    """Record the operators of forward and gradient: ``(primals..., cotangents...) -> results``.
 
-    With it come the custom autograd functions, in the order in which their borders are numbered.
+    Also return the custom autograd functions, in the order in which their boundaries are numbered.
     """
     count = len(rehearsal.inputs)
     position = {d.name: i for i, d in enumerate(rehearsal.inputs)}
@@ -146,7 +146,7 @@ def _record(
         fakes = rehearsal.fakes()
         specs = [rehearsal.outputs[number].spec for number in facts.cotangent_of]
         fakes += [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs if s]
-        # Here strides are known still: from here on inputs are dense.
+        # Strides are known only up to here: the later steps assume dense inputs.
         table: dict[Any, Callable[..., Any]] = {
             aten.native_batch_norm.default: _batch_norm,
             aten.sort.default: sort_as_eager,
@@ -158,17 +158,17 @@ def _record(
 
 
 def _refuse_unsaved(traced: fx.GraphModule, rehearsal: Rehearsal) -> None:
-    """Refuse tensors that the backward of a custom function reads past what forward has saved.
+    """Refuse tensors that a custom function's backward reads but its forward did not save.
 
     Raises:
-        UnsupportedOperatorError: there is one, whose changes compiled code would not see.
+        UnsupportedOperatorError: there is one; compiled code would not see changes of its values.
     """
     known = {storage_key(t) for t in rehearsal.captured.constant_tensors.values()}
     for node in traced.graph.find_nodes(op="get_attr"):
         tensor = getattr(traced, str(node.target), None)
         if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in known:
             continue
-        # PyTorch lifts the tensors that backward itself makes of numbers.
+        # PyTorch lifts tensors that backward creates from numbers; they are no outside tensors.
         if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
             raise UnsupportedOperatorError(
                 "the backward of a custom autograd function reads a tensor of shape "
@@ -205,7 +205,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """The overload whose schema says whether running statistics are written."""
+    """Return the batch norm overload whose schema says whether it writes running statistics."""
     if not training:
         norm = aten._native_batch_norm_legit_no_training.default
         return norm(x, weight, bias, mean, variance, momentum, eps)
@@ -217,11 +217,11 @@ def _batch_norm(
 
 
 def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModule:
-    """The same graph without writes, taken apart by our table, of dense inputs."""
+    """Return the graph without writes, decomposed by our table, for dense inputs."""
     given = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
     run = torch.func.functionalize(_SameDtypes(traced).run, remove="mutations")
     with rehearsal.mode, torch.no_grad():
-        # Compiled code gets them so; the shapes of some results depend on it.
+        # Compiled code gets dense inputs, and the shapes of some results depend on that.
         fakes = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in given]
         functional = _traced(run, fakes, joint_decomposition_table())
     functional.graph.eliminate_dead_code()
@@ -232,10 +232,10 @@ def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModu
 
 
 class _SameDtypes(fx.Interpreter):
-    """Runs a graph; results keep their dtypes, also where parts of an operator have others."""
+    """Runs a graph so that results keep their dtypes, even if a decomposition has others."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A tensor that the graph holds; operators that write take it with others of the trace."""
+        """Return a copy of a tensor that the graph holds, which operators may write into."""
         held = super().get_attr(target, args, kwargs)
         return aten.lift_fresh_copy.default(held) if isinstance(held, torch.Tensor) else held
 
@@ -248,7 +248,7 @@ class _SameDtypes(fx.Interpreter):
 
 
 def _check_strided_views(traced: fx.GraphModule) -> None:
-    """Refuse ``as_strided`` of memory that compiled code lays out in another way."""
+    """Refuse ``as_strided`` of a tensor whose strides differ in compiled code."""
     for node in traced.graph.nodes:
         if str(node.target).startswith("aten.as_strided"):
             base = node.args[0].meta["val"]

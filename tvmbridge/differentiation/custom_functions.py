@@ -1,8 +1,9 @@
-"""Custom autograd functions: what backward of a module must know of those that forward applies.
+"""Custom autograd functions: what backward of a module must know of the functions forward applies.
 
-PyTorch calls the backward of a function when a gradient arrives for one of its outputs, with zeros
-for the others, or None if it asked for that. It may do anything with them: multiply a zero by
-infinity, or take another way. So a recorded gradient shows by borders where it begins and ends.
+PyTorch calls the backward of a function when a gradient arrives for one of its outputs. The other
+gradients are zeros, or None if the function asked for that. Backward may do anything with them:
+multiply a zero by infinity, or branch. Boundaries in the recorded gradient therefore mark where
+each backward begins and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tvmbridge.core.errors import UnsupportedOperatorError
 from tvmbridge.graph_capture.trace.patches import patched_here
 from tvmbridge.kernels.borders import enters, leaves
 
-# Operators of ours, which have PyTorch's own formulas for a backward.
+# tvmbridge's own operators, whose backward has PyTorch's formulas.
 _OURS = "GeneratedBackwardFor_tvmbridge_"
 _Edge = tuple[Any, int]
 
@@ -28,10 +29,11 @@ _Edge = tuple[Any, int]
 class AppliedFunction:
     """One call of a custom autograd function.
 
-    ``reads`` says for each output that gradients may arrive for from which cotangents, by number.
-    ``zeros``: zeros stand for gradients that do not arrive; otherwise None does. ``cut_off``: one
-    that its gradients come through hands on none to it. ``unfed``: so that none comes to it at all,
-    or to one that its gradients come through.
+    - ``reads``: for each output that can get a gradient, the numbers of the cotangents that its
+      gradient comes from.
+    - ``zeros``: whether zeros replace gradients that do not arrive; otherwise None does.
+    - ``cut_off``: a function between the outputs and this one may return no gradient to it.
+    - ``unfed``: no gradient reaches this function, or one between the outputs and this one.
     """
 
     name: str
@@ -41,12 +43,12 @@ class AppliedFunction:
     unfed: bool = False
 
     def is_called(self, absent: Collection[int]) -> bool:
-        """Whether PyTorch calls its backward where these cotangents do not arrive."""
+        """Whether PyTorch calls its backward if these cotangents do not arrive."""
         return bool(frozenset().union(*self.reads) - frozenset(absent))
 
 
 class FunctionWatch:
-    """Notes the custom autograd functions that are applied, and why in ``reasons``."""
+    """Records the custom autograd functions of forward in ``reasons`` against TVM's Gradient."""
 
     def __init__(self, reasons: dict[str, None]) -> None:
         self._reasons = reasons
@@ -54,10 +56,10 @@ class FunctionWatch:
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Within it they are noted, also those whose ``apply`` was bound before."""
+        """Record the functions in this context, even if their ``apply`` was bound before."""
 
         def applied(genuine: Any, ctx: BackwardCFunction) -> None:
-            # Each call of Function.apply makes one, whichever language apply is written in.
+            # Each call of Function.apply creates a node of autograd, in whichever language.
             genuine(ctx)
             name = getattr(ctx._forward_cls, "__name__", "unnamed")  # type: ignore[attr-defined]
             self._reasons[f"the custom autograd function {name} has a backward of its own"] = None
@@ -75,15 +77,15 @@ class FunctionWatch:
             yield
 
     def bordered(self, outputs: Sequence[torch.Tensor]) -> Bordered:
-        """Those behind ``outputs``, whose cotangents are numbered so, with borders from now on."""
+        """Return the functions behind ``outputs``, and mark their boundaries from now on."""
         return Bordered(outputs, set(map(id, self._bare)))
 
 
 class Bordered:
-    """The custom functions behind outputs, whose backwards show where they begin and end.
+    """The custom functions behind outputs, with marked boundaries of their backwards.
 
     Args:
-        outputs: those whose gradient is going to be recorded.
+        outputs: the outputs whose gradient will be recorded.
         bare: the ids of the nodes that get None for gradients that do not arrive.
     """
 
@@ -117,7 +119,7 @@ class Bordered:
         node.register_hook(leave)
 
     def functions(self) -> tuple[AppliedFunction, ...]:
-        """They, in the order of their numbers, after the gradient was recorded."""
+        """The functions in the order of their numbers, known once the gradient was recorded."""
         cut_off = {other for node in self._nodes(self._cutting) for other in _behind(node)}
         unfed = self._nodes(self._unfed)
         unfed += [other for node in unfed for other in _behind(node)]
@@ -145,7 +147,7 @@ def _behind(node: Any) -> set[Any]:
 
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
-    """All nodes that backward may visit from there on, with the output that it enters by."""
+    """Return all edges (node and output number) that backward may visit from ``edge`` on."""
     edges: set[_Edge] = {edge}
     waiting, visited = [edge[0]], set()
     while waiting:
@@ -159,11 +161,11 @@ def _edges_behind(edge: _Edge) -> set[_Edge]:
 
 
 def called(functions: Sequence[AppliedFunction], absent: Collection[int]) -> frozenset[int]:
-    """The numbers of the functions whose backward is called without the ``absent`` cotangents.
+    """Return the numbers of the functions whose backward runs without the ``absent`` cotangents.
 
     Raises:
-        UnsupportedOperatorError: one of them takes None for a gradient that does not arrive, or it
-            is not known whether one arrives, or what one adds that is not called.
+        UnsupportedOperatorError: a function takes None for a gradient that does not arrive, or it
+            is unknown whether a gradient arrives, or what a function that is not called would add.
     """
     numbers = {i for i, function in enumerate(functions) if function.is_called(absent)}
     for number, function in enumerate(functions):

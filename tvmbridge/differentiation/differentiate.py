@@ -1,4 +1,4 @@
-"""Differentiation: a forward module becomes the joint function of forward and backward.
+"""Differentiate a forward module into the joint function of forward and backward.
 
 ``joint(primals..., cotangents...) -> (outputs..., gradients...)``, flat, in one dataflow block.
 """
@@ -27,14 +27,17 @@ from tvmbridge.pipeline import lowering_passes, run_passes, zapp_passes
 class JointModule:
     """A joint function with its calling convention.
 
-    ``mod["joint"]`` takes ``primals`` then ``cotangents`` (names) and returns ``num_outputs``
-    outputs of forward, then one gradient for each of ``wanted``. ``cotangent_of`` gives for each
-    cotangent the number of the output it belongs to. ``gradient_reads`` says for each gradient
-    which cotangents (by number) eager PyTorch needs one of, to have that gradient at all; None:
-    those that it is computed from. ``drawn`` are the primals that are random draws. ``functions``
-    are the custom autograd functions, in the order in which their borders are numbered; without any
-    the gradients are linear in the cotangents, as PyTorch's own formulas are. ``saved``: what eager
-    PyTorch saves of primals and outputs; None: all of it.
+    ``mod["joint"]`` takes the primals, then the cotangents. It returns ``num_outputs`` outputs of
+    forward, then one gradient for each of ``wanted``.
+
+    - ``primals``, ``cotangents``: the names of the parameters.
+    - ``cotangent_of``: for each cotangent, the number of its output.
+    - ``gradient_reads``: for each gradient, the numbers of the cotangents of which eager PyTorch
+      needs at least one to compute it; None: the cotangents that it is computed from.
+    - ``drawn``: the primals that are random draws.
+    - ``functions``: the custom autograd functions, in the order of their boundaries. Without any,
+      the gradients are linear in the cotangents, as PyTorch's own formulas are.
+    - ``saved``: the primals and outputs that eager PyTorch saves for backward; None: all.
     """
 
     mod: tvm.IRModule
@@ -50,7 +53,7 @@ class JointModule:
 
 
 def missing_rules(mod: tvm.IRModule, wanted: Sequence[str]) -> list[str]:
-    """Operators of ``main`` that a gradient must pass and that have no admitted rule."""
+    """Return the operators of ``main`` on a gradient's path that have no admitted rule."""
     function, named = mod["main"], set(wanted)
     active = active_variables(function, [p for p in function.params if p.name in named])
     missing: dict[str, None] = {}
@@ -72,16 +75,16 @@ def differentiate(
     outputs: Sequence[int],
     records: list[PassRecord],
 ) -> JointModule:
-    """The joint function of ``mod["main"]`` by TVM's Gradient.
+    """Build the joint function of ``mod["main"]`` by TVM's Gradient.
 
     Args:
         mod: a module with the pure function ``main``.
-        wanted: names of the parameters of ``main`` whose gradients are asked for.
+        wanted: names of the parameters of ``main`` that need a gradient.
         outputs: numbers of the outputs that may have a cotangent.
-        records: what each pass did is appended here.
+        records: receives a record of each pass.
 
     Raises:
-        UnsupportedOperatorError: operators without a gradient rule, all of them by name.
+        UnsupportedOperatorError: names all operators without a gradient rule.
     """
     install_rules()
     mod = run_passes(mod, lowering_passes(), records)
@@ -133,7 +136,7 @@ def _gradient(
 
 
 def _flatten_adjoint(adjoint: relax.Function, num_outputs: int) -> tvm.IRModule:
-    """``((scalar, outputs...), (gradients...))`` -> ``(outputs..., gradients...)``."""
+    """Flatten the results ``((scalar, outputs...), (gradients...))``, and drop the scalar."""
     bound = {b.var: b.value for block in adjoint.body.blocks for b in block.bindings}
 
     def fields(expr: relax.Expr) -> list[relax.Expr]:

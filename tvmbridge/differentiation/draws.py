@@ -1,6 +1,6 @@
-"""Random draws in words, the same for eager PyTorch's and for those of the captured graph.
+"""Describe random draws of eager PyTorch and of the captured graph in the same words.
 
-Draws that are called alike fill the same elements with the same numbers.
+Two draws with equal descriptions fill the same elements with the same numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tvmbridge.graph_capture.noise import READS_VALUES, RRELU_NAME, base_name, m
 
 
 def eager_draw(op: Any, args: Any, kwargs: Any, result: Any) -> str:
-    """A draw in words that are the same for its variants: operator, shape, order in memory."""
+    """Describe an eager draw by operator, shape and memory order, equally for all its variants."""
     value = pytree.tree_leaves(result)[0]
     order = memory_order(value)
     if op is torch.ops.aten.native_dropout.default:
@@ -37,12 +37,12 @@ def _in_words(op: Any, drawn: TensorSpec, operands: Sequence[TensorSpec]) -> str
 
 
 def _nesting(order: tuple[int, ...]) -> list[int]:
-    """Dimensions from the outermost to the innermost: all that a mask's numbers depend on."""
+    """Return the dimensions from outermost to innermost; a mask's numbers depend only on these."""
     return sorted(range(len(order)), key=lambda dim: -order[dim])
 
 
 def captured_draw(noise: NoiseDescriptor) -> str:
-    """A draw of the captured graph in the words of :func:`eager_draw`."""
+    """Describe a draw of the captured graph as :func:`eager_draw` does."""
     filled = noise.args[0] if noise.op._schema.is_mutable else noise.spec
     if noise.op is torch.ops.aten.bernoulli_.float:
         return f"mask {noise.spec.shape} {_nesting(memory_order(filled))} {noise.args[1]}"

@@ -1,9 +1,9 @@
-"""What eager PyTorch does when a module is differentiated, and what the captured graph lost of it.
+"""How eager PyTorch differentiates a module, and what the captured graph does not show of it.
 
-The captured graph is forward alone. TVM's Gradient differentiates it, and would be silently wrong
-wherever PyTorch does not differentiate forward as it is written: at ``detach`` and under
-``no_grad``, in custom autograd functions, at operators whose decomposition has another derivative
-than PyTorch's formula (at kinks, where one side is infinite). A rehearsal of forward finds these.
+The captured graph holds forward alone. TVM's Gradient of it would be silently wrong where PyTorch
+does not differentiate forward as written: at ``detach``, under ``no_grad``, in custom autograd
+functions, and at operators whose decomposition has another derivative than PyTorch's formula (at
+kinks, or where one side is infinite). An eager replay of forward finds these places.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from tvmbridge.graph_capture.noise import OTHER_DRAWS
 
 
 class NothingToDifferentiateError(UnsupportedOperatorError):
-    """No output of a module requires a gradient: it runs forward alone."""
+    """Raised if no output of a module requires a gradient: the module needs forward alone."""
 
 
 @dataclass(frozen=True)
 class GradientFacts:
     """How eager PyTorch differentiates a module.
 
-    ``lost`` are the reasons why the captured graph alone must not be differentiated.
-    ``cotangent_of`` are the numbers of the outputs that require a gradient, ``wanted`` the names
-    of the primals that get one, and ``gradient_reads`` says for each of these from which
-    cotangents (numbers among ``cotangent_of``): without any of them its gradient is None.
-    ``layouts`` are those of the gradients, by number, for cotangents that lie as their outputs.
-    ``draws`` counts the random draws of forward. ``saved``: what autograd saves of the user's
-    memory.
+    - ``lost``: the reasons why the captured graph alone must not be differentiated.
+    - ``cotangent_of``: the numbers of the outputs that require a gradient.
+    - ``wanted``: the names of the primals that get a gradient.
+    - ``gradient_reads``: for each wanted primal, the cotangents (numbers among ``cotangent_of``)
+      that its gradient depends on; it is None if none of them arrives.
+    - ``layouts``: the memory layouts of the gradients, by number, if cotangents have the layouts
+      of their outputs.
+    - ``draws``: the number of random draws of forward.
+    - ``saved``: the user's tensors that autograd saves.
     """
 
     lost: tuple[str, ...]
@@ -53,12 +55,12 @@ class GradientFacts:
 
 
 def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
-    """Rehearse forward once on fake tensors and look at its gradient.
+    """Replay forward once on fake tensors, and examine its gradient.
 
     Raises:
         NothingToDifferentiateError: no computed output requires a gradient.
-        UnsupportedOperatorError: forward does with autograd what compiled code cannot repeat at
-            each call (hooks, gradients left in buffers).
+        UnsupportedOperatorError: forward uses autograd in a way that compiled code cannot repeat
+            at each call (hooks, gradients left in buffers).
     """
     with rehearsal.mode:
         leaves = rehearsal.leaves_of(rehearsal.fakes())
@@ -94,12 +96,12 @@ def gradient_facts(rehearsal: Rehearsal) -> GradientFacts:
 def _saved_memory(
     rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], differentiable: Sequence[int]
 ) -> SavedMemory:
-    """What autograd has saved in a rehearsal of the memory that the user holds."""
+    """Return which of the user's tensors autograd has saved in an eager replay."""
     readers = readers_by_storage([outputs[i] for i in differentiable])
     nobody: frozenset[int] = frozenset()
     names = [d.name for d in rehearsal.inputs]
     primals = [readers.get(storage_key(t), nobody) for t in rehearsal.stand_ins]
-    # The values that are written into buffers and arguments are nobody's but the call's.
+    # Values written into buffers and arguments belong to the call, not to the user.
     held = [o.kind is OutputKind.USER or o.rebinds for o in rehearsal.outputs]
     return SavedMemory.of(
         primals=dict(zip(names, primals, strict=True)),
@@ -112,10 +114,10 @@ def _saved_memory(
 
 
 def refuse_other_draws(rehearsal: Rehearsal) -> None:
-    """Rehearse forward without gradients and compare the random numbers that are drawn.
+    """Replay forward without gradients, and compare its random draws with the captured graph's.
 
     Raises:
-        UnsupportedOperatorError: the captured graph does not draw what eager PyTorch draws.
+        UnsupportedOperatorError: the captured graph does not draw as eager PyTorch does.
     """
     watch = FlowWatch()
     with rehearsal.mode, watch:
@@ -129,7 +131,7 @@ def _draws_alike(watch: FlowWatch, rehearsal: Rehearsal) -> bool:
 
 
 def _refuse(rehearsal: Rehearsal, outputs: Sequence[torch.Tensor], uses: AutogradWatch) -> None:
-    """Raise for what neither source of the joint function can repeat."""
+    """Raise if forward does something that neither source of the joint function can repeat."""
     if uses.found:
         raise UnsupportedOperatorError(
             f"forward uses {', '.join(uses.found)}, which compiled code would not call again"
