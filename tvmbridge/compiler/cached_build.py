@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import tvm
 
+from tvmbridge.backends import backend_for
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
@@ -30,7 +31,7 @@ from tvmbridge.compiler.build import (
 )
 from tvmbridge.compiler.description import described, description_of
 from tvmbridge.compiler.exported import exported, module_of
-from tvmbridge.core.errors import first_line
+from tvmbridge.core.errors import BuildError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.core.types import PassRecord
@@ -110,8 +111,6 @@ class CachedBuild:
 
     def unused(self) -> str | None:
         """Why the cache takes no part; None: it does."""
-        if self.device.type != "cpu":
-            return f"code for {self.device.type} is not kept"
         if passes_are_observed():
             return "passes are observed"
         return unusable(self.options.cache)
@@ -126,6 +125,7 @@ class CachedBuild:
                 "tuning records": records_entry(
                     options.tuning_logs, options.tuning_records, self.target
                 ),
+                "device": backend_for(self.target).identity(self.device),
                 **surroundings(self.target),
             }
         )
@@ -170,8 +170,9 @@ class CachedBuild:
         """
         try:
             library, module = _exported_and_loaded(code.executable)
-        except Exception as error:  # a full disk, or no code of LLVM's
-            logger.warning("compiled code is not kept: it cannot be exported: %s", error)
+        except Exception as error:  # a full disk, or kernels for a GPU and no linker
+            level = logging.INFO if isinstance(error, BuildError) else logging.WARNING
+            logger.log(level, "compiled code is not kept: it cannot be exported: %s", error)
             module = code.executable
             why += "; it cannot be exported"
         else:
