@@ -7,17 +7,24 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.schedules.gpu.emulator import gpu_target
-from tvmbridge import CompileOptions
-from tvmbridge.backends.cuda import identity
+from tvmbridge import BuildError, CompileOptions
+from tvmbridge.backends.cuda import identity, source
 from tvmbridge.backends.cuda.nvrtc import nvrtc
+from tvmbridge.compiler import cached_build
+from tvmbridge.compiler.build import Built, Code
 from tvmbridge.compiler.cached_build import CachedBuild
+from tvmbridge.compiler.exported import exported
+from tvmbridge.compiler.lowering import lower_module
 
 GPU = torch.device("cuda", 0)
 # TVM's runtime for CUDA asks for these of the driver when it is loaded.
@@ -83,7 +90,8 @@ def driver(tmp_path: Path) -> Path:
     return library
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_second_process_loads_the_kernels_of_the_first(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +146,44 @@ def test_variables_are_in_the_key_but_for_those_that_ranks_differ_in(
     assert _entry() not in (before, changed)
 
 
-def test_code_for_a_gpu_is_not_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_the_build_of_a_module_on_a_gpu_asks_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TVM's runtime for GPUs is not loaded here: a name stands for the module."""
     monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
-    assert CachedBuild(gpu_target(), CompileOptions(), GPU).unused() is None
+    monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(source, "compile_source", lambda text, arch: text.encode())
+    monkeypatch.setattr(cached_build, "module_of", lambda library: library)
+    monkeypatch.setattr(cached_build, "load_code", _built)
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)).eval()
+    options, x = CompileOptions(), torch.ones(4, 8)
+    lowered = lower_module(
+        module,
+        (x,),
+        {},
+        needs_grad=False,
+        options=options,
+        records=[],
+        measure=lambda _: nullcontext(),
+    )
+    build = CachedBuild(gpu_target(), options, GPU)
+    first, second = build(lowered.mod, []), build(lowered.mod, [])
+    assert first.cache == "miss: nothing is kept for this graph"
+    assert second.cache == "hit"
+    assert first.machine == second.machine
+    monkeypatch.setattr(identity, "_architecture", lambda _: "sm_80")
+    assert build(lowered.mod, []).cache == "miss: other device"
+
+
+def _built(code: Code, module: Any, target: Any, device: torch.device, cache: str) -> Built:
+    assert device == GPU
+    return Built(module, code.unaligned, code.shared, code.coverage, code.missing, cache)
+
+
+def test_kernels_for_a_gpu_are_not_lost_without_a_linker() -> None:
+    kernels = SimpleNamespace(kind="cuda", imports=[])
+    host = SimpleNamespace(kind="llvm", imports=[kernels])
+    executable = SimpleNamespace(mod=SimpleNamespace(kind="relax.VMExecutable", imports=[host]))
+    with pytest.raises(BuildError, match="llvm, cuda"):
+        exported(executable, linked=False)

@@ -99,7 +99,7 @@ class CachedBuild:
             built = self._loaded(found, records)
             if isinstance(built, Built):
                 logger.info("compiled code: %s", built.cache)
-                return built
+                return replace(built, key=key.digest)
             found = built
         mine: list[PassRecord] = []
         code = compile_(mine)
@@ -168,6 +168,7 @@ class CachedBuild:
 
         ``key``: None where what it is made of has changed meanwhile.
         """
+        digest = ""
         try:
             library, module = _exported_and_loaded(code.executable)
         except Exception as error:  # a full disk, or kernels for a GPU and no linker
@@ -182,10 +183,11 @@ class CachedBuild:
                 missing = code.missing if noted else {}
                 description = description_of(code, missing, passes, library)
                 refusal = store.write(key, Kept(description, library))
+                digest = key.digest if refusal is None else ""
             else:
                 refusal = "settings have changed meanwhile"
             why += "" if refusal is None else f"; {refusal}"
-        return load_code(code, module, self.target, self.device, why)
+        return replace(load_code(code, module, self.target, self.device, why), key=digest)
 
 
 def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:

@@ -15,6 +15,7 @@ import torch
 
 from tvmbridge.backends.cuda.nvrtc import nvrtc
 from tvmbridge.backends.cuda.source import NVRTC, cuda_compiler
+from tvmbridge.core.builds import build_stamp
 
 # Variables that CUDA's and AMD's compilers and libraries, or PyTorch's allocator, may read.
 _PREFIXES = ("CUBLAS", "CUDA_", "CUDNN", "HIP", "HSA_", "NVIDIA_", "NVRTC", "PYTORCH_", "ROC")
@@ -63,7 +64,7 @@ def _driver_version() -> str:
 
 
 def _compiler() -> str:
-    """The compiler of kernels: NVRTC with its version, or a program with its size and time."""
+    """The compiler of kernels: NVRTC with its version, or the build of a program."""
     if torch.version.hip:
         return _stamp(shutil.which("ld.lld"))
     compiler = cuda_compiler()
@@ -87,13 +88,10 @@ def _libraries() -> list[str]:
 
 
 def _stamp(path: str | None) -> str:
-    """Which build of a program or library it is, without reading it."""
     try:
-        found = Path(path or "").resolve(strict=True)
-        status = found.stat()
+        return build_stamp(Path(path or "").resolve(strict=True))
     except OSError:  # The system's loader found it by its name alone.
         return str(path)
-    return f"{found} {status.st_size} {status.st_mtime_ns}"
 
 
 def _asked(ask: Callable[[], Any]) -> str:
