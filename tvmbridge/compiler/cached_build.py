@@ -20,6 +20,7 @@ from tvmbridge.backends import backend_for
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
+from tvmbridge.cache.tally import count_code, disk_text
 from tvmbridge.compiler.build import (
     Built,
     Code,
@@ -98,13 +99,15 @@ class CachedBuild:
         if isinstance(found, Kept):
             built = self._loaded(found, records)
             if isinstance(built, Built):
-                logger.info("compiled code: %s", built.cache)
+                count_code(from_disk=True)
+                logger.info("compiled code: %s; %s", built.cache, disk_text())
                 return replace(built, key=key.digest)
             found = built
         mine: list[PassRecord] = []
         code = compile_(mine)
         records += mine
-        logger.info("compiled code: miss: %s", found)
+        count_code(from_disk=False)
+        logger.info("compiled code: miss: %s; %s", found, disk_text())
         # What has changed while it was compiled may have changed the code, or not.
         unchanged = self.key(compiled_of) == key
         return self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")

@@ -63,7 +63,7 @@ def _turns(
 ) -> tuple[list[StageModule], list[StageModule]]:
     """The stages that are compiled at once, and those that wait until every rank is through."""
     if device.type != "cpu":
-        return list(own), []  # Code for a GPU is not kept: there is nothing to wait for.
+        return list(own), []  # Most of the time is capture, which each rank does for itself.
     first = [s for s in own if firsts[s.index] == s.index]
     return first, [s for s in own if firsts[s.index] != s.index]
 
