@@ -22,6 +22,7 @@ from tvmbridge.cache.bundle import Part, read_bundle, write_bundle
 from tvmbridge.cache.exchange import export_bundle, import_bundle
 from tvmbridge.cache.surroundings import machine
 from tvmbridge.cli import main
+from tvmbridge.core.compiled_half import HALVES, half_path
 from tvmbridge.kernels import table
 
 _MAGIC = b"tvmbridge bundle 1\n"
@@ -40,6 +41,7 @@ def filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of two pieces of code and a table of choices."""
     monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
     monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path / "first"))
+    monkeypatch.setenv("TVMBRIDGE_HALVES_DIR", str(tmp_path / "first" / "halves"))
     monkeypatch.delenv("TVMBRIDGE_TUNING_LOGS", raising=False)
     store = Store.of_now()
     for number, key in enumerate(KEYS):
@@ -257,6 +259,23 @@ def test_a_full_disk(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not report.counts
     assert sum(report.left_out.values()) == 3
     assert any("No space left" in reason for reason in report.left_out)
+
+
+def test_compiled_halves_travel(
+    filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = half_path(next(iter(HALVES.values()))).name
+    (tmp_path / "first" / "halves").mkdir(mode=0o700)
+    (tmp_path / "first" / "halves" / name).write_bytes(b"a library")
+    assert export_bundle(filled).counts["halves"] == 1
+    monkeypatch.setenv("TVMBRIDGE_HALVES_DIR", str(tmp_path / "second" / "halves"))
+    assert import_bundle(filled).counts == {"halves": 1}
+    assert (tmp_path / "second" / "halves" / name).read_bytes() == b"a library"
+    other = f"_native-{'0' * 24}.so"
+    write_bundle(filled, [Part("halves", other, b"another")])
+    (reason,) = import_bundle(filled).left_out
+    assert "another version" in reason
+    assert [p.name for p in (tmp_path / "second" / "halves").iterdir()] == [name]
 
 
 def test_the_switch_turns_imports_off(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,10 +30,11 @@ _MOST_HEADER: Final = 4096
 _MOST_PARTS: Final = 2**16
 _FIELDS: Final = {"kind", "name", "size", "sha256"}
 MOST_PART: Final = 2**30 + 2**20
-# By kind: code, choices of kernels, tuning records, what the bundle was made of.
+# By kind: code, choices of kernels, tvmbridge's C++ halves, tuning records, what the module is.
 _NAMES: Final = {
     "code": re.compile(r"[0-9a-f]{64}"),
     "choices": re.compile(r"choices-[0-9a-f]{24}\.json"),
+    "halves": re.compile(r"_[a-z]{1,40}-[0-9a-f]{24}\.[A-Za-z0-9_.-]{1,80}"),
     "records": re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}:[a-z_]{1,40}\.json"),
     "module": re.compile(r"module"),
 }

@@ -16,7 +16,9 @@ from tvmbridge.cache.bundle import BundleError, Part, read_bundle, write_bundle
 from tvmbridge.cache.key import CacheKey
 from tvmbridge.cache.store import SUFFIX, DamagedFileError, Store, parse_file
 from tvmbridge.cache.surroundings import machine
+from tvmbridge.core.compiled_half import HALVES, half_path
 from tvmbridge.core.errors import first_line
+from tvmbridge.core.half_build import HalfError, prepare_folder
 from tvmbridge.core.machine import SWITCH, caching_is_off
 from tvmbridge.core.own_files import read_own, replace_file
 from tvmbridge.core.plain_json import parse_json
@@ -109,6 +111,8 @@ def import_bundle(path: Path, module: Mapping[str, Any] | None = None) -> Bundle
             report.note("code", _keep_code(store, part))
         elif part.kind == "choices":
             report.note("choices", adopt_choices(store.folder / part.name, part.content))
+        elif part.kind == "halves":
+            report.note("halves", _keep_half(part))
         else:
             report.note("records", _keep_records(part))
     if module is not None and described is None:
@@ -135,6 +139,8 @@ def _others(report: BundleReport) -> Iterator[Part]:
     folder, records = Store.of_now().folder, named_log_dir(None)
     choices = sorted(folder.glob(PATTERN)) if folder.is_dir() else []
     found = [("choices", path, path.name) for path in choices]
+    halves = [half_path(half) for half in HALVES.values()]
+    found += [("halves", path, path.name) for path in halves if path.is_file()]
     if records is not None:
         for name in _RECORD_FILES:
             paths = sorted(records.glob(f"*/{name}"))
@@ -175,6 +181,21 @@ def _misfit(key: CacheKey) -> str | None:
         other = key.entries.get(name)
         if other != value:
             return f"it is for another {name}: {other}, and here is {value}"
+    return None
+
+
+def _keep_half(part: Part) -> str | None:
+    """Keep a half that is missing here; otherwise why it is left out."""
+    paths = {half_path(half).name: half_path(half) for half in HALVES.values()}
+    path = paths.get(part.name)
+    if path is None:
+        return "it is for another version of Python, PyTorch or tvmbridge"
+    try:
+        prepare_folder(path.parent)
+        if not path.is_file():
+            replace_file(path, part.content)
+    except (HalfError, OSError) as error:
+        return first_line(error)
     return None
 
 
