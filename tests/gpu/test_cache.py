@@ -31,7 +31,8 @@ for number in range(STEPS):
         values.append({"output": output.detach()} | gradients(module))
     assert_same(*values)
 report = dispatch_report(tvm).specializations[0]
-print(json.dumps({"cache": report.cache, "build": report.seconds["build"], "replays": replays(tvm)}))
+found = {"cache": report.cache, "build": report.seconds["build"], "replays": replays(tvm)}
+print(json.dumps(found))
 """
 
 
