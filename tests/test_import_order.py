@@ -40,6 +40,7 @@ ORDER = (
     "inspect",
     "tuning",
     "dispatch",
+    "bundles",
     "dynamo",
     "distributed",
     "tvmbridge",  # the package's own __init__: the public names

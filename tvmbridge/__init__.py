@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BridgeError",
     "BuildError",
+    "BundleError",
+    "BundleReport",
     "CaptureError",
     "CapturedGraph",
     "ComparisonReport",
@@ -39,9 +41,11 @@ __all__ = [
     "fx_graphs",
     "fx_passes",
     "fx_report",
+    "load_compiled",
     "optimize_fx",
     "remove_fx",
     "remove_tvm_dispatch",
+    "save_compiled",
     "to_relax",
     "tune",
     "visualize",
@@ -50,6 +54,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from tvmbridge.bundles import load_compiled, save_compiled
+    from tvmbridge.cache.bundle import BundleError
+    from tvmbridge.cache.exchange import BundleReport
     from tvmbridge.core.captured_graph import CapturedGraph
     from tvmbridge.core.errors import (
         BridgeError,
@@ -77,6 +84,9 @@ if TYPE_CHECKING:
 # Imported when they are asked for: with torch.export comes all of TorchDynamo.
 _HOMES = MappingProxyType(
     {
+        "bundles": ("load_compiled", "save_compiled"),
+        "cache.bundle": ("BundleError",),
+        "cache.exchange": ("BundleReport",),
         "core.errors": (
             "BridgeError",
             "BuildError",

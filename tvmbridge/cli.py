@@ -116,6 +116,24 @@ def _parser() -> argparse.ArgumentParser:
     chosen.add_argument("--list", action="store_true", help="each file, the one used last first")
     chosen.add_argument("--size", action="store_true", help="bytes in all")
     chosen.add_argument("--clear", action="store_true", help="remove all files")
+    chosen.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write code, choices of kernels and tuning records into one file that travels",
+    )
+    chosen.add_argument(
+        "--import",
+        type=Path,
+        dest="import_",
+        metavar="FILE",
+        help="take them from such a file; it is native code: import what you would run",
+    )
+    cache.add_argument(
+        "--model",
+        metavar="package.module:factory",
+        help="with --export: compile this and write its code alone",
+    )
     cache.set_defaults(run=_cache)
     return parser
 
@@ -217,21 +235,12 @@ def _tune(known: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _cache(known: argparse.Namespace, _rest: list[str]) -> int:
-    from tvmbridge.cache import Store
-    from tvmbridge.kernels.table import clear_tables
+    if known.model is not None and known.export is None:
+        raise UsageError("--model goes with --export")
+    model = None if known.model is None else resolve_factory(known.model)
+    from tvmbridge.bundles import command
 
-    store = Store.of_now()
-    if known.clear:
-        count = store.clear() + clear_tables(store.folder)
-        print(f"removed {count} files from {store.folder}")
-    elif known.size:
-        print(f"{store.size()} bytes of at most {store.most} in {store.folder}")
-    else:
-        entries = dict(store.keys())
-        for path, status in store.files():
-            key = entries.get(path)
-            about = "damaged" if key is None else f"{key.get('target')} {key.get('graph', '')[:12]}"
-            print(f"{path.name} {status.st_size} {about}")
+    command.run(known, model)
     return 0
 
 

@@ -197,7 +197,7 @@ def _dispatcher_of(module: nn.Module) -> Dispatcher:
     return dispatcher
 
 
-def _dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
+def dispatchers_of(module: nn.Module) -> dict[str, Dispatcher]:
     """The dispatchers of a module's forward and methods, by name."""
     methods = methods_of(module) if isinstance(module, nn.Module) else {}
     found = {name: _dispatcher_of(method.holder) for name, method in methods.items()}
@@ -245,7 +245,7 @@ def wait(module: nn.Module, timeout: float | None = None) -> None:
         TimeoutError: it has not ended by then, and goes on.
         ValueError: the module is not dispatched.
     """
-    for dispatcher in _dispatchers_of(module).values():
+    for dispatcher in dispatchers_of(module).values():
         dispatcher.background.wait(timeout)
 
 
@@ -255,4 +255,4 @@ def dispatch_report(module: nn.Module) -> DispatchReport:
     Raises:
         ValueError: the module is not dispatched.
     """
-    return report_of_all(_dispatchers_of(module))
+    return report_of_all(dispatchers_of(module))

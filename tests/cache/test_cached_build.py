@@ -25,6 +25,7 @@ ENTRIES = (
     "residuals",
     "options",
     "tuning records",
+    "device",
     "target",
     "processor",
     "torch",

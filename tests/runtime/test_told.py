@@ -176,6 +176,7 @@ def test_a_compilation_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     assert "operators" in first
     assert "capture" in first
     assert "a call asks" not in first
+    assert "; code compiled (off: " in first
     assert second.endswith("; a call asks for it: the first in mode train with gradients")
     assert all(r.levelno == logging.INFO for r in caplog.records)
 
@@ -192,12 +193,13 @@ def test_a_terminal_shows_the_stage_when_it_takes_long(
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setattr(progress, "PATIENCE", patience)
+    monkeypatch.setattr(progress, "disk_text", lambda: "3 of 4 from disk")
     with progress.progress("compiling [M]") as tell:
         time.sleep(0.05)
         tell("capture")
         time.sleep(0.4)
     shown = terminal.getvalue()
-    assert ("compiling [M]: capture" in shown) is (patience == 0)
+    assert ("compiling [M]: capture (code so far: 3 of 4 from disk)" in shown) is (patience == 0)
     time.sleep(0.3)
     assert terminal.getvalue() == shown
 

@@ -37,6 +37,7 @@ class Backend:
         tuned: whether tuning records are made for it.
         prepare: registers what TVM needs before it compiles.
         device: TVM's device for PyTorch's.
+        identity: what code for the device depends on beside its target, for the key of the cache.
     """
 
     kinds: tuple[str, ...]
@@ -47,6 +48,7 @@ class Backend:
     tuned: bool
     prepare: Callable[[], None]
     device: Callable[[torch.device], Any]
+    identity: Callable[[torch.device], str]
 
 
 def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> list[AnyPass]:

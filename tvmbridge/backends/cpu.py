@@ -45,4 +45,5 @@ CPU = Backend(
     tuned=True,
     prepare=_prepare,
     device=lambda device: tvm.cpu(),
+    identity=lambda device: device.type,
 )

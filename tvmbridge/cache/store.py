@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SIZE = "TVMBRIDGE_CACHE_SIZE"
 DEFAULT_BYTES = 2 * 2**30
 MOST_BYTES = 2**30
-_SUFFIX = ".tvmbridge"
+SUFFIX = ".tvmbridge"
 _MAGIC = b"tvmbridge compiled code 1\n"
 _DIGEST = 64
 _LENGTH = 8
@@ -81,7 +81,7 @@ class Store:
 
     def path(self, key: CacheKey) -> Path:
         """The file for ``key``; it need not exist."""
-        return self.folder / f"{key.digest}{_SUFFIX}"
+        return self.folder / f"{key.digest}{SUFFIX}"
 
     def read(self, key: CacheKey) -> Kept | str:
         """What is kept for ``key``, or why nothing is.
@@ -91,8 +91,8 @@ class Store:
         path = self.path(key)
         try:
             self._refuse_shared()
-            entries, kept = _parsed(read_own(path, MOST_BYTES))
-            if entries != dict(key.entries):
+            found, kept = parse_file(read_own(path, MOST_BYTES))
+            if found != key:
                 raise DamagedFileError("it is of another key")
         except FileNotFoundError:
             return self._nearest(key)
@@ -126,7 +126,7 @@ class Store:
         """
         found = []
         if self.folder.is_dir():
-            for path in self.folder.glob(f"*{_SUFFIX}"):
+            for path in self.folder.glob(f"*{SUFFIX}"):
                 with contextlib.suppress(FileNotFoundError):  # another process has removed it
                     found.append((path, path.lstat()))
         return sorted(found, key=lambda f: f[1].st_mtime_ns, reverse=True)
@@ -160,7 +160,7 @@ class Store:
             total += status.st_size
             if total > self.most:
                 path.unlink(missing_ok=True)
-        for path in self.folder.glob(f".*{_SUFFIX}.*"):
+        for path in self.folder.glob(f".*{SUFFIX}.*"):
             with contextlib.suppress(FileNotFoundError):
                 if path.lstat().st_mtime < time.time() - _STALE_SECONDS:
                     path.unlink()
@@ -190,7 +190,12 @@ def _formatted(key: CacheKey, kept: Kept) -> bytes:
     return _MAGIC + hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def _parsed(content: bytes) -> tuple[dict[str, str], Kept]:
+def parse_file(content: bytes) -> tuple[CacheKey, Kept]:
+    """The key and what is kept for it, of the content of a file.
+
+    Raises:
+        ValueError: it is damaged, or was written by another version.
+    """
     if not content.startswith(_MAGIC):
         raise DamagedFileError("it is no compiled code of this version's")
     rest = content[len(_MAGIC) + _DIGEST :]
@@ -203,7 +208,7 @@ def _parsed(content: bytes) -> tuple[dict[str, str], Kept]:
     description = described.get("description")
     if not isinstance(description, dict):
         raise DamagedFileError("it has no description")
-    return _entries(described.get("key")), Kept(description, rest[end:])
+    return CacheKey(_entries(described.get("key"))), Kept(description, rest[end:])
 
 
 def _entries_of(path: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ import tvm_ffi
 from tvm.target import Target, codegen
 
 from tvmbridge.cache.key import digest_of
+from tvmbridge.core.builds import build_stamp
 from tvmbridge.core.kernel_settings import kernel_settings
 from tvmbridge.core.machine import SWITCH, caching_is_off, cpu_model, threads
 from tvmbridge.records.folder import RECORDS, VERDICTS, WORKLOADS, Folder
@@ -48,13 +49,20 @@ def surroundings(target: Target) -> dict[str, str]:
     """The entries that depend on the machine and on this process."""
     return {
         "target": f"{target} host {target.host}",
+        **machine(),
+        "settings": _settings(),
+        "variables": _variables(),
+        "pass context": _context(),
+    }
+
+
+def machine() -> dict[str, str]:
+    """The entries that no setting of this process changes."""
+    return {
         "processor": _processor(),
         "torch": _torch(),
         "tvm": _tvm(),
         "tvmbridge": f"{_sources()[0]} Python {platform.python_version()}",
-        "settings": _settings(),
-        "variables": _variables(),
-        "pass context": _context(),
     }
 
 
@@ -101,17 +109,11 @@ def _processor() -> str:
     )
 
 
-def _stamp(path: Path) -> str:
-    """Which build of a library it is, without reading hundreds of megabytes."""
-    status = path.stat()
-    return f"{path.name} {status.st_size} {status.st_mtime_ns}"
-
-
 @functools.cache
 def _torch() -> str:
     folder = Path(torch.__file__).parent / "lib"
     libraries = sorted([*folder.glob("libtorch_cpu.*"), *folder.glob("torch_cpu.dll")])
-    stamps = "; ".join(map(_stamp, libraries))
+    stamps = "; ".join(map(build_stamp, libraries))
     return f"{torch.__version__} {torch.version.git_version} {stamps}"
 
 
@@ -119,7 +121,7 @@ def _torch() -> str:
 def _tvm() -> str:
     folder = Path(tvm.__file__).parent
     libraries = [p for p in sorted(folder.rglob("*tvm*")) if p.suffix in (".so", ".dylib", ".dll")]
-    stamps = "; ".join(map(_stamp, [*libraries, Path(tvm_ffi.libinfo.find_libtvm_ffi())]))
+    stamps = "; ".join(map(build_stamp, [*libraries, Path(tvm_ffi.libinfo.find_libtvm_ffi())]))
     versions = f"{tvm.__version__} ffi {tvm_ffi.__version__} LLVM {codegen.llvm_version_major()}"
     return f"{versions} {stamps}"
 

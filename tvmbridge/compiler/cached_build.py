@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import tvm
 
+from tvmbridge.backends import backend_for
 from tvmbridge.cache import CacheKey, Kept, Store
 from tvmbridge.cache.key import digest_of
 from tvmbridge.cache.surroundings import records_entry, surroundings, unusable
+from tvmbridge.cache.tally import count_code, disk_text
 from tvmbridge.compiler.build import (
     Built,
     Code,
@@ -30,7 +32,7 @@ from tvmbridge.compiler.build import (
 )
 from tvmbridge.compiler.description import described, description_of
 from tvmbridge.compiler.exported import exported, module_of
-from tvmbridge.core.errors import first_line
+from tvmbridge.core.errors import BuildError, first_line
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.profiling import region
 from tvmbridge.core.types import PassRecord
@@ -97,21 +99,21 @@ class CachedBuild:
         if isinstance(found, Kept):
             built = self._loaded(found, records)
             if isinstance(built, Built):
-                logger.info("compiled code: %s", built.cache)
-                return built
+                count_code(from_disk=True)
+                logger.info("compiled code: %s; %s", built.cache, disk_text())
+                return replace(built, key=key.digest)
             found = built
         mine: list[PassRecord] = []
         code = compile_(mine)
         records += mine
-        logger.info("compiled code: miss: %s", found)
+        count_code(from_disk=False)
+        logger.info("compiled code: miss: %s; %s", found, disk_text())
         # What has changed while it was compiled may have changed the code, or not.
         unchanged = self.key(compiled_of) == key
         return self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
 
     def unused(self) -> str | None:
         """Why the cache takes no part; None: it does."""
-        if self.device.type != "cpu":
-            return f"code for {self.device.type} is not kept"
         if passes_are_observed():
             return "passes are observed"
         return unusable(self.options.cache)
@@ -126,6 +128,7 @@ class CachedBuild:
                 "tuning records": records_entry(
                     options.tuning_logs, options.tuning_records, self.target
                 ),
+                "device": backend_for(self.target).identity(self.device),
                 **surroundings(self.target),
             }
         )
@@ -168,10 +171,12 @@ class CachedBuild:
 
         ``key``: None where what it is made of has changed meanwhile.
         """
+        digest = ""
         try:
             library, module = _exported_and_loaded(code.executable)
-        except Exception as error:  # a full disk, or no code of LLVM's
-            logger.warning("compiled code is not kept: it cannot be exported: %s", error)
+        except Exception as error:  # a full disk, or kernels for a GPU and no linker
+            level = logging.INFO if isinstance(error, BuildError) else logging.WARNING
+            logger.log(level, "compiled code is not kept: it cannot be exported: %s", error)
             module = code.executable
             why += "; it cannot be exported"
         else:
@@ -181,10 +186,11 @@ class CachedBuild:
                 missing = code.missing if noted else {}
                 description = description_of(code, missing, passes, library)
                 refusal = store.write(key, Kept(description, library))
+                digest = key.digest if refusal is None else ""
             else:
                 refusal = "settings have changed meanwhile"
             why += "" if refusal is None else f"; {refusal}"
-        return load_code(code, module, self.target, self.device, why)
+        return replace(load_code(code, module, self.target, self.device, why), key=digest)
 
 
 def _exported_and_loaded(executable: Any) -> tuple[bytes, Any]:

@@ -58,13 +58,18 @@ def module_of(content: bytes) -> Any:
 
 
 def _as_bitcode(module: Any, folder: Path) -> bytes:
-    kinds = [imported.kind for imported in module.imports]
+    kinds = _kinds_below(module)
     if module.kind != _EXECUTABLE or kinds != ["llvm"]:
         raise BuildError(f"only a C++ compiler can link code of {', '.join(kinds) or 'no'} kind")
     module.imports[0].write_to_file(str(folder / "code.bc"), "bc")
     module.write_to_file(str(folder / "code.relax"), _EXECUTABLE)
     bitcode, executable = ((folder / f"code.{end}").read_bytes() for end in ("bc", "relax"))
     return _BITCODE + len(bitcode).to_bytes(_LENGTH, "big") + bitcode + executable
+
+
+def _kinds_below(module: Any) -> list[str]:
+    """The kinds of all modules that ``module`` imports; kernels for a GPU are below the host's."""
+    return [k for each in module.imports for k in (each.kind, *_kinds_below(each))]
 
 
 def _of_bitcode(content: bytes, folder: Path) -> Any:

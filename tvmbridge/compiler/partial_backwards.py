@@ -125,6 +125,8 @@ class PartialBackwards:
         device: torch.device,
     ) -> None:
         self.compiled = 0
+        # The names of their code on disk.
+        self.keys: list[str] = []
         # Whether what is absent again and again gets a backward where zeros would do.
         self.for_speed = True
         self._parts = parts
@@ -200,6 +202,8 @@ class PartialBackwards:
         passes: list[AnyPass] = [dropped, RemoveBorders(), ZeroZapp(names), *tidy_passes()]
         mod = run_passes(tvm.IRModule({"backward": wanted}), passes, [])
         built = self._build(mod, [], self._parts.bundle)
+        if built.key:
+            self.keys.append(built.key)
         loaded = LoadedModule(built.machine, built.unaligned, self._device)
         logger.info("compiled a backward without the cotangents %s", sorted(absent))
         return PartialBackward(loaded, gradients, built.shared["backward"], self._layouts)

@@ -63,7 +63,7 @@ def _turns(
 ) -> tuple[list[StageModule], list[StageModule]]:
     """Return the stages to compile at once, and those to compile after every rank's first ones."""
     if device.type != "cpu":
-        return list(own), []  # Code for a GPU is not kept, so waiting would gain nothing.
+        return list(own), []  # Waiting would save the build alone: each rank captures by itself.
     first = [s for s in own if firsts[s.index] == s.index]
     return first, [s for s in own if firsts[s.index] != s.index]
 

@@ -29,7 +29,7 @@ from tvmbridge.core.plain_json import parse_json
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
-_MOST_BYTES = 16 * 2**20
+MOST_BYTES = 16 * 2**20
 _MOST_VALUES = 2**20
 _PREFIXES = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_")
 PATTERN = "choices-*.json"
@@ -64,6 +64,13 @@ class Table:
             self._write(self._known)
             return found
 
+    def adopt(self, choices: dict[str, str]) -> None:
+        """Add choices of another machine of this kind; what is known here stays."""
+        with self._lock:
+            known = {**choices, **(self._known or {}), **self._read()}
+            self._known = known
+            self._write(known)
+
     def _read(self) -> dict[str, str]:
         if self.path is None:
             return {}
@@ -71,13 +78,10 @@ class Table:
             reason = distrust(self.path.parent.stat())
             if reason is not None:
                 raise UntrustedFileError(f"{self.path.parent} {reason}")
-            content = parse_json(read_own(self.path, _MOST_BYTES), _MOST_VALUES)
-            if content["version"] != _VERSION:
-                return {}
-            return {str(k): str(v) for k, v in dict(content["choices"]).items()}
+            return _parsed(read_own(self.path, MOST_BYTES))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, *_DAMAGED) as error:
             logger.warning("choices in %s are not used: %s", self.path, error)
             self.path = None
             return {}
@@ -92,6 +96,28 @@ class Table:
         except OSError as error:
             logger.warning("choices cannot be kept in %s: %s", self.path, error)
             self.path = None
+
+
+_DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+def _parsed(content: bytes) -> dict[str, str]:
+    """The choices in the content of a file; none of another version's."""
+    found = parse_json(content, _MOST_VALUES)
+    if found["version"] != _VERSION:
+        return {}
+    return {str(k): str(v) for k, v in dict(found["choices"]).items()}
+
+
+def adopt_choices(path: Path, content: bytes) -> str | None:
+    """Take over the choices in ``content`` for the table at ``path``; why not, or None."""
+    try:
+        choices = _parsed(content)
+    except _DAMAGED as error:
+        return f"they are damaged: {type(error).__name__}"
+    table = _tables.setdefault(path, Table(path))
+    table.adopt(choices)
+    return None if table.path is not None else "they cannot be kept"
 
 
 _tables: dict[Path | None, Table] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from tvmbridge.compiler.cached_build import HIT
 from tvmbridge.compiler.compiled import CompiledModule, compile_module
 from tvmbridge.compiler.durations import stages_told_to
 from tvmbridge.compiler.packing import ModulePacks
@@ -101,13 +102,14 @@ class Compiler:
             entry = context.run(self._tried, signature, mode, args, kwargs, tell)
         compiled = entry.compiled
         logger.info(
-            "compiled %s %s for %s: %d operators, %.1f s (%s)%s",
+            "compiled %s %s for %s: %d operators, %.1f s (%s); code %s%s",
             name,
             signature,
             mode,
             sum(compiled.native_calls.values()) + sum(compiled.aten_calls.values()),
             time.perf_counter() - start,
             ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in compiled.seconds.items()),
+            "from disk" if compiled.cache == HIT else f"compiled ({compiled.cache or 'no cache'})",
             waiting,
         )
         return entry

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tvmbridge.cache.tally import disk_text
+
 # Shorter compilations show nothing.
 PATIENCE = 2.0
 
 
 @contextmanager
 def progress(what: str, why: str = "") -> Iterator[Callable[[str], None]]:
-    """Within it a terminal shows ``what`` is done, at which stage, and ``why``.
+    """Within it a terminal shows ``what`` is done, the stage, what came from disk, and ``why``.
 
     The result is called with the name of each stage.
 
@@ -65,8 +67,10 @@ class _ProgressLine:
     def _text(self) -> Any:
         from rich.text import Text
 
+        found = disk_text()
+        disk = f" (code so far: {found})" if found else ""
         # One line: what is longer would be wrapped.
-        return Text(f"{self._what}{self._stage}{self._why}"[: self._width])
+        return Text(f"{self._what}{self._stage}{disk}{self._why}"[: self._width])
 
     def close(self) -> None:
         with self._changing:

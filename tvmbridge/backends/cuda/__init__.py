@@ -7,6 +7,7 @@ import tvm
 
 from tvmbridge.backends.base import Backend, kernel_passes
 from tvmbridge.backends.cuda.bits import register_bits
+from tvmbridge.backends.cuda.identity import gpu_identity
 from tvmbridge.backends.cuda.rocm import register_rocm
 from tvmbridge.backends.cuda.source import arch_of, register_compiler
 from tvmbridge.core.devices import gpu_index
@@ -53,6 +54,7 @@ CUDA = Backend(
     tuned=False,
     prepare=_prepare,
     device=_device,
+    identity=gpu_identity,
 )
 
 __all__ = ["CUDA"]

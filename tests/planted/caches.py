@@ -1,0 +1,24 @@
+"""Mistakes in the cache on disk and in bundles."""
+
+from __future__ import annotations
+
+from tests.planted.plant import Plant
+
+CACHES = (
+    Plant(
+        "kernels of another GPU's architecture",
+        "guard",
+        "tvmbridge.compiler.cached_build",
+        '"device": backend_for(self.target).identity(self.device),',
+        '"device": self.device.type,',
+        ("tests/cache/test_gpu_code.py", "-k", "asks_the_cache"),
+    ),
+    Plant(
+        "a bundle's code for another processor",
+        "guard",
+        "tvmbridge.cache.exchange",
+        "if other != value:",
+        "if False:",
+        ("tests/cache/test_bundle.py", "-k", "does_not_fit"),
+    ),
+)
