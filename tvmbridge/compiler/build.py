@@ -100,7 +100,8 @@ class Code:
 class Built:
     """A loaded executable, with what :class:`Code` says of it.
 
-    ``cache`` says where it came from: ``hit``, or why it was compiled.
+    ``cache`` says where it came from: ``hit``, or why it was compiled. ``key`` stands for all that
+    it depends on; empty where that is not known.
     """
 
     machine: relax.VirtualMachine
@@ -110,6 +111,7 @@ class Built:
     missing: Mapping[Task, int]
     cache: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
+    key: str = ""
 
 
 def _may_be_unaligned(function: relax.Function) -> tuple[bool, ...]:

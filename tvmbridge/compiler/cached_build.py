@@ -89,7 +89,9 @@ class CachedBuild:
         off = self.unused()
         if off is not None:
             code = compile_(records)
-            return load_code(code, code.executable, self.target, self.device, f"off: {off}")
+            built = load_code(code, code.executable, self.target, self.device, f"off: {off}")
+            known = self.device.type != "cpu" and unusable(self.options.cache) is None
+            return replace(built, key=self.key(entries()).digest) if known else built
         store, compiled_of = Store.of_now(), entries()
         key = self.key(compiled_of)
         with region("compile: read the cache"):
@@ -98,7 +100,7 @@ class CachedBuild:
             built = self._loaded(found, records)
             if isinstance(built, Built):
                 logger.info("compiled code: %s", built.cache)
-                return built
+                return replace(built, key=key.digest)
             found = built
         mine: list[PassRecord] = []
         code = compile_(mine)
@@ -106,7 +108,8 @@ class CachedBuild:
         logger.info("compiled code: miss: %s", found)
         # What has changed while it was compiled may have changed the code, or not.
         unchanged = self.key(compiled_of) == key
-        return self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
+        built = self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
+        return replace(built, key=key.digest) if unchanged else built
 
     def unused(self) -> str | None:
         """Why the cache takes no part; None: it does."""

@@ -53,7 +53,8 @@ class CompiledModule:
     nothing is differentiated), ``joint_reason`` says why it is not ``relax``.
     ``recorded``: it serves calls that autograd records. ``origin`` is the class of the module.
     ``coverage`` counts the calls of kernels by where these come from. ``cache``: ``hit``, or why
-    the code was compiled and not found on disk. ``partial_backwards``: those
+    the code was compiled and not found on disk; ``key``: all that the code depends on, empty where
+    that is not known. ``partial_backwards``: those
     without some of the cotangents (None where ``split`` is None). ``cuda_graphs``: calls are
     replayed as CUDA graphs where that is safe. ``reuse``: the memory that the buffers of each
     function share, where its sizes are numbers. ``freezing``: what ``forward`` takes in place of
@@ -81,6 +82,7 @@ class CompiledModule:
     partial_backwards: PartialBackwards | NoPartialBackwards | None = None
     cuda_graphs: bool = False
     cache: str = ""
+    key: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
     freezing: Freezing | None = None
 
@@ -238,6 +240,7 @@ def assembled(
         aten_calls=imported.aten_calls,
         coverage=built.coverage,
         cache=built.cache,
+        key=built.key,
         reuse=built.reuse,
         records=tuple(records),
         seconds=stages.seconds,
