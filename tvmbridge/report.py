@@ -18,7 +18,7 @@ from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import advice, share, worst
-from tvmbridge.runtime.speed_trial import Verdict
+from tvmbridge.runtime.verdict import Verdict
 
 # Imported where a report is printed: to dispatch a module takes no tables.
 if TYPE_CHECKING:

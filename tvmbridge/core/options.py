@@ -20,7 +20,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "combine_matmuls": ("auto", "always", "never"),
 }
-_SWITCHES = ("measure_kernels", "cuda_graphs", "tuning_records", "cache", "freeze", "only_if_faster")
+_SWITCHES = (
+    "measure_kernels",
+    "cuda_graphs",
+    "tuning_records",
+    "cache",
+    "freeze",
+    "only_if_faster",
+)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.graph_capture.observe.plain import OPEN_IT, UNSEEN
 from tvmbridge.runtime.guards.spelling import CONSTANT, STRUCTURE, TENSOR, Mismatch
-
-if TYPE_CHECKING:
-    from tvmbridge.runtime.speed_trial import Verdict
+from tvmbridge.runtime.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +156,7 @@ class Tally:
             logger.info("%s runs its own forward: %s", self._name, COMPILING)
 
     def note_verdict(self, what: str, verdict: Verdict) -> None:
-        """Log that the module's own forward serves the calls of ``what`` from now on, if it does."""
+        """Log the verdict on the calls of ``what`` where the module's own forward serves them."""
         if verdict.pays:
             return
         level = logging.WARNING if self.on_fallback == "warn" else logging.INFO

@@ -8,14 +8,13 @@ from then on. The verdict is kept on this machine, by the key of the code.
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,10 +24,9 @@ from tvmbridge.core.turns import another_compiles
 from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
+from tvmbridge.runtime.verdict import Verdict
 
 VARIABLE = "TVMBRIDGE_ONLY_IF_FASTER"
-# Compiled code may be slower by this factor before the module's own forward takes its place.
-_SLOWER = 1.03
 # A trial ends early where compiled code takes less than this part of the other time.
 _CLEARLY_FASTER = 0.8
 _EARLY = 3
@@ -43,42 +41,6 @@ def only_if_faster_now(option: bool) -> bool:
     """Whether calls are timed: the variable ``TVMBRIDGE_ONLY_IF_FASTER`` wins over the option."""
     named = os.environ.get(VARIABLE)
     return option if not named else named not in ("0", "off", "false", "no")
-
-
-class Verdict(NamedTuple):
-    """Median seconds of a call by compiled code and by the module's own forward.
-
-    In training the seconds include those of the backward pass.
-    """
-
-    compiled: float
-    own: float
-
-    @property
-    def pays(self) -> bool:
-        """Whether compiled code serves."""
-        return self.compiled <= _SLOWER * self.own
-
-    @classmethod
-    def parsed(cls, text: str) -> Verdict | None:
-        """The verdict that ``str()`` has written; None for any other text."""
-        try:
-            compiled, own = map(float, text.split())
-        except ValueError:
-            return None
-        valid = all(math.isfinite(s) and s > 0 for s in (compiled, own))
-        return cls(compiled, own) if valid else None
-
-    def __str__(self) -> str:
-        return f"{self.compiled!r} {self.own!r}"
-
-    def text(self) -> str:
-        """Both times, and what serves."""
-        serves = "compiled code" if self.pays else "the module's own forward"
-        return (
-            f"a call takes {_shown(self.compiled)} by compiled code and {_shown(self.own)} by the "
-            f"module's own forward, so {serves} serves"
-        )
 
 
 @dataclass
@@ -222,10 +184,6 @@ class SpeedTrial:
 
         for node in {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}:
             node.register_prehook(begin)
-
-
-def _shown(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def _disturbed() -> bool:
