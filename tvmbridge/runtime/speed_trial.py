@@ -33,8 +33,9 @@ _EARLY = 3
 _SAMPLES = 5
 # So many are taken where their median and their least say the contrary.
 _MOST_SAMPLES = 10
-# The order of the first calls, which are not timed: libraries prepare their kernels at these.
-_WARM_UP = (True, True, False)
+# The first calls of compiled code are not timed, nor the first of the own forward: libraries prepare
+# their kernels at these, and on a GPU the fourth call is captured as a CUDA graph.
+_CODE_FIRST = {"cpu": 2, "cuda": 4}
 
 
 def only_if_faster_now(option: bool) -> bool:
@@ -69,7 +70,7 @@ class SpeedTrial:
         self._device = device
         self._conclude = conclude
         self._samples: dict[bool, list[_Sample]] = {True: [], False: []}
-        self._warmed = 0
+        self._warm_up = [*[True] * _CODE_FIRST.get(device.type, 2), False]
         self._running = threading.Lock()
         # Calls of the trial, and calls after it, that the module's own forward served.
         self.timed_calls = 0
@@ -108,8 +109,7 @@ class SpeedTrial:
         self._decide()
         if self.verdict is not None:
             return code() if self.verdict.pays else self.serve_aside(own)
-        warming = self._warmed < len(_WARM_UP)
-        by_code = _WARM_UP[self._warmed] if warming else self._code_is_next()
+        by_code = self._warm_up[0] if self._warm_up else self._code_is_next()
         self._wait_for_device()
         started = time.perf_counter()
         results = code() if by_code else own()
@@ -117,8 +117,8 @@ class SpeedTrial:
         seconds = time.perf_counter() - started
         if not by_code:
             self.timed_calls += 1
-        if warming:
-            self._warmed += 1
+        if self._warm_up:
+            del self._warm_up[0]
             return results
         sample = _Sample(seconds + before if by_code else seconds)
         self._samples[by_code].append(sample)
