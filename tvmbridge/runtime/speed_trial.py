@@ -33,7 +33,7 @@ _EARLY = 3
 _SAMPLES = 5
 # So many are taken where their median and their least say the contrary.
 _MOST_SAMPLES = 10
-# The first calls of compiled code are not timed, nor the first of the own forward: libraries prepare
+# The first calls of code are not timed, nor the first of the own forward: libraries prepare
 # their kernels at these, and on a GPU the fourth call is captured as a CUDA graph.
 _CODE_FIRST = {"cpu": 2, "cuda": 4}
 
