@@ -89,9 +89,10 @@ class CachedBuild:
         off = self.unused()
         if off is not None:
             code = compile_(records)
-            built = load_code(code, code.executable, self.target, self.device, f"off: {off}")
+            module = code.executable
+            uncached = load_code(code, module, self.target, self.device, f"off: {off}")
             known = self.device.type != "cpu" and unusable(self.options.cache) is None
-            return replace(built, key=self.key(entries()).digest) if known else built
+            return replace(uncached, key=self.key(entries()).digest) if known else uncached
         store, compiled_of = Store.of_now(), entries()
         key = self.key(compiled_of)
         with region("compile: read the cache"):
@@ -108,8 +109,8 @@ class CachedBuild:
         logger.info("compiled code: miss: %s", found)
         # What has changed while it was compiled may have changed the code, or not.
         unchanged = self.key(compiled_of) == key
-        built = self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
-        return replace(built, key=key.digest) if unchanged else built
+        kept = self._keep(store, key if unchanged else None, code, mine, f"miss: {found}")
+        return replace(kept, key=key.digest) if unchanged else kept
 
     def unused(self) -> str | None:
         """Why the cache takes no part; None: it does."""

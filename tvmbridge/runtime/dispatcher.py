@@ -248,13 +248,14 @@ class Dispatcher(ModuleCode, StandsForForward):
         trial: SpeedTrial | None,
     ) -> None:
         """Ask ``entry`` first at the next call."""
-        signature, path = specialization.signature, None
+        signature = specialization.signature
+        path: ServingPath | None
         if trial is not None and trial.steps_aside:
             path = AsidePath(entry, trial, self.module, self.own, signature, leaves)
         else:
-            path = renewed_path(entry, signature, leaves)
-            if path is not None and trial is not None and trial.verdict is None:
-                path = TimedPath(path, trial, self.module, self.own)
+            path = fast = renewed_path(entry, signature, leaves)
+            if fast is not None and trial is not None and trial.verdict is None:
+                path = TimedPath(fast, trial, self.module, self.own)
         if path is not None and self._mode(specialization, leaves) == mode:
             self._ask_first(path, specialization)
 
