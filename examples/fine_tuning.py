@@ -22,7 +22,7 @@ def classifier() -> BertForSequenceClassification:
             num_hidden_layers=4,
             num_attention_heads=4,
             intermediate_size=128,
-            max_position_embeddings=LONGEST,
+            max_position_embeddings=512,
             num_labels=LABELS,
         )
     )
