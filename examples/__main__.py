@@ -25,7 +25,7 @@ def table(names: list[str]) -> bool:
             print(f"not served: {reason}", file=sys.stderr)
         if found.later:
             print(f"compiled after the first epoch: {found.later}", file=sys.stderr)
-        right = right and found.share >= 0.9 and found.difference <= row.bound and not found.later
+        right = right and found.share >= 0.95 and found.difference <= row.bound and not found.later
     return right
 
 

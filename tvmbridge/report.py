@@ -18,6 +18,7 @@ from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import advice, share, worst
+from tvmbridge.runtime.verdict import Verdict
 
 # Imported where a report is printed: to dispatch a module takes no tables.
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ class SpecializationReport:
     neither. ``cache`` is ``hit`` where the code came from the cache on disk, ``miss`` with the
     entries of its key that no kept code has, or ``off`` with the reason. ``reuse`` is the memory
     that the intermediate values of each function share, in bytes with and without that; functions
-    for any size, and those on a GPU, whose memory PyTorch allocates, are not in it.
+    for any size, and those on a GPU, whose memory PyTorch allocates, are not in it. ``verdict`` has
+    the seconds of its calls beside those of the module's own forward, once both were timed; the own
+    forward served ``timed_calls`` for that, and ``aside_calls`` because it was faster.
     """
 
     mode: str
@@ -69,6 +72,9 @@ class SpecializationReport:
     graph_skips: Mapping[str, int] = field(default_factory=dict)
     cache: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
+    verdict: Verdict | None = None
+    timed_calls: int = 0
+    aside_calls: int = 0
 
     @property
     def share(self) -> float:
@@ -105,9 +111,20 @@ class DispatchReport:
     def share(self) -> float:
         """The share of the calls so far that TVM served; 0 where there were none.
 
-        Calls of the module's methods other than forward are not seen.
+        Calls of methods that were not dispatched are not seen, and calls that the module's own
+        forward served to be timed, or because it is faster, do not count.
         """
         return share(self.tvm_calls, sum(self.fallbacks.values()))
+
+    @property
+    def timed_calls(self) -> int:
+        """Calls that the module's own forward served to be timed; no fallbacks."""
+        return sum(s.timed_calls for s in self.specializations)
+
+    @property
+    def aside_calls(self) -> int:
+        """Calls that the module's own forward served because it was faster; no fallbacks."""
+        return sum(s.aside_calls for s in self.specializations)
 
     @property
     def advice(self) -> str | None:
@@ -129,10 +146,12 @@ class DispatchReport:
         calls = self.tvm_calls + sum(self.fallbacks.values())
         if calls:
             console.print(f"calls served by TVM: {self.tvm_calls} of {calls} ({self.share:.0%})")
-        else:
+        elif not self.timed_calls + self.aside_calls:
             console.print("no call yet; methods other than forward are served where they are named")
         for name, report in self.methods.items():
             console.print(f"{name}: {_calls_text(report)}", highlight=False)
+        for line in _speed_lines(self):
+            console.print(line, highlight=False, markup=False)
         if self.checked_calls:
             gradients = sum(s.checked_gradients for s in self.specializations)
             console.print(f"checked against PyTorch: {self.checked_calls}, backward: {gradients}")
@@ -223,6 +242,9 @@ def report_of(dispatcher: Dispatcher) -> DispatchReport:
             graph_skips=dict(entry.graph_skips),
             cache=entry.compiled.cache,
             reuse=entry.compiled.reuse,
+            verdict=None if (t := entry.trial) is None else t.verdict,
+            timed_calls=0 if t is None else t.timed_calls,
+            aside_calls=0 if t is None else t.aside_calls,
         )
         for specialization in dispatcher.all_specializations()
         for mode, entry in specialization.compiled()
@@ -270,6 +292,19 @@ def _calls_text(report: DispatchReport) -> str:
     if not calls:
         return "no call so far"
     return f"{report.tvm_calls} of {calls} calls served by TVM ({report.share:.0%})"
+
+
+def _speed_lines(report: DispatchReport) -> list[str]:
+    """What the module's own forward served to be timed, or because it was faster, and the times."""
+    lines = []
+    if report.timed_calls:
+        lines.append(f"calls by the module's own forward, to time it: {report.timed_calls}")
+    if report.aside_calls:
+        lines.append(f"calls by the module's own forward, which is faster: {report.aside_calls}")
+    for s in report.specializations:
+        if s.verdict is not None:
+            lines.append(f"speed, {s.mode} {s.signature}: {s.verdict.text()}")
+    return lines
 
 
 def residuals_text(residuals: Sequence[ValueDescriptor], shown: int = 3) -> str:

@@ -82,17 +82,44 @@ class Step:
         torch._foreach_copy_(gradients, self.pieces)
 
 
+def explained(as_it_is: float, with_passes: float, device: torch.device) -> str:
+    """What the passes have changed, and where they pay.
+
+    Args:
+        as_it_is, with_passes: rows a second.
+        device: what the model was trained on.
+    """
+    ratio = as_it_is / with_passes
+    text = f"a step with the passes takes {ratio:.2f} of the time of a step without them. "
+    text += "The passes save kernel launches and copies of small tensors. "
+    if device.type == "cpu":
+        text += (
+            "On a CPU a launch costs about a microsecond, and to stack the weights of equal chains "
+            "costs more than that: the passes pay on a GPU, from about 100 features on "
+            "(docs/recommenders.md has figures). "
+        )
+    if ratio > 1:
+        text += (
+            "Here they do not pay. optimize_fx undoes such passes, unless measure=False is given, "
+            "as it is here to compare the losses."
+        )
+    return text
+
+
 def train(
     sizes: Sizes, place: Place, rows: int, steps: int, *, passes: bool, every: int = 20
-) -> list[float]:
-    """The mean losses of all ranks, every so many steps; rank 0 prints progress."""
+) -> tuple[list[float], float]:
+    """The mean losses of all ranks, every so many steps, and rows a second after the first ones.
+
+    Rank 0 prints progress.
+    """
     model = make(sizes, place)
     clicks = Clicks(sizes, rows, place.rank, place.world)
     first = clicks[0].to(place.device)
     if passes:
         tvmbridge.optimize_fx(model, (first.dense, first.features), measure=False)
     step, losses, recent = Step(model, place), [], []
-    start, done = time.perf_counter(), 0
+    start, done, speed = time.perf_counter(), 0, 0.0
     for number in range(steps):
         recent.append(step(clicks[number].to(place.device)))
         done += rows * place.world
@@ -103,15 +130,16 @@ def train(
                 mean /= place.world
             losses.append(float(mean))
             recent = []
-            if not place.rank:
+            if number + 1 > every or steps == every:
                 speed = done / (time.perf_counter() - start)
-                print(
-                    f"step {number + 1:4}: loss {losses[-1]:.4f}, {speed:,.0f} rows a second",
-                    flush=True,
-                )
+            else:  # the first steps prepare kernels
+                start, done = time.perf_counter(), 0
+            if not place.rank:
+                shown = f", {speed:,.0f} rows a second" if speed else ""
+                print(f"step {number + 1:4}: loss {losses[-1]:.4f}{shown}", flush=True)
     if passes and not place.rank:
         print(tvmbridge.fx_report(model), flush=True)
-    return losses
+    return losses, speed
 
 
 def main() -> None:
@@ -126,11 +154,15 @@ def main() -> None:
     options = parser.parse_args()
     place = join()
     sizes = Sizes(features=options.features, rows=options.table)
+    speeds = []
     for passes in (False, True) if options.compare else (not options.no_passes,):
         if not place.rank:
             print("with the passes:" if passes else "as it is:", flush=True)
-        losses = train(sizes, place, options.rows, options.steps, passes=passes)
+        losses, speed = train(sizes, place, options.rows, options.steps, passes=passes)
+        speeds.append(speed)
         if not place.rank and losses:
             print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}", flush=True)
+    if not place.rank and len(speeds) == 2 and all(speeds):
+        print(explained(*speeds, place.device), flush=True)
     if place.world > 1:
         dist.destroy_process_group()

@@ -33,6 +33,12 @@ def _llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _libraries_imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Save a model: what transformers imports for that adds filters of warnings."""
+    _bert().save_pretrained(tmp_path_factory.mktemp("imported"))
+
+
 def _trained(model: Any, labels: torch.Tensor, steps: int) -> list[torch.Tensor]:
     losses = []
     for _ in range(steps):

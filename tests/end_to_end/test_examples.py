@@ -15,6 +15,6 @@ def test_a_script_is_served(row: Row) -> None:
     if found.missing:
         pytest.skip(found.missing)
     assert found.results >= 10
-    assert found.share >= 0.9, found.reasons
+    assert found.share >= 0.95, found.reasons
     assert found.difference <= row.bound
     assert found.later == 0

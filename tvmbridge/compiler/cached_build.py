@@ -91,7 +91,8 @@ class CachedBuild:
         off = self.unused()
         if off is not None:
             code = compile_(records)
-            return load_code(code, code.executable, self.target, self.device, f"off: {off}")
+            module = code.executable
+            return load_code(code, module, self.target, self.device, f"off: {off}")
         store, compiled_of = Store.of_now(), entries()
         key = self.key(compiled_of)
         with region("compile: read the cache"):

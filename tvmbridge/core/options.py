@@ -20,7 +20,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "combine_matmuls": ("auto", "always", "never"),
 }
-_SWITCHES = ("measure_kernels", "cuda_graphs", "tuning_records", "cache", "freeze")
+_SWITCHES = (
+    "measure_kernels",
+    "cuda_graphs",
+    "tuning_records",
+    "cache",
+    "freeze",
+    "only_if_faster",
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,10 @@ class CompileOptions:
             runs the module's own forward, while another process compiles, and the next call after
             that is served; a number waits for so many seconds. Where that cannot be
             (docs/limits.md) the call waits.
+        only_if_faster: time the first calls of compiled code beside the module's own forward, which
+            serves some of them, and have the faster one serve from then on (docs/when_it_pays.md).
+            ``TVMBRIDGE_ONLY_IF_FASTER``, where it is set when a module is dispatched, wins. False:
+            compiled code serves whatever it can.
         check: which calls of each specialisation and mode are checked against the module's own
             forward, outputs, state and gradients: ``"never"``; ``"first"``; ``"growing"``, calls
             1, 2, 4, 8 and so on; ``"every:N"``, each N-th call; ``"always"``. A difference that
@@ -101,6 +112,7 @@ class CompileOptions:
     check: str = "never"
     freeze: bool = False
     background: bool | float = False
+    only_if_faster: bool = True
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

@@ -30,3 +30,11 @@ def compiling() -> Iterator[None]:
     """
     with dynamo_lock(), _lock:
         yield
+
+
+def another_compiles() -> bool:
+    """Whether another thread compiles at this time."""
+    if not _lock.acquire(blocking=False):
+        return True
+    _lock.release()
+    return False

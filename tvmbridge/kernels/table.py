@@ -71,6 +71,19 @@ class Table:
             self._known = known
             self._write(known)
 
+    def known(self, question: str) -> str | None:
+        """The answer that was kept; None: there is none."""
+        with self._lock:
+            if self._known is None:
+                self._known = self._read()
+            return self._known.get(question)
+
+    def keep(self, question: str, answer: str) -> None:
+        """Keep ``answer``, in place of any that is known."""
+        with self._lock:
+            self._known = {**(self._known or {}), **self._read(), question: answer}
+            self._write(self._known)
+
     def _read(self) -> dict[str, str]:
         if self.path is None:
             return {}
@@ -139,9 +152,26 @@ def choice(question: str, among: Sequence[str], measure: Callable[[], str]) -> s
     """
     if _elsewhere is not None:
         measure = functools.partial(_elsewhere, question, among, measure)
+    return _table_of_now().choice(_on_threads(question), among, measure)
+
+
+def known_answer(question: str) -> str | None:
+    """The answer to ``question`` that :func:`keep_answer` has kept on this machine, if any."""
+    return _table_of_now().known(_on_threads(question))
+
+
+def keep_answer(question: str, answer: str) -> None:
+    """Keep ``answer``, found at calls, for this machine and PyTorch's number of threads."""
+    _table_of_now().keep(_on_threads(question), answer)
+
+
+def _table_of_now() -> Table:
     path = None if caching_is_off() else cache_folder() / f"choices-{_surroundings()}.json"
-    table = _tables.setdefault(path, Table(path))
-    return table.choice(f"{question}, {threads()} threads", among, measure)
+    return _tables.setdefault(path, Table(path))
+
+
+def _on_threads(question: str) -> str:
+    return f"{question}, {threads()} threads"
 
 
 def clear_tables(folder: Path) -> int:

@@ -57,6 +57,11 @@ class _Turn:
 _turn = _Turn()
 
 
+def child_compiles() -> bool:
+    """Whether another process compiles for this one at this time."""
+    return _turn.child is not None and not _turn.wait(0.0)
+
+
 class Background:
     """Compilations of one module.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +15,11 @@ from torch import nn
 
 from tvmbridge.core.errors import BridgeError
 from tvmbridge.core.options import CompileOptions
-from tvmbridge.graph_capture.surroundings import refused_now
+from tvmbridge.graph_capture.surroundings import in_checkpoint, refused_now
 from tvmbridge.graph_capture.trace.standins import NO_ATTRIBUTE, STAND_IN
 from tvmbridge.runtime.checks import Checks
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.fallbacks import COMPILING, OTHER_NAMES, Tally
-from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import (
     StandsForForward,
     calling_module,
@@ -40,6 +40,8 @@ from tvmbridge.runtime.in_process import register
 from tvmbridge.runtime.module_code import ModuleCode
 from tvmbridge.runtime.pinning import renewed_path
 from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.runtime.speed_trial import SpeedTrial, only_if_faster_now
+from tvmbridge.runtime.timed_path import AsidePath, ServingPath, TimedPath
 
 # So many entries with a fast guard are asked before any full guard.
 _MOST_FAST = 4
@@ -85,6 +87,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         super().__init__(module, own, target, options)
         self.tally = Tally(self._name(), on_fallback)
         self.checker: Checks | None = None
+        self.times_calls = only_if_faster_now(options.only_if_faster)
         register(self)
         self._outside_of_graphs = _outside_of_graphs()
         functools.update_wrapper(self, self.original)
@@ -142,6 +145,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         return own(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Any:
+        started = time.perf_counter()
         known, unserved = self.specializations, _Unserved()
         misfits: list[Mismatch] = []
         lacking: list[tuple[Specialization, Mode, Matched]] = []
@@ -157,7 +161,7 @@ class Dispatcher(ModuleCode, StandsForForward):
             if entry is None:
                 lacking.append((specialization, mode, matched))
                 continue
-            served = self._serve(specialization, mode, entry, matched)
+            served = self._serve(specialization, mode, entry, matched, started)
             if isinstance(served, _Served):
                 return served.results
             unserved = served
@@ -165,7 +169,7 @@ class Dispatcher(ModuleCode, StandsForForward):
             found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
             if isinstance(found, str):
                 return self._fall_back(found, args, kwargs)
-            served = self._serve(specialization, mode, found, matched)
+            served = self._serve(specialization, mode, found, matched, started)
             if isinstance(served, _Served):
                 return served.results
             unserved = served
@@ -181,9 +185,17 @@ class Dispatcher(ModuleCode, StandsForForward):
         )
 
     def _serve(
-        self, specialization: Specialization, mode: Mode, entry: CompiledEntry, matched: Matched
+        self,
+        specialization: Specialization,
+        mode: Mode,
+        entry: CompiledEntry,
+        matched: Matched,
+        started: float,
     ) -> _Served | _Unserved:
-        """Serve a call by ``entry``, or by code that is compiled in its place."""
+        """Serve a call by ``entry``, or by code that is compiled in its place.
+
+        The guards of the call began at ``started``, in seconds.
+        """
         leaves, arguments = matched
         tensors = entry.state.tensors()
         reason = entry.mismatch(leaves, tensors)
@@ -200,22 +212,57 @@ class Dispatcher(ModuleCode, StandsForForward):
         specialization.last_use = next(self._uses)
         if self.checker is not None:
             return _Served(self.checker.run(self.module, entry, leaves, tensors, arguments))
-        results = entry.run(leaves, tensors, arguments)
-        self._remember(specialization, entry, leaves, mode)
+        run, trial = functools.partial(entry.run, leaves, tensors, arguments), None
+        if self.times_calls and not in_checkpoint():
+            trial = self._trial(specialization, mode, entry)
+        if trial is None:
+            results = run()
+        else:
+            own = functools.partial(self.original, *arguments[0], **arguments[1])
+            results = trial.serve(run, own, time.perf_counter() - started)
+        self._remember(specialization, entry, leaves, mode, trial)
         return _Served(results)
 
+    def _trial(
+        self, specialization: Specialization, mode: Mode, entry: CompiledEntry
+    ) -> SpeedTrial | None:
+        """Decides whether compiled code serves the calls of ``entry``; None: it does.
+
+        Code for any size has no trial: few of its calls have the same sizes.
+        """
+        always = self.checker is not None or self.tally.on_fallback == "raise" or mode.deterministic
+        if always or specialization.family is not None:
+            return None
+        if entry.trial is None:
+            what = f"{mode} {specialization.signature}"
+            conclude = functools.partial(self.tally.note_verdict, what)
+            entry.trial = SpeedTrial(entry.question, entry.compiled.captured.device, conclude)
+        return entry.trial
+
     def _remember(
-        self, specialization: Specialization, entry: CompiledEntry, leaves: list[Any], mode: Mode
+        self,
+        specialization: Specialization,
+        entry: CompiledEntry,
+        leaves: list[Any],
+        mode: Mode,
+        trial: SpeedTrial | None,
     ) -> None:
         """Ask ``entry`` first at the next call."""
-        fast = renewed_path(entry, specialization.signature, leaves)
-        if fast is not None and self._mode(specialization, leaves) == mode:
-            self._ask_first(fast, specialization)
+        signature = specialization.signature
+        path: ServingPath | None
+        if trial is not None and trial.steps_aside:
+            path = AsidePath(entry, trial, self.module, self.own, signature, leaves)
+        else:
+            path = fast = renewed_path(entry, signature, leaves)
+            if fast is not None and trial is not None and trial.verdict is None:
+                path = TimedPath(fast, trial, self.module, self.own)
+        if path is not None and self._mode(specialization, leaves) == mode:
+            self._ask_first(path, specialization)
 
-    def _ask_first(self, fast: FastPath[CompiledEntry], specialization: Specialization) -> None:
-        others = [known for known in self.fast_paths if known[0].entry is not fast.entry]
-        self.fast_paths = ((fast, specialization), *others[: _MOST_FAST - 1])
-        specialization.put_first(fast.entry)
+    def _ask_first(self, path: ServingPath, specialization: Specialization) -> None:
+        others = [known for known in self.fast_paths if known[0].code is not path.code]
+        self.fast_paths = ((path, specialization), *others[: _MOST_FAST - 1])
+        specialization.put_first(path.code)
 
     def _fall_back(
         self,

@@ -29,6 +29,7 @@ from tvmbridge.runtime.guards.mode import Flags
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.outputs import Outputs
 from tvmbridge.runtime.second_order import SecondOrder
+from tvmbridge.runtime.speed_trial import SpeedTrial
 
 
 class CompiledEntry:
@@ -83,6 +84,8 @@ class CompiledEntry:
         self.may_be_fast = may_be_fast(state, captured)
         # Calls in a row that the full guards had to let pass.
         self.slow_calls = 0
+        # Whether its calls are faster than those of the module's own forward; None: not asked.
+        self.trial: SpeedTrial | None = None
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -91,6 +94,16 @@ class CompiledEntry:
             return ()
         inputs = self.compiled.captured.inputs
         return tuple(d.target or d.name for d in inputs if d.requires_grad)
+
+    @property
+    def question(self) -> str | None:
+        """What the verdict of a trial is kept under; None where the code has no key."""
+        compiled = self.compiled
+        if not compiled.key:
+            return None
+        device = compiled.captured.device
+        where = f" on {torch.cuda.get_device_name(device)}" if device.type == "cuda" else ""
+        return f"seconds of {compiled.origin} by code {compiled.key[:32]}{where}"
 
     def rebound(self, memo: Mapping[int, Any], packing: ModulePacks) -> CompiledEntry:
         """The same code for a deep copy of the module, with counters at zero."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.graph_capture.observe.plain import OPEN_IT, UNSEEN
 from tvmbridge.runtime.guards.spelling import CONSTANT, STRUCTURE, TENSOR, Mismatch
+from tvmbridge.runtime.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ _SETTLES = "forward sets it at the first call, and further calls find it set"
 # Why calls run the module's own forward while their code is compiled, and its example.
 COMPILING = "its code is being compiled in the background"
 _COMES = "further calls are served once it is ready"
+_SERVES_ANYWAY = "only_if_faster=False has compiled code serve them (docs/when_it_pays.md)"
 _PASSING = (_SETTLES, _COMES)
 
 
@@ -152,6 +154,13 @@ class Tally:
             self.examples[COMPILING] = _COMES
         if not told:
             logger.info("%s runs its own forward: %s", self._name, COMPILING)
+
+    def note_verdict(self, what: str, verdict: Verdict) -> None:
+        """Log the verdict on the calls of ``what`` where the module's own forward serves them."""
+        if verdict.pays:
+            return
+        level = logging.WARNING if self.on_fallback == "warn" else logging.INFO
+        logger.log(level, "%s, %s: %s; %s", self._name, what, verdict.text(), _SERVES_ANYWAY)
 
     def summary(self, served: int) -> str | None:
         """One line about all calls so far, of which TVM ``served`` some; None: nothing to tell."""

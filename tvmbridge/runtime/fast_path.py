@@ -39,3 +39,8 @@ class FastPath(Generic[_Entry]):
     graphs: Graphs | None = None
     direct: Direct | None = None
     outdated: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def code(self) -> _Entry:
+        """The entry whose calls it serves."""
+        return self.entry

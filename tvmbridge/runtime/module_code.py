@@ -23,13 +23,13 @@ from tvmbridge.runtime.declared_sizes import DeclaredSizes
 from tvmbridge.runtime.entry import CompiledEntry
 from tvmbridge.runtime.entry_compiler import Compiler
 from tvmbridge.runtime.fallbacks import COMPILING
-from tvmbridge.runtime.fast_path import FastPath
 from tvmbridge.runtime.guards.forwards import StandsForForward, forward_of_class
 from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.spelling import Mismatch
 from tvmbridge.runtime.room import Room
 from tvmbridge.runtime.specialization import Specialization
+from tvmbridge.runtime.timed_path import ServingPath
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class ModuleCode:
         self.dropped = 0
         self._retired_calls = 0
         # Those that are asked before any full guard, with a guard of their own.
-        self.fast_paths: tuple[tuple[FastPath[CompiledEntry], Specialization], ...] = ()
+        self.fast_paths: tuple[tuple[ServingPath, Specialization], ...] = ()
         self._process = os.getpid()
         self._uses = itertools.count(1)
         self._counting = threading.Lock()

@@ -118,6 +118,7 @@ saved_tensors_hooks_in_force = torch._C._autograd._top_saved_tensors_default_hoo
 generated_sources = torch.fx.graph_module._loader
 backward_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 engine_run_backward = torch.autograd.graph._engine_run_backward
+queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def storage_key(tensor: torch.Tensor) -> int:

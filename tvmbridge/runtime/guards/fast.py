@@ -302,6 +302,12 @@ def may_be_fast(state: ModuleState, captured: CapturedGraph) -> bool:
 _numbers = iter(range(1 << 62))
 
 
+def generated_guard(lines: Sequence[str], scope: Scope) -> tuple[str, Check]:
+    """The text of a guard with these ``lines``, and the function."""
+    source = _function(lines)
+    return source, _compiled(source, scope)
+
+
 def _compiled(source: str, scope: Scope) -> Any:
     """The function ``guard`` of ``source``, which tracebacks and debuggers can show."""
     file = f"<tvmbridge guard {next(_numbers)}>"

@@ -63,6 +63,16 @@ def _keeps_graph(ask: Any) -> bool:
     return seen == [True, False]
 
 
+def _ends_last(queue: Any) -> bool:
+    seen: list[str] = []
+    x = weight()
+    x.register_hook(lambda _: seen.append("gradient"))
+    total = x.sum()
+    total.register_hook(lambda _: queue(lambda: seen.append("end")))
+    total.backward()
+    return seen == ["gradient", "end"]
+
+
 def _finds_hooks(top: Any) -> bool:
     def pack(x: Any) -> Any:
         return x
@@ -284,6 +294,11 @@ IMPORTED = (
         "torch.autograd.graph._engine_run_backward",
         "which gradients a running backward is asked for",
         has_local("args"),
+    ),
+    PrivateName(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "the end of a backward pass that is timed",
+        _ends_last,
     ),
     PrivateName(
         "torch.distributed._functional_collectives",

@@ -1,0 +1,221 @@
+"""Calls are timed beside the module's own forward, which serves where it is faster."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.dispatch_helpers import assert_same_step, eager, make_block, sample, train_step
+from tvmbridge import add_tvm_dispatch, dispatch_report
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.kernels.table import clear_tables
+from tvmbridge.runtime.speed_trial import SpeedTrial
+from tvmbridge.runtime.timed_path import AsidePath, TimedPath
+
+# Two calls of code and one of the own forward to warm up, then five timed of each.
+TRIAL = 13
+SECONDS = 0.03
+
+
+@pytest.fixture(autouse=True)
+def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
+
+
+def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Have this function of compiled code take longer than any module here."""
+    genuine = LoadedModule.call
+
+    def call(loaded: LoadedModule, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
+        if name == function:
+            time.sleep(SECONDS)
+        return genuine(loaded, name, values)
+
+    monkeypatch.setattr(LoadedModule, "call", call)
+
+
+class Slow(nn.Module):
+    """Its own forward takes longer than its compiled code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SECONDS)
+        return x.sin()
+
+
+def path_of(module: nn.Module) -> Any:
+    return module.forward.fast_paths[0][0]  # type: ignore[union-attr, index]
+
+
+def evaluated(module: nn.Module, x: torch.Tensor, calls: int) -> None:
+    reference = eager(module)
+    with torch.no_grad():
+        for _ in range(calls):
+            torch.testing.assert_close(module(x), reference(x))
+
+
+def test_slower_code_steps_aside(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_code(monkeypatch, "forward")
+    module = add_tvm_dispatch(make_block().eval(), sample())
+    evaluated(module, sample(), TRIAL + 5)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (7, 6, 5)
+    assert not report.fallbacks
+    assert report.share == 1
+    (found,) = report.specializations
+    assert found.verdict is not None
+    assert found.verdict.compiled > SECONDS > found.verdict.own
+    assert isinstance(path_of(module), AsidePath)
+    text = " ".join(str(report).split())
+    assert "which is faster: 5" in text
+    assert "so the module's own forward serves" in text
+    (logged,) = [r.getMessage() for r in caplog.records if r.name.startswith("tvmbridge.runtime")]
+    assert re.search("a call takes .* ms by compiled code .* only_if_faster=False", logged)
+    # Weights that change need no code, and other sizes have a trial of their own.
+    module.inner = nn.Linear(24, 24, dtype=torch.float64)
+    evaluated(module, sample(), 3)
+    assert dispatch_report(module).aside_calls == 8
+
+
+def test_faster_code_serves_by_the_same_path_as_without_a_trial() -> None:
+    module = add_tvm_dispatch(Slow(), torch.ones(3))
+    for _ in range(12):
+        module(torch.ones(3))
+    report = dispatch_report(module)
+    # Three timed calls are enough, where the difference is clear.
+    assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (8, 4, 0)
+    assert not isinstance(path_of(module), AsidePath | TimedPath)
+    assert "so compiled code serves" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("function", ["forward", "backward"])
+def test_training_is_timed_with_its_backward(
+    monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    slow_code(monkeypatch, function)
+    module = add_tvm_dispatch(make_block().train(), sample().requires_grad_())
+    reference = eager(module)
+    for _ in range(TRIAL + 3):
+        assert_same_step(module, reference, sample())
+    report = dispatch_report(module)
+    assert (report.timed_calls, report.aside_calls) == (6, 3)
+    (verdict,) = (s.verdict for s in report.specializations)
+    assert verdict is not None
+    assert verdict.compiled > SECONDS
+
+
+def test_random_draws_and_buffers_are_those_of_one_call() -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(24), nn.Dropout(0.4)).double().train()
+    module = add_tvm_dispatch(copy.deepcopy(plain), sample())
+    for seed in range(TRIAL + 2):
+        steps = [train_step(m, sample(), seed) for m in (module, plain)]
+        torch.testing.assert_close(*steps)
+        torch.testing.assert_close(module.state_dict(), plain.state_dict())
+    assert dispatch_report(module).timed_calls >= 4
+
+
+def test_a_checkpoint_is_served_alike_at_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_code(monkeypatch, "forward")
+    module = add_tvm_dispatch(make_block(dropout=0.0).train(), sample().requires_grad_())
+    reference = eager(module)
+
+    def step(called: nn.Module, around: Callable[..., Any]) -> torch.Tensor:
+        x = sample().requires_grad_()
+        around(called, x).square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    for number in range(TRIAL + 8):
+        around = (
+            (lambda m, x: checkpoint(m, x, use_reentrant=False))
+            if number % 3
+            else (lambda m, x: m(x))
+        )
+        torch.testing.assert_close(step(module, around), step(reference, around))
+
+
+def test_a_call_that_raises_is_not_timed() -> None:
+    trial = SpeedTrial(None, torch.device("cpu"), lambda _: None)
+
+    def refuse() -> None:
+        raise KeyError
+
+    for _ in range(TRIAL):
+        with pytest.raises(KeyError):
+            trial.serve(refuse, refuse)
+    assert (trial.verdict, trial.timed_calls) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    "how", ["option", "variable", "check", "raise", "deterministic"], ids=lambda how: str(how)
+)
+def test_what_asks_for_served_calls_has_no_trial(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    slow_code(monkeypatch, "forward")
+    options: dict[str, Any] = {}
+    if how == "option":
+        monkeypatch.delenv("TVMBRIDGE_ONLY_IF_FASTER")
+        options["only_if_faster"] = False
+    if how == "variable":
+        monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "0")
+    if how == "check":
+        options["check"] = "first"
+    torch.use_deterministic_algorithms(how == "deterministic")
+    try:
+        on_fallback: Any = "raise" if how == "raise" else "warn"
+        module = add_tvm_dispatch(
+            nn.Tanh(), torch.ones(3), options=options, on_fallback=on_fallback
+        )
+        evaluated(module, torch.ones(3), 6)
+        report = dispatch_report(module)
+        assert (report.tvm_calls, report.timed_calls) == (6, 0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_the_verdict_is_kept_on_this_machine_and_a_damaged_one_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TVMBRIDGE_CACHE", "1")
+    monkeypatch.setenv("TVMBRIDGE_CACHE_DIR", str(tmp_path))
+    slow_code(monkeypatch, "forward")
+
+    def served_of(calls: int) -> tuple[int, int, int]:
+        module = add_tvm_dispatch(nn.Tanh(), torch.ones(3))
+        evaluated(module, torch.ones(3), calls)
+        report = dispatch_report(module)
+        return report.tvm_calls, report.timed_calls, report.aside_calls
+
+    assert served_of(TRIAL + 1) == (7, 6, 1)
+    assert served_of(4) == (0, 0, 4)
+    (file,) = tmp_path.glob("choices-*.json")
+    kept = file.read_text()
+    damaged = re.sub(r'("seconds of Tanh[^:]*": )"[^"]*"', r'\1"soon -1"', kept)
+    assert damaged != kept
+    clear_tables(tmp_path)
+    file.write_text(damaged)
+    file.chmod(0o600)
+    assert served_of(TRIAL + 1) == (7, 6, 1)
+
+
+def test_torch_compile_times_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_code(monkeypatch, "forward")
+    reference = nn.Tanh()
+    compiled = torch.compile(copy.deepcopy(reference), backend="tvmbridge")
+    calls: list[float] = []
+    with torch.no_grad():
+        for _ in range(TRIAL + 8):
+            started = time.perf_counter()
+            torch.testing.assert_close(compiled(sample()), reference(sample()))
+            calls.append(time.perf_counter() - started)
+    assert min(calls[-6:]) < SECONDS
+    torch._dynamo.reset()

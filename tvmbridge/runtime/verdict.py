@@ -1,0 +1,49 @@
+"""The verdict of a speed trial: the times of compiled code and of the module's own forward."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+# Compiled code may be slower by this factor before the module's own forward takes its place.
+_SLOWER = 1.03
+
+
+class Verdict(NamedTuple):
+    """Median seconds of a call by compiled code and by the module's own forward.
+
+    In training the seconds include those of the backward pass.
+    """
+
+    compiled: float
+    own: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether compiled code serves."""
+        return self.compiled <= _SLOWER * self.own
+
+    @classmethod
+    def parsed(cls, text: str) -> Verdict | None:
+        """The verdict that ``str()`` has written; None for any other text."""
+        try:
+            compiled, own = map(float, text.split())
+        except ValueError:
+            return None
+        valid = all(math.isfinite(s) and s > 0 for s in (compiled, own))
+        return cls(compiled, own) if valid else None
+
+    def __str__(self) -> str:
+        return f"{self.compiled!r} {self.own!r}"
+
+    def text(self) -> str:
+        """Both times, and what serves."""
+        serves = "compiled code" if self.pays else "the module's own forward"
+        return (
+            f"a call takes {_shown(self.compiled)} by compiled code and {_shown(self.own)} by the "
+            f"module's own forward, so {serves} serves"
+        )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
