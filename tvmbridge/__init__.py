@@ -22,6 +22,8 @@ __all__ = [
     "Departure",
     "DispatchReport",
     "ExplainReport",
+    "ExportComparison",
+    "ExportError",
     "FallbackError",
     "FxReport",
     "NumericsError",
@@ -32,10 +34,12 @@ __all__ = [
     "add_tvm_dispatch",
     "capture",
     "compare",
+    "compare_export",
     "compile",
     "compile_report",
     "dispatch_report",
     "explain",
+    "export",
     "fx_graphs",
     "fx_passes",
     "fx_report",
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
         BridgeError,
         BuildError,
         CaptureError,
+        ExportError,
         FallbackError,
         NumericsError,
         PassError,
@@ -64,6 +69,7 @@ if TYPE_CHECKING:
     from tvmbridge.core.options import CompileOptions
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch, wait
     from tvmbridge.dynamo import CompileReport, compile, compile_report
+    from tvmbridge.exporting import ExportComparison, compare_export, export
     from tvmbridge.frontend import to_relax
     from tvmbridge.fx.api import FxReport, fx_graphs, fx_passes, fx_report, optimize_fx, remove_fx
     from tvmbridge.graph_capture.capture import capture
@@ -81,6 +87,7 @@ _HOMES = MappingProxyType(
             "BridgeError",
             "BuildError",
             "CaptureError",
+            "ExportError",
             "FallbackError",
             "NumericsError",
             "PassError",
@@ -91,6 +98,7 @@ _HOMES = MappingProxyType(
         "core.captured_graph": ("CapturedGraph",),
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch", "wait"),
         "dynamo": ("CompileReport", "compile", "compile_report"),
+        "exporting": ("ExportComparison", "compare_export", "export"),
         "frontend": ("to_relax",),
         "fx.api": ("FxReport", "fx_graphs", "fx_passes", "fx_report", "optimize_fx", "remove_fx"),
         "graph_capture.capture": ("capture",),
