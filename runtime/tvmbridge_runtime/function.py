@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import threading
@@ -46,7 +47,7 @@ def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Functio
             f"{path} was compiled by TVM {expected}, and TVM {found} is installed: install "
             f"apache-tvm=={expected}, or export the function again"
         )
-    return Function(container, _machine(container, module), threads or _processors())
+    return Function(container, *_machine(container, module, threads or _processors()))
 
 
 def _processors() -> int:
@@ -55,8 +56,8 @@ def _processors() -> int:
     return os.cpu_count() or 1
 
 
-def _machine(container: Container, module: Any) -> Any:
-    """Return a virtual machine of TVM with the code of ``container``."""
+def _machine(container: Container, module: Any, threads: int) -> tuple[Any, int]:
+    """Return a virtual machine of TVM with the code of ``container``, and its number of threads."""
     with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
         path = Path(folder, "code.so")
         path.write_bytes(container.section("code"))
@@ -64,9 +65,10 @@ def _machine(container: Container, module: Any) -> Any:
             executable = module.load_module(str(path))
             machine = executable["vm_load_executable"]()
             machine["vm_initialization"](_CPU, 0, _POOLED)
+            threads = ctypes.CDLL(str(path)).tvmbridge_use_threads(threads)
         except Exception as error:
             raise MachineError(f"{container.path} cannot be loaded: {error}") from error
-    return machine
+    return machine, threads
 
 
 class Function:
@@ -84,8 +86,6 @@ class Function:
         self._forward = machine["forward"]
         self._ffi = ffi()
         self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
-        self._configure = self._ffi.get_global_func("runtime.config_threadpool")
-        self._configured = threading.local()
         self._lock = threading.Lock()
         self._weights = [self._tensor(a, dtype) for a, dtype in weights_of(container)]
 
@@ -107,7 +107,6 @@ class Function:
         ]
         symbols = [self._ffi.Shape(sizes)] if sizes is not None else []
         with self._lock:
-            self._set_threads()
             results = self._forward(*tensors, *self._weights, *symbols)
             found = [self._result(r, s) for r, s in zip(results, self._outputs(), strict=True)]
         self._check(found)
@@ -150,19 +149,10 @@ class Function:
         # Its memory may be an argument's, a weight's or another result's.
         return array.copy() if spec["copied"] else array
 
-    def _set_threads(self) -> None:
-        """Have loops of this thread run on ``threads`` threads: each thread has a pool of TVM's."""
-        if getattr(_pools, "threads", None) != self.threads:
-            self._configure(0, self.threads)
-            _pools.threads = self.threads
-
     def _check(self, results: Sequence[Any]) -> None:
         for check in self.manifest["checks"]:
             if not bool(results[check["output"]]):
                 raise RuntimeFileError(f"{check['error']}: {check['message']}")
-
-
-_pools = threading.local()
 
 
 def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from tvmbridge.compiler.exported import can_link, exported
-from tvmbridge.core.errors import BuildError, ExportError
+from tvmbridge.core.errors import ExportError
 from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.versions import installed_versions
 from tvmbridge.exporting.code import AloneCode, alone_code
 from tvmbridge.exporting.convention import dtype_name
 from tvmbridge.exporting.features import described_target
+from tvmbridge.exporting.linking import linked
 from tvmbridge.exporting.writing import write_file
 from tvmbridge.graph_capture.capture import normalize_sample
 
@@ -74,8 +74,6 @@ def export(
         raise ExportError(
             "the module is in train mode; an exported function is for inference: call eval() first"
         )
-    if not can_link():
-        raise BuildError("exporting needs a C++ compiler to link the code: install g++ or clang")
     args, kwargs = normalize_sample(sample, sample_kwargs)
     code = alone_code(
         module,
@@ -85,7 +83,7 @@ def export(
         dynamic_shapes=dynamic_shapes,
         options=CompileOptions.of(options),
     )
-    library = exported(code.executable, linked=True)
+    library = linked(code.executable)
     names = _unique_names(code)
     manifest = {
         "name": type(module).__name__,
