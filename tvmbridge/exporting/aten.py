@@ -23,6 +23,12 @@ from tvm.ir import Call, Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.exporting.attention import attention
+from tvmbridge.exporting.windows import (
+    adaptive_average_pool,
+    as_strided,
+    average_pool,
+    unfold,
+)
 from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of
 from tvmbridge.legalize.aten.arguments import Arguments, Compile
 from tvmbridge.legalize.broadcast import INJECTIVE, element_of
@@ -119,10 +125,33 @@ def _matmul(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
     return relax.op.matmul(arguments["self"], arguments["other"])
 
 
+def _concatenation(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Pieces of any dtype; an empty vector is no piece, as in eager PyTorch."""
+    dtype, pieces = dtype_of_tensor(call), list(arguments["tensors"])
+    kept = [piece for piece in pieces if shape_of(piece) != (0,)] or pieces[:1]
+    cast = [
+        piece if dtype_of_tensor(piece) == dtype else bb.emit(relax.op.astype(piece, dtype))
+        for piece in kept
+    ]
+    return cast[0] if len(cast) == 1 else relax.op.concat(cast, int(arguments["dim"]))
+
+
+def _is_all_true(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    numbers = bb.emit(relax.op.astype(arguments["self"], "int32"))
+    return relax.op.astype(bb.emit(relax.op.min(numbers)), "bool")
+
+
 SPELLED: dict[str, Any] = {
     "aten.scaled_dot_product_attention.default": attention,
     "aten.index.Tensor": _index,
     "aten.matmul.default": _matmul,
+    "aten.cat.default": _concatenation,
+    "aten._is_all_true.default": _is_all_true,
+    "aten.unfold.default": unfold,
+    "aten.as_strided.default": as_strided,
+    "aten.as_strided_copy.default": as_strided,
+    **{f"aten.avg_pool{n}d.default": average_pool for n in (1, 2, 3)},
+    **{f"aten._adaptive_avg_pool{n}d.default": adaptive_average_pool for n in (2, 3)},
 }
 """What computes an operator; it returns None for arguments that it does not know."""
 

@@ -133,10 +133,9 @@ def _built(
     records: list[PassRecord],
 ) -> AloneCode:
     captured = lowered.captured
-    lowered = with_views(lowered, records)
     lowered, plan = freeze(lowered, options, records, alone=True)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
-    code = build_alone(forward, lowered.target, records)
+    code = build_alone(with_views(forward, captured, records), lowered.target, records)
     weights, names = _weights(module, lowered, plan, records)
     outputs, structure, checks = _described_outputs(captured, code.shared["forward"])
     input_names_ = input_names(captured, _parameter_names(module))

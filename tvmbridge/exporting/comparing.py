@@ -14,6 +14,7 @@ from torch import nn
 
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.torch_private import pytree
+from tvmbridge.exporting.runtime import runtime
 from tvmbridge.graph_capture.capture import normalize_sample
 
 # The error may be this many times eager's own, or this many roundings of the largest element.
@@ -81,18 +82,13 @@ def compare_export(
     Raises:
         ExportError: ``tvmbridge_runtime`` is not installed, or the structures differ.
     """
-    try:
-        import tvmbridge_runtime
-    except ImportError as error:
-        raise ExportError(
-            "tvmbridge_runtime is not installed: pip install tvmbridge-runtime"
-        ) from error
+    load = runtime().load
     args, kwargs = normalize_sample(sample, sample_kwargs)
     with torch.no_grad():
         eager = _tensors(copy.deepcopy(module)(*args, **kwargs))
         exact = _exact(module, args, kwargs)
     inputs = [_array(t) for t in _tensors((args, kwargs))]
-    found = _leaves(tvmbridge_runtime.load(path)(*inputs))
+    found = _leaves(load(path)(*inputs))
     if len(found) != len(eager):
         raise ExportError(f"the file returns {len(found)} tensors, and forward {len(eager)}")
     compared = zip(found, eager, exact, strict=True)

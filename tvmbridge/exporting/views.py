@@ -7,36 +7,33 @@ code does not return it; here it is computed from what it is a view of, element 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import tvm
-from tvm import relax, te, tirx
+from tvm import relax, te
 from tvm.ir import Expr
 
-from tvmbridge.compiler.lowering import LoweredModule
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.types import InputKind, OutputDescriptor, OutputKind, PassRecord
+from tvmbridge.exporting.windows import flat_place, position
 from tvmbridge.legalize.broadcast import INJECTIVE
-from tvmbridge.legalize.lets import constant
 from tvmbridge.passes.base import flat_results
 from tvmbridge.pipeline import run_passes, tidy_passes
 
 
-def with_views(lowered: LoweredModule, records: list[PassRecord]) -> LoweredModule:
-    """``lowered``, whose forward returns all tensors among the user's outputs, in their order.
+def with_views(
+    mod: tvm.IRModule, captured: CapturedGraph, records: list[PassRecord]
+) -> tvm.IRModule:
+    """``mod``, whose forward returns all tensors among the user's outputs, in their order.
 
     Raises:
         ExportError: an output is a view that the code cannot compute.
     """
-    captured = lowered.captured
     users = _users(captured)
     if all(o.is_computed or o.spec is None for o in users):
-        return lowered
-    mod = _with_views(lowered.mod, captured)
-    mod = run_passes(mod, tidy_passes(), records)
-    return replace(lowered, mod=mod, num_outputs=sum(o.spec is not None for o in users))
+        return mod
+    return run_passes(_with_views(mod, captured), tidy_passes(), records)
 
 
 def _users(captured: CapturedGraph) -> list[OutputDescriptor]:
@@ -121,23 +118,10 @@ def _view(
             return te.compute(x.shape, lambda *i: x(*i), name="T_copy")
 
         def element(*i: Expr) -> Expr:
-            place: Expr = constant(alias.offset, "int64")
-            for index, stride in zip(i, alias.stride, strict=True):
-                place = place + index * constant(stride, "int64")
-            return x(*_position(place, [int(n) for n in x.shape], strides))
+            place = flat_place(i, alias.stride, alias.offset)
+            return x(*position(place, [int(n) for n in x.shape], strides))
 
         return te.compute(list(spec.shape), element, name="T_view")
 
     attrs = {"op_pattern": INJECTIVE}
     return builder.call_te(compute, base, primfunc_name_hint="view", primfunc_attrs=attrs)
-
-
-def _position(place: Expr, shape: Sequence[int], strides: Sequence[int]) -> list[Expr]:
-    """The indices of the element at ``place`` in the memory of a dense tensor."""
-    found: list[Expr] = [constant(0, "int64")] * len(shape)
-    order = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -strides[d])
-    for d in order:
-        stride = constant(strides[d], "int64")
-        found[d] = tirx.floordiv(place, stride)
-        place = tirx.floormod(place, stride)
-    return found
