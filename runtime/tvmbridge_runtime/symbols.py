@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tvmbridge_runtime.conditions import text_of, value_of
 from tvmbridge_runtime.errors import ArgumentError
 
 
@@ -35,4 +36,9 @@ def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> li
             if extent < least or (most is not None and extent > most):
                 limit = f"at least {least}" if most is None else f"from {least} to {most}"
                 raise ArgumentError(f"{place}, {wanted}, is {extent} and must be {limit}")
-    return [found[name][0] for name in bounds] if bounds else None
+    sizes = {name: found[name][0] for name in bounds}
+    for condition in manifest["relations"]:
+        if not value_of(condition, sizes):
+            told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ArgumentError(f"sizes {told} do not fulfil {text_of(condition)}")
+    return list(sizes.values()) if sizes else None

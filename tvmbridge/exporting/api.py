@@ -18,8 +18,10 @@ from tvmbridge.exporting.code import AloneCode, alone_code
 from tvmbridge.exporting.convention import dtype_name
 from tvmbridge.exporting.features import described_target
 from tvmbridge.exporting.linking import linked
+from tvmbridge.exporting.symbolic import symbolic_code
 from tvmbridge.exporting.writing import write_file
 from tvmbridge.graph_capture.capture import normalize_sample
+from tvmbridge.runtime.declared_sizes import sizes_to_serve
 
 
 def export(
@@ -75,14 +77,14 @@ def export(
             "the module is in train mode; an exported function is for inference: call eval() first"
         )
     args, kwargs = normalize_sample(sample, sample_kwargs)
-    code = alone_code(
-        module,
-        args,
-        kwargs,
-        target=target,
-        dynamic_shapes=dynamic_shapes,
-        options=CompileOptions.of(options),
-    )
+    chosen = CompileOptions.of(options)
+    spec = sizes_to_serve(module, dynamic_shapes, (args, kwargs))
+    if spec == "auto":
+        raise ValueError('dynamic_shapes="auto" is for calls; name the dimensions of an export')
+    if spec is None:
+        code = alone_code(module, args, kwargs, target=target, options=chosen)
+    else:
+        code = symbolic_code(module, args, kwargs, spec, target=target, options=chosen)
     library = linked(code.executable)
     names = _unique_names(code)
     manifest = {
@@ -91,6 +93,7 @@ def export(
         "target": described_target(code.target),
         "inputs": code.inputs,
         "symbols": code.symbols,
+        "relations": code.relations,
         "outputs": code.outputs,
         "structure": code.structure,
         "checks": code.checks,

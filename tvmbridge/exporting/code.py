@@ -11,7 +11,7 @@ import torch
 import tvm
 from torch import nn
 
-from tvmbridge.compiler.build import build
+from tvmbridge.compiler.build import Code, build
 from tvmbridge.compiler.durations import Stages
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.compiler.freezing import Freezing, freeze
@@ -46,7 +46,7 @@ class AloneCode:
     """Code of ``forward(inputs..., weights...)`` and what a caller must know of it.
 
     executable: TVM's, to be exported.
-    inputs, symbols, outputs, structure, checks, constants: as the manifest has them.
+    inputs, symbols, relations, outputs, structure, checks, constants: as the manifest has them.
     weights: the tensors, contiguous, in the order that the code takes them.
     weight_names: their names, not unique where two parts of one weight are taken.
     """
@@ -55,6 +55,7 @@ class AloneCode:
     target: tvm.target.Target
     inputs: list[dict[str, Any]]
     symbols: list[dict[str, Any]]
+    relations: list[Any]
     outputs: list[dict[str, Any]]
     structure: dict[str, Any]
     checks: list[dict[str, Any]]
@@ -69,7 +70,6 @@ def alone_code(
     kwargs: Mapping[str, Any],
     *,
     target: Any,
-    dynamic_shapes: Any,
     options: CompileOptions,
 ) -> AloneCode:
     """Compile ``module``, which is in eval mode, for these arguments.
@@ -78,8 +78,6 @@ def alone_code(
         ExportError: an operator or an effect needs PyTorch.
         CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
     """
-    if dynamic_shapes is not None:
-        raise ExportError("dynamic_shapes is not supported yet: export one file for each size")
     register_containers(module)
     with torch.no_grad(), tracing_here(), undisturbed():
         args, kwargs = without_inference_tensors((args, dict(kwargs)))
@@ -132,22 +130,49 @@ def _built(
     options: CompileOptions,
     records: list[PassRecord],
 ) -> AloneCode:
-    captured = lowered.captured
+    graph = frozen_graph(lowered, options, records)
+    code = build_alone(graph.mod, lowered.target, records)
+    return described_code(module, graph, code, records)
+
+
+@dataclass(frozen=True)
+class FrozenGraph:
+    """A graph whose weights are frozen: ``mod`` has ``forward`` alone, ``lowered`` what it is of."""
+
+    lowered: LoweredModule
+    plan: Freezing
+    mod: tvm.IRModule
+
+
+def frozen_graph(
+    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+) -> FrozenGraph:
+    """Return the graph with frozen weights; all tensors that forward returns are its results."""
     lowered, plan = freeze(lowered, options, records, alone=True)
     forward = tvm.IRModule({"forward": lowered.mod["forward"]})
-    code = build_alone(with_views(forward, captured, records), lowered.target, records)
-    weights, names = _weights(module, lowered, plan, records)
+    return FrozenGraph(lowered, plan, with_views(forward, lowered.captured, records))
+
+
+def described_code(
+    module: nn.Module,
+    graph: FrozenGraph,
+    code: Code,
+    records: list[PassRecord],
+) -> AloneCode:
+    """Return ``code`` with its weights, and what a caller must know of it."""
+    captured = graph.lowered.captured
+    weights, names = _weights(module, graph.lowered, graph.plan, records)
     outputs, structure, checks = _described_outputs(captured, code.shared["forward"])
-    input_names_ = input_names(captured, _parameter_names(module))
-    described = described_inputs(captured, input_names_)
-    kept = [p for p in plan.kept if p < len(described)]
+    described = described_inputs(captured, input_names(captured, _parameter_names(module)))
+    kept = [p for p in graph.plan.kept if p < len(described)]
     if kept != list(range(len(described))):
         raise ExportError("the code does not take all of forward's arguments")
     return AloneCode(
         executable=code.executable,
-        target=lowered.target,
+        target=graph.lowered.target,
         inputs=described,
         symbols=[],
+        relations=[],
         outputs=outputs,
         structure=structure,
         checks=checks,

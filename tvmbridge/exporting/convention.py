@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 from tvmbridge.core.captured_graph import CapturedGraph
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.structure import Fields, Parts, children
-from tvmbridge.core.torch_private import pytree
 from tvmbridge.core.types import InputDescriptor, InputKind, OutputDescriptor, OutputKind
 
 
@@ -95,26 +94,23 @@ def described_structure(captured: CapturedGraph, numbers: Mapping[int, int]) -> 
                 return {"kind": "output", "number": numbers[place]}
             return {"kind": "constant", "value": _plain(outputs[place].value)}
         parts = [describe(child) for child in children(spec)]
-        return {**_container(spec, len(parts)), "parts": parts}
+        return {**_container(spec), "parts": parts}
 
     return describe(captured.convention.out_spec)
 
 
-def _container(spec: Any, count: int) -> dict[str, Any]:
+def _container(spec: Any) -> dict[str, Any]:
     kind, context = spec.type, spec.context
     name = getattr(kind, "__name__", str(kind))
     if kind in (list, tuple, torch.Size):
         return {"kind": "list" if kind is list else "tuple"}
     if kind in (Fields, Parts):
         return {"kind": "dict", "name": context[0].__name__, "keys": list(map(str, context[1]))}
-    if kind in pytree.SUPPORTED_NODES and issubclass(kind, tuple):
+    if kind is namedtuple:
+        keys = list(context._fields)
+        return {"kind": "namedtuple", "name": context.__name__, "keys": keys}
+    if issubclass(kind, tuple):
         return {"kind": "tuple"}
-    if getattr(kind, "__name__", "") == "namedtuple":
-        return {
-            "kind": "namedtuple",
-            "name": context.__name__,
-            "keys": list(context._fields),
-        }
     keys = _keys(spec)
     ordered = kind is OrderedDict
     return {"kind": "ordered" if ordered else "dict", "name": name, "keys": list(map(str, keys))}

@@ -19,14 +19,17 @@ from dataclasses import dataclass
 from math import prod
 
 import tvm
-from tvm import relax
+from tvm import relax, te
+from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvmbridge.core.decisions import sizes_vary
 from tvmbridge.kernels.product_form import Form
+from tvmbridge.legalize.broadcast import OPAQUE
 from tvmbridge.passes.base import PassReport, RelaxPass, dtype_of, shape_of, with_functions
 from tvmbridge.schedules.machine import Machine
 from tvmbridge.schedules.products import fits, product
+from tvmbridge.schedules.varying_products import PRODUCT, STRAIGHT, TRANSPOSED
 
 # Products of fewer multiplications are fused with what is around them.
 _WORTH_LOOPS = 1 << 12
@@ -43,8 +46,6 @@ class ProductsInLoops(RelaxPass):
     machine: Machine
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        if sizes_vary():
-            return mod
         rewriter = _Rewriter(mod, self.machine, report)
         rewritten = with_functions(mod, rewriter)
         return rewritten if report.rewrites else mod
@@ -75,6 +76,8 @@ class _Rewriter(PyExprMutator):
             self.report.decline("matmul", "the batches of its operands differ")
             return None
         form, left, right = found
+        if sizes_vary():
+            return self._varying(form, left, right, call)
         if form.work < _WORTH_LOOPS or not fits(form, self.machine):
             self.report.decline("matmul", f"there are no loops for {form}")
             return None
@@ -85,6 +88,33 @@ class _Rewriter(PyExprMutator):
             for operand, shape in zip((left, right), form.shapes, strict=False)
         ]
         result = relax.call_tir(callee, operands, relax.TensorType(form.shapes[2], "float32"))
+        return self._shaped(self.builder_.emit(result), shape_of(call) or ())
+
+    def _varying(
+        self, form: Form, left: relax.Expr, right: relax.Expr, call: relax.Call
+    ) -> relax.Expr | None:
+        """A function that is scheduled as a product when the sizes of all points are known."""
+        if form.left_transposed:
+            return None
+        self.report.rewrote()
+        batch = 1 if form.batch is None else form.batch
+        shapes = [(batch, *shape[-2:]) for shape in form.shapes]
+        operands = [self._shaped(o, s) for o, s in zip((left, right), shapes, strict=False)]
+
+        def compute(a: te.Tensor, b: te.Tensor) -> te.Tensor:
+            k = te.reduce_axis((0, form.depth), name="k")
+
+            def element(n: Expr, i: Expr, j: Expr) -> Expr:
+                other = b(n, j, k) if form.right_transposed else b(n, k, j)
+                return te.sum(a(n, i, k) * other, axis=k)
+
+            return te.compute(shapes[2], element, name="product")
+
+        lies = TRANSPOSED if form.right_transposed else STRAIGHT
+        attrs = {"op_pattern": OPAQUE, PRODUCT: lies}
+        result = self.builder_.call_te(
+            compute, *operands, primfunc_name_hint="product", primfunc_attrs=attrs
+        )
         return self._shaped(self.builder_.emit(result), shape_of(call) or ())
 
     def _form(
