@@ -173,7 +173,9 @@ def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:
             raise ArgumentError(f"argument {name!r} cannot be read: {error}") from error
     array = numpy.asarray(value)
     if array.dtype != numpy.dtype(NUMPY[dtype]):
-        raise ArgumentError(f"argument {name!r} has dtype {array.dtype}; the function takes {dtype}")
+        raise ArgumentError(
+            f"argument {name!r} has dtype {array.dtype}; the function takes {dtype}"
+        )
     if array.ndim != len(spec["shape"]):
         raise ArgumentError(
             f"argument {name!r} has shape {list(array.shape)}; the function takes {spec['shape']}"

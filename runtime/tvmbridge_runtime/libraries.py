@@ -69,7 +69,9 @@ def _imported() -> Any:
     try:
         import tvm_ffi
     except ImportError as error:
-        raise MachineError(f"tvm_ffi cannot be imported ({error}): install apache-tvm-ffi") from error
+        raise MachineError(
+            f"tvm_ffi cannot be imported ({error}): install apache-tvm-ffi"
+        ) from error
     return tvm_ffi
 
 

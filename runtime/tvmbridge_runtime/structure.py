@@ -23,6 +23,6 @@ def rebuilt(structure: Mapping[str, Any], results: Sequence[Any]) -> Any:
     if kind == "list":
         return parts
     if kind == "namedtuple":
-        return namedtuple(structure["name"], structure["keys"])(*parts)  # noqa: PYI024
+        return namedtuple(structure["name"], structure["keys"])(*parts)
     container = OrderedDict if kind == "ordered" else dict
     return container(zip(structure["keys"], parts, strict=True))

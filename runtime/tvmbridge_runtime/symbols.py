@@ -30,8 +30,10 @@ def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> li
                 continue
             known = found.setdefault(wanted, (extent, place))
             if known[0] != extent:
-                raise ArgumentError(f"{place} is {extent}, and {known[1]} is {known[0]}: both are "
-                                    f"{wanted} and must be equal")
+                raise ArgumentError(
+                    f"{place} is {extent}, and {known[1]} is {known[0]}: both are "
+                    f"{wanted} and must be equal"
+                )
             least, most = bounds[wanted]["least"], bounds[wanted]["most"]
             if extent < least or (most is not None and extent > most):
                 limit = f"at least {least}" if most is None else f"from {least} to {most}"

@@ -89,6 +89,21 @@ class Lookup(nn.Module):
         return self.table(tokens)[:, self.places[: tokens.shape[1]] - 20].sum(1)
 
 
+class Decoder(nn.Module):
+    """Tokens to logits: a look-up, causal attention of heads, a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block, self.head = (
+            nn.Embedding(50, 32),
+            Attention(causal=True),
+            nn.Linear(32, 50),
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.table(tokens)))
+
+
 class Transforms(nn.Module):
     """Needs PyTorch: transforms that no loops compute."""
 

@@ -30,9 +30,7 @@ from tvmbridge.records.library import EMPTY
 from tvmbridge.schedules.machine import Machine
 
 
-def prepare_alone(
-    mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]
-) -> Fused:
+def prepare_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]) -> Fused:
     """Return ``mod`` with fused functions in place of all operators, to be scheduled.
 
     Raises:

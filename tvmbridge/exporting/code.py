@@ -137,7 +137,7 @@ def _built(
 
 @dataclass(frozen=True)
 class FrozenGraph:
-    """A graph whose weights are frozen: ``mod`` has ``forward`` alone, ``lowered`` what it is of."""
+    """A graph with frozen weights: ``mod`` has ``forward`` alone, and is made of ``lowered``."""
 
     lowered: LoweredModule
     plan: Freezing
@@ -241,4 +241,3 @@ def _parameter_names(module: nn.Module) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.kind in kinds][1:]
-

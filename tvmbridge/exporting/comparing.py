@@ -95,9 +95,7 @@ def compare_export(
     return ExportComparison([_compared(n, *each) for n, each in enumerate(compared)])
 
 
-def _exact(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
+def _exact(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The outputs in float64."""
 
     def wide(leaf: Any) -> Any:

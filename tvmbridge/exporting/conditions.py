@@ -80,7 +80,7 @@ def _written(expression: Any, name_of: Mapping[Any, str]) -> Any:
         return ["mul", *operands]
     if operator is None:
         raise ExportError(
-            f"forward takes for granted that {expression}, which an exported function cannot check; "
-            "export it for fixed sizes"
+            f"forward takes for granted that {expression}, which an exported function cannot "
+            "check; export it for fixed sizes"
         )
     return [operator, *(_written(each, name_of) for each in expression.args)]

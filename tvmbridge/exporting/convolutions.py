@@ -108,9 +108,7 @@ class _Rewriter(PyExprMutator):
             return self._by_channel(convolution, sizes, data, weight)
         return self._product(convolution, sizes, data, weight)
 
-    def _same(
-        self, convolution: Convolution, sizes: _Sizes, dtype: str
-    ) -> SameConvolution | None:
+    def _same(self, convolution: Convolution, sizes: _Sizes, dtype: str) -> SameConvolution | None:
         """The form that Winograd's algorithm is for, if this is one."""
         ones = (1, 1)
         settings = (convolution.stride, convolution.padding, convolution.dilation)
@@ -166,9 +164,7 @@ class _Rewriter(PyExprMutator):
             if sizes.batch > 1:
                 whole = (sizes.batch, groups, filters, sizes.depth)
                 rows = self._emit(relax.op.broadcast_to(rows, whole))
-            rows = self._emit(
-                relax.op.reshape(rows, (sizes.batch * groups, filters, sizes.depth))
-            )
+            rows = self._emit(relax.op.reshape(rows, (sizes.batch * groups, filters, sizes.depth)))
         product = self._emit(relax.op.matmul(rows, columns))
         assert dtype_of(product) == dtype
         return relax.op.reshape(product, (sizes.batch, sizes.filters, *sizes.places))
@@ -243,9 +239,7 @@ def _spread(
     """The element that a transposed convolution multiplies at these ``taps``; 0 where none is."""
     inside, at = tirx.const(True, "bool"), []
     settings = (convolution.stride, convolution.padding, convolution.dilation)
-    for (place, tap), stride, edge, spread, extent in zip(
-        taps, *settings, extents, strict=True
-    ):
+    for (place, tap), stride, edge, spread, extent in zip(taps, *settings, extents, strict=True):
         offset = place + edge - tap * spread
         source = tirx.floordiv(offset, tirx.IntImm("int64", stride)) if stride > 1 else offset
         inside = tirx.And(inside, tirx.And(source >= 0, source < extent))

@@ -45,9 +45,7 @@ def described_target(target: tvm.target.Target) -> dict[str, Any]:
     """The processor that code for ``target`` is for, and the instruction sets that it uses."""
     architecture = _architecture(target)
     known = _X86 if architecture in ("x86_64", "amd64") else _ARM
-    features = [
-        name for llvm, name in known.items() if codegen.target_has_features(llvm, target)
-    ]
+    features = [name for llvm, name in known.items() if codegen.target_has_features(llvm, target)]
     return {
         "kind": target.kind.name,
         "cpu": str(target.attrs.get("mcpu", "")),

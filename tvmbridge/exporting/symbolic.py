@@ -5,6 +5,7 @@ It is compiled as other symbolic code is: at a few sizes, whose functions differ
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,7 @@ from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
 from tvmbridge.symbolic.probes import Dimension, Symbols, points_within
 from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
 
+_SMALL = (2, 3, 5, 7)
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -124,7 +126,9 @@ def _points(
     here = symbols.point_of(shapes_of(sample))
     seen = [here, *reach(bounds, here)]
     if from_two:
-        seen.append(tuple(min(n, max(2, b.least)) for n, b in zip(here, bounds, strict=True)))
+        # All different: of two equal sizes nobody could tell which one a number is.
+        small = zip(here, bounds, itertools.cycle(_SMALL))
+        seen.append(tuple(min(n, max(s, b.least)) for n, b, s in small))
     least, most = (tuple(map(each, zip(*seen, strict=True))) for each in (min, max))
     names = [str(i) for i in range(len(pytree.tree_leaves(sample)))]
     return points_within(trace.relations, symbols, sample, least, most, names)
@@ -180,9 +184,7 @@ def _compiled(
     return described_code(module, graphs[0], code, records)
 
 
-def _names(
-    symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]
-) -> list[str]:
+def _names(symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]) -> list[str]:
     """The names of Dims; symbols of hints are numbered."""
     names: list[str] = []
     for number, group in enumerate(symbols.dimensions):
@@ -209,9 +211,7 @@ def _with_symbols(
     """The described inputs, with the names of symbols in place of their sizes."""
     leaves = pytree.tree_leaves(sample)
     of_dimension = {
-        d: name
-        for name, group in zip(names, symbols.dimensions, strict=True)
-        for d in group
+        d: name for name, group in zip(names, symbols.dimensions, strict=True) for d in group
     }
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return [
@@ -221,6 +221,3 @@ def _with_symbols(
         }
         for leaf, each in zip(tensors, inputs, strict=True)
     ]
-
-
-

@@ -46,9 +46,7 @@ def adaptive_average_pool(bb: relax.BlockBuilder, call: Call, arguments: Argumen
     count = int(arguments.op.split("avg_pool")[1][0])
     pairs = list(zip(shape[len(shape) - count :], result[len(result) - count :], strict=True))
     windows = [_adaptive(extent, places) for extent, places in pairs]
-    size = [
-        max(-(-(i + 1) * n // o) - i * n // o for i in range(o)) if o else 1 for n, o in pairs
-    ]
+    size = [max(-(-(i + 1) * n // o) - i * n // o for i in range(o)) if o else 1 for n, o in pairs]
     return _means(bb, call, data, windows, size, (None, False))
 
 

@@ -274,6 +274,8 @@ class Function {
     }
     for (const ffi::Any& each : detail::list(manifest_, "symbols"))
       symbols_.push_back(detail::object(each));
+    if (!detail::list(manifest_, "relations").empty())
+      throw Error(file_->path + " has conditions on sizes, which only the runtime in Python checks");
   }
 
   void read_weights(size_t body) {
