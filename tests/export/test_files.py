@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import random
 import zlib
 from pathlib import Path
@@ -84,6 +85,15 @@ def test_other_formats_are_refused(intact: Path, tmp_path: Path) -> None:
     path.write_bytes(b"not a function")
     with pytest.raises(tvmbridge_runtime.FileError, match="no function that tvmbridge exported"):
         tvmbridge_runtime.load(path)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
+def test_code_for_another_processor(tmp_path: Path) -> None:
+    module, x = MLP().eval(), torch.ones(4, 64)
+    target = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}
+    path = tvmbridge.export(module, x, tmp_path / "model.tvmb", target=target)
+    assert "avx2" not in tvmbridge_runtime.read_manifest(path)["target"]["features"]
+    assert tvmbridge.compare_export(module, x, path).ok
 
 
 def test_the_intact_file_runs(intact: Path) -> None:

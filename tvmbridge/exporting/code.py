@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,13 +115,11 @@ def _lowered(
         )
 
     installed = module.__dict__.get("forward")
-    own = standing_behind(installed)
-    if own in (None, installed):
-        try:
+    behind = standing_behind(installed)
+    if behind is None or behind is installed:
+        with suppress(NotApartError):
             return lower(apart=True)
-        except NotApartError:
-            return lower(apart=False)
-    with with_own_forward(module, own):
+    with with_own_forward(module, installed if behind is None else behind.own):
         return lower(apart=False)
 
 

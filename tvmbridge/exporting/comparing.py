@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from tvmbridge.core.errors import ExportError
 from tvmbridge.core.torch_private import pytree
@@ -128,7 +129,7 @@ def _leaves(structure: Any) -> list[torch.Tensor]:
         return [t for value in structure for t in _leaves(value)]
     if isinstance(structure, numpy.ndarray | numpy.generic):
         return [torch.from_numpy(numpy.asarray(structure))]
-    return [torch.from_dlpack(structure)] if hasattr(structure, "__dlpack__") else []
+    return [from_dlpack(structure)] if hasattr(structure, "__dlpack__") else []
 
 
 def _compared(

@@ -73,10 +73,10 @@ def _for_any_size(
     options: CompileOptions,
 ) -> AloneCode:
     with torch.no_grad(), tracing_here(), undisturbed():
-        args, kwargs = without_inference_tensors((args, dict(kwargs)))
-        dimensions = declared(spec, module.forward, args, kwargs)
-        symbols = _symbols(dimensions, (args, kwargs))
-        sample, bounds = (args, kwargs), [dimensions[g[0]] for g in symbols.dimensions]
+        sample: _Arguments = without_inference_tensors((args, dict(kwargs)))
+        dimensions = declared(spec, module.forward, *sample)
+        symbols = _symbols(dimensions, sample)
+        bounds = [dimensions[group[0]] for group in symbols.dimensions]
         trace = _traced(module, sample, symbols)
         try:
             # A size of 2 may be taken for another number: then the least is larger.
@@ -89,7 +89,7 @@ def _for_any_size(
         relations = written_relations(trace.relations, symbols, names)
     return replace(
         code,
-        inputs=_with_symbols(code.inputs, (args, kwargs), symbols, names),
+        inputs=_with_symbols(code.inputs, sample, symbols, names),
         symbols=[
             {"name": name, **_bounds([dimensions[d] for d in group], least, most)}
             for name, group, least, most in zip(

@@ -97,7 +97,7 @@ def safetensors(weights: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryv
     for name in names:
         tensor = weights[name].detach().contiguous()
         if tensor.nbytes:
-            yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _described(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
