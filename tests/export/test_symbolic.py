@@ -30,6 +30,7 @@ class Squares(nn.Module):
         return x * y if x.shape[0] == x.shape[1] else x + y
 
 
+@pytest.mark.slow
 def test_any_batch_and_length(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = Decoder().eval()
