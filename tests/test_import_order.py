@@ -39,6 +39,7 @@ ORDER = (
     "report",
     "inspect",
     "tuning",
+    "exporting",
     "dispatch",
     "bundles",
     "dynamo",

@@ -24,6 +24,8 @@ __all__ = [
     "Departure",
     "DispatchReport",
     "ExplainReport",
+    "ExportComparison",
+    "ExportError",
     "FallbackError",
     "FxReport",
     "NumericsError",
@@ -34,10 +36,12 @@ __all__ = [
     "add_tvm_dispatch",
     "capture",
     "compare",
+    "compare_export",
     "compile",
     "compile_report",
     "dispatch_report",
     "explain",
+    "export",
     "fx_graphs",
     "fx_passes",
     "fx_report",
@@ -62,6 +66,7 @@ if TYPE_CHECKING:
         BridgeError,
         BuildError,
         CaptureError,
+        ExportError,
         FallbackError,
         NumericsError,
         PassError,
@@ -71,6 +76,7 @@ if TYPE_CHECKING:
     from tvmbridge.core.options import CompileOptions
     from tvmbridge.dispatch import add_tvm_dispatch, dispatch_report, remove_tvm_dispatch, wait
     from tvmbridge.dynamo import CompileReport, compile, compile_report
+    from tvmbridge.exporting import ExportComparison, compare_export, export
     from tvmbridge.frontend import to_relax
     from tvmbridge.fx.api import FxReport, fx_graphs, fx_passes, fx_report, optimize_fx, remove_fx
     from tvmbridge.graph_capture.capture import capture
@@ -91,6 +97,7 @@ _HOMES = MappingProxyType(
             "BridgeError",
             "BuildError",
             "CaptureError",
+            "ExportError",
             "FallbackError",
             "NumericsError",
             "PassError",
@@ -101,6 +108,7 @@ _HOMES = MappingProxyType(
         "core.captured_graph": ("CapturedGraph",),
         "dispatch": ("add_tvm_dispatch", "dispatch_report", "remove_tvm_dispatch", "wait"),
         "dynamo": ("CompileReport", "compile", "compile_report"),
+        "exporting": ("ExportComparison", "compare_export", "export"),
         "frontend": ("to_relax",),
         "fx.api": ("FxReport", "fx_graphs", "fx_passes", "fx_report", "optimize_fx", "remove_fx"),
         "graph_capture.capture": ("capture",),

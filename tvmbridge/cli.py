@@ -1,6 +1,6 @@
 """The command line, ``python -m tvmbridge COMMAND``.
 
-The commands are doctor, demo, visualize, explain, compare, tune and cache.
+The commands are doctor, demo, visualize, explain, compare, export, tune and cache.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     compare.add_argument("--out", type=Path, metavar="FILE.json", help="write the report as JSON")
     compare.set_defaults(run=_compare)
+    _add_export(commands)
     _add_tune(commands)
     cache = commands.add_parser("cache", help="look at the compiled code kept on disk, or clear it")
     chosen = cache.add_mutually_exclusive_group(required=True)
@@ -176,6 +177,40 @@ def _add_visualize(commands: Any) -> None:
         "--all-nodes", action="store_true", help="draw small values as nodes of their own"
     )
     visualize.set_defaults(run=_visualize)
+
+
+def _add_export(commands: Any) -> None:
+    export = commands.add_parser(
+        "export", help="write a module into a file that runs without PyTorch, or describe one"
+    )
+    export.add_argument("factory", nargs="?", metavar="package.module:factory")
+    export.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
+    export.add_argument("--target", help="a TVM target (default: this machine's CPU)")
+    export.add_argument(
+        "--weights", choices=("inside", "beside"), default="inside", help="where the weights go"
+    )
+    export.add_argument("--inspect", type=Path, metavar="FILE", help="describe an exported file")
+    export.set_defaults(run=_export)
+
+
+def _export(known: argparse.Namespace, _rest: list[str]) -> int:
+    if (known.inspect is None) == (known.factory is None):
+        raise UsageError("name a factory with --out FILE, or give --inspect FILE")
+    if known.inspect is not None:
+        from tvmbridge.exporting.describing import description
+
+        print(description(known.inspect))
+        return 0
+    if known.out is None:
+        raise UsageError("--out FILE is missing")
+    module, sample_input = resolve_factory(known.factory)
+    from tvmbridge.exporting import export
+    from tvmbridge.exporting.describing import description
+
+    path = export(module, sample_input, known.out, target=known.target, weights=known.weights)
+    print(f"wrote {path}")
+    print(description(path))
+    return 0
 
 
 def _add_tune(commands: Any) -> None:

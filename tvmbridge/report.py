@@ -18,7 +18,7 @@ from tvmbridge.records import Coverage
 from tvmbridge.records.meta import target_name
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.fallbacks import advice, share, worst
-from tvmbridge.runtime.verdict import Verdict
+from tvmbridge.runtime.verdict import SpeedVerdict
 
 # Imported where a report is printed: to dispatch a module takes no tables.
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class SpecializationReport:
     graph_skips: Mapping[str, int] = field(default_factory=dict)
     cache: str = ""
     reuse: Mapping[str, Reuse] = field(default_factory=dict)
-    verdict: Verdict | None = None
+    verdict: SpeedVerdict | None = None
     timed_calls: int = 0
     aside_calls: int = 0
 

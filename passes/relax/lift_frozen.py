@@ -48,14 +48,16 @@ class LiftFrozen(RelaxPass):
     Args:
         frozen: names of the parameters whose values do not change.
         prefix: the new parameters are called ``prefix0``, ``prefix1`` ...
+        transposes: transposed operands of products are computed once, too.
     """
 
     frozen: tuple[str, ...]
     prefix: str = "frozen_"
+    transposes: bool = False
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
         forward = mod["forward"]
-        found = _found(forward, weights_alone(forward, self.frozen))
+        found = _found(forward, weights_alone(forward, self.frozen), self.transposes)
         functions = {name.name_hint: f for name, f in mod.functions_items()}
         if found.lifted:
             report.rewrote(len(found.lifted))
@@ -99,7 +101,7 @@ class _Found:
     left_out: frozenset[relax.Var]
 
 
-def _found(function: relax.Function, known: set[relax.Var]) -> _Found:
+def _found(function: relax.Function, known: set[relax.Var], transposes: bool) -> _Found:
     bound = bindings_of(function)
     readers: dict[relax.Var, list[relax.Var | None]] = {}
     for var, value in bound.items():
@@ -113,7 +115,8 @@ def _found(function: relax.Function, known: set[relax.Var]) -> _Found:
         staying = [reader for reader in readers.get(var, ()) if reader in stay]
         if not staying:
             continue
-        if _costs_nothing(var, bound[var], [None if r is None else bound[r] for r in staying]):
+        read_by = [None if r is None else bound[r] for r in staying]
+        if _costs_nothing(var, bound[var], read_by, transposes):
             stay.add(var)
         else:
             lifted.append(var)
@@ -121,14 +124,17 @@ def _found(function: relax.Function, known: set[relax.Var]) -> _Found:
 
 
 def _costs_nothing(
-    var: relax.Var, value: relax.Expr, readers: Collection[relax.Expr | None]
+    var: relax.Var,
+    value: relax.Expr,
+    readers: Collection[relax.Expr | None],
+    transposes: bool,
 ) -> bool:
     """Whether ``value`` may as well be computed at each call, where ``readers`` read it."""
     if not isinstance(var.ty, relax.TensorType) or not isinstance(value, relax.Call):
         return True
     name = getattr(value.op, "name", "")
     if name == "relax.permute_dims":
-        return all(_is_product(reader) for reader in readers)
+        return not transposes and all(_is_product(reader) for reader in readers)
     return name in _VIEWS or name in _MADE
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,14 +21,16 @@ import tvmbridge
 from tests.architectures.compare import TOLERANCES, difference, leaves
 from tests.architectures.table import Architecture, architectures, ids
 from tests.device import DEVICE, generators
-from tvmbridge.core.errors import BridgeError
+from tvmbridge.core.errors import BridgeError, CaptureError, ExportError
 
 MODES = ("eval", "train", "cache")
 # Evaluation of batches of other sizes, by code for any of them: asked for by name.
 SIZES = "sizes"
 _MORE_ROWS = (0, 3, 1)
-# How a model comes to compiled code: by add_tvm_dispatch, or by torch.compile's backend.
-DOORS = ("dispatch", "compile")
+# How a model comes to compiled code: by add_tvm_dispatch, by torch.compile's backend, or as a file
+# that tvmbridge_runtime runs (evaluation alone).
+EXPORT = "export"
+DOORS = ("dispatch", "compile", EXPORT)
 
 
 @dataclass
@@ -56,6 +59,8 @@ Step = Callable[[nn.Module], Any]
 
 def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
     """Run ``name`` both ways and compare results, gradients, buffers and generators."""
+    if door == EXPORT:
+        return _check_export(name, mode, dtype)
     prepare = {"dispatch": _dispatch, "compile": _compile}[door]
     if mode == SIZES:
         prepare = partial(_dispatch, dynamic_shapes="auto")
@@ -82,6 +87,26 @@ def check(name: str, mode: str, dtype: str, door: str = "dispatch") -> Outcome:
         if departure:
             outcome.result, outcome.reason = "wrong", f"{what}{departure}"
             break
+    return outcome
+
+
+def _check_export(name: str, mode: str, dtype: str) -> Outcome:
+    """The outcome of an export; *refused* is what an ExportError names."""
+    from tests.architectures.exported import export_and_compare
+
+    architecture, outcome = architectures()[name], Outcome(name, mode, dtype, "whole")
+    if mode != "eval":
+        outcome.result, outcome.reason = "refused", "an exported function is for evaluation"
+        return outcome
+    model, start = _model(architecture, mode, dtype), time.perf_counter()
+    try:
+        outcome.reason = export_and_compare(model, _sample(architecture, model))
+        outcome.result = "wrong" if outcome.reason else "whole"
+    except BridgeError as error:
+        known = isinstance(error, CaptureError | ExportError)
+        outcome.result = "refused" if known else "error"
+        outcome.reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    outcome.seconds = time.perf_counter() - start
     return outcome
 
 

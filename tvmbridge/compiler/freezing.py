@@ -71,9 +71,16 @@ class Freezing:
 
 
 def freeze(
-    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+    *,
+    alone: bool = False,
 ) -> tuple[LoweredModule, Freezing]:
     """``lowered``, of inference, with its weights frozen, and what its functions take.
+
+    ``alone``: no library multiplies, so that weights are not packed for one, and weights of
+    products are transposed once.
 
     Raises:
         BuildError: a tensor is of a kind that cannot be frozen, or not on the CPU.
@@ -85,10 +92,13 @@ def freeze(
     names = tuple(targets)
     primals = [p.name for p in lowered.mod["forward"].params]
     mod = run_passes(lowered.mod, _folding_passes(names, options), records)
-    mod = run_passes(mod, [LiftFrozen(names), *tidy_passes()], records)
+    mod = run_passes(mod, [LiftFrozen(names, transposes=alone), *tidy_passes()], records)
     lifted = [p.name for p in mod["forward"].params if p.name not in primals]
-    mod, packings = _packed(mod, (*names, *lifted), options, records)
-    mod, forms = _channels_last(mod, (*names, *lifted), options, records)
+    packings: tuple[tuple[str, WeightPacking], ...] = ()
+    forms: Packings = ()
+    if not alone:
+        mod, packings = _packed(mod, (*names, *lifted), options, records)
+        mod, forms = _channels_last(mod, (*names, *lifted), options, records)
     mod, sources = _without_unread(mod, (*names, *lifted))
     # In the order of forward's parameters, of which the tickets are the last.
     values = [FrozenValue(None, lifted.index(n)) for n in sources if n in lifted]

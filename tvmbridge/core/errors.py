@@ -49,6 +49,14 @@ class BuildError(BridgeError):
     """
 
 
+class ExportError(BridgeError):
+    """The module cannot run without PyTorch, so that it cannot be exported.
+
+    Raised once for a whole module, with all operators and effects that need PyTorch, and the lines
+    of the model that they come from.
+    """
+
+
 class NumericsError(BridgeError):
     """Two computations that must agree do not.
 

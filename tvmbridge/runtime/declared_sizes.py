@@ -111,7 +111,7 @@ class _Declared:
             retire(entries)
         seen = [symbols.point_of(dict(call)) for call in self.calls]
         bounds = [self.dimensions[group[0]] for group in symbols.dimensions]
-        seen += _reach(bounds, seen[-1])
+        seen += reach(bounds, seen[-1])
         family = Family(compiler, self.signature, symbols, seen, shapes, retire)
         family.why, family.demanded = "", demanded
         self.family = family
@@ -127,7 +127,7 @@ class _Declared:
         return [f"`{self.signature.names[leaf]}`[{number}]" for leaf, number in self.dimensions]
 
 
-def _reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
+def reach(bounds: Sequence[DeclaredDimension], point: Point) -> list[Point]:
     """Sizes that calls may have, too, by the bounds of Dims, where they are not far away."""
     pairs = list(zip(bounds, point, strict=True))
     small = tuple(min(n, b.least) if b.least > 2 else n for b, n in pairs)

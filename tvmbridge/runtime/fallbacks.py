@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from tvmbridge.core.errors import FallbackError
 from tvmbridge.graph_capture.observe.plain import OPEN_IT, UNSEEN
 from tvmbridge.runtime.guards.spelling import CONSTANT, STRUCTURE, TENSOR, Mismatch
-from tvmbridge.runtime.verdict import Verdict
+from tvmbridge.runtime.verdict import SpeedVerdict
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Tally:
         if not told:
             logger.info("%s runs its own forward: %s", self._name, COMPILING)
 
-    def note_verdict(self, what: str, verdict: Verdict) -> None:
+    def note_verdict(self, what: str, verdict: SpeedVerdict) -> None:
         """Log the verdict on the calls of ``what`` where the module's own forward serves them."""
         if verdict.pays:
             return

@@ -24,7 +24,7 @@ from tvmbridge.core.turns import another_compiles
 from tvmbridge.graph_capture.surroundings import in_checkpoint
 from tvmbridge.kernels.table import keep_answer, known_answer
 from tvmbridge.runtime.background import child_compiles
-from tvmbridge.runtime.verdict import Verdict
+from tvmbridge.runtime.verdict import SpeedVerdict
 
 VARIABLE = "TVMBRIDGE_ONLY_IF_FASTER"
 # A trial ends early where compiled code takes less than this part of the other time.
@@ -64,7 +64,7 @@ class SpeedTrial:
         self,
         question: str | None,
         device: torch.device,
-        conclude: Callable[[Verdict], None],
+        conclude: Callable[[SpeedVerdict], None],
     ) -> None:
         self._question = question
         self._device = device
@@ -76,7 +76,7 @@ class SpeedTrial:
         self.timed_calls = 0
         self.aside_calls = 0
         answer = None if question is None else known_answer(question)
-        self.verdict = None if answer is None else Verdict.parsed(answer)
+        self.verdict = None if answer is None else SpeedVerdict.parsed(answer)
 
     @property
     def steps_aside(self) -> bool:
@@ -148,7 +148,7 @@ class SpeedTrial:
             keep_answer(self._question, str(found))
         self._conclude(found)
 
-    def _verdict(self, of: Callable[[list[float]], float], with_backward: bool) -> Verdict:
+    def _verdict(self, of: Callable[[list[float]], float], with_backward: bool) -> SpeedVerdict:
         """What ``of`` the seconds of each kind of calls says."""
         found = []
         for samples in (self._samples[True], self._samples[False]):
@@ -156,7 +156,7 @@ class SpeedTrial:
             if with_backward:
                 seconds += of([s.backward for s in samples if s.backward is not None])
             found.append(seconds)
-        return Verdict(*found)
+        return SpeedVerdict(*found)
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":

@@ -9,7 +9,7 @@ from typing import NamedTuple
 _SLOWER = 1.03
 
 
-class Verdict(NamedTuple):
+class SpeedVerdict(NamedTuple):
     """Median seconds of a call by compiled code and by the module's own forward.
 
     In training the seconds include those of the backward pass.
@@ -24,7 +24,7 @@ class Verdict(NamedTuple):
         return self.compiled <= _SLOWER * self.own
 
     @classmethod
-    def parsed(cls, text: str) -> Verdict | None:
+    def parsed(cls, text: str) -> SpeedVerdict | None:
         """The verdict that ``str()`` has written; None for any other text."""
         try:
             compiled, own = map(float, text.split())

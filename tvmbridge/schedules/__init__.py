@@ -21,6 +21,7 @@ from tvmbridge.schedules.rows import RowNest
 from tvmbridge.schedules.rows_emit import emit_rows
 from tvmbridge.schedules.tiles import TileNest, emit_tiles
 from tvmbridge.schedules.values import Memory, TooLargeError
+from tvmbridge.schedules.varying_products import is_product, schedule_product
 
 _SCHEDULED = "tirx.is_scheduled"
 _MARKS = (_SCHEDULED, "tir.is_scheduled")
@@ -28,6 +29,8 @@ _MARKS = (_SCHEDULED, "tir.is_scheduled")
 
 def schedule_function(func: tirx.PrimFunc, target: Target) -> tirx.PrimFunc | None:
     """Return ``func`` with new loops, or None if it is of a form that no rule here knows."""
+    if is_product(func):
+        return marked_scheduled(schedule_product(func, Machine.of(target)))
     kernel = parse(func)
     if kernel is None or _is_reshape(kernel):
         return None

@@ -6,7 +6,7 @@ loops scheduled, at all of the sizes: the same graphs give the same code.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,28 +55,43 @@ def build_for_all(
         }
 
     def compile_(mine: list[PassRecord]) -> Code:
-        fused = _prepared([mod for mod, _ in graphs], target, mine, options.measure_kernels)
-        scheduled = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
-        mod = generalize([each.mod for each in scheduled], sizes)
-        return compile_code(replace(scheduled[0], mod=mod), mine)
+        def prepare_one(mod: tvm.IRModule) -> Fused:
+            return prepare(mod, target, mine, measure=options.measure_kernels)
+
+        return code_for_all(graphs, sizes, prepare_one, mine)
 
     # Tuning records are of one size.
     build = CachedBuild(target, replace(options, tuning_records=False), device)
     return build.found_or_compiled(entries, compile_, records)
 
 
-def _prepared(
-    mods: Sequence[tvm.IRModule],
-    target: tvm.target.Target,
+def code_for_all(
+    graphs: Sequence[tuple[tvm.IRModule, BundleResiduals | None]],
+    sizes: Sizes,
+    prepare_one: Callable[[tvm.IRModule], Fused],
     records: list[PassRecord],
-    measure: bool,
+) -> Code:
+    """Compile the ``graphs`` at the points of ``sizes``, of which ``prepare_one`` chooses kernels.
+
+    Raises:
+        DifferentCodeError: at one of the points the code is another one.
+        BuildError: TVM cannot compile it for the target.
+    """
+    fused = _prepared([mod for mod, _ in graphs], prepare_one)
+    scheduled = _scheduled(fused, [bundle for _, bundle in graphs], sizes)
+    mod = generalize([each.mod for each in scheduled], sizes)
+    return compile_code(replace(scheduled[0], mod=mod), records)
+
+
+def _prepared(
+    mods: Sequence[tvm.IRModule], prepare_one: Callable[[tvm.IRModule], Fused]
 ) -> list[Fused]:
     """The modules with the kernels that are chosen for the first of them."""
     with recorded_decisions() as decisions:
-        fused = [prepare(mods[0], target, records, measure=measure)]
+        fused = [prepare_one(mods[0])]
     for mod in mods[1:]:
         with repeated_decisions(decisions):
-            fused.append(prepare(mod, target, records, measure=measure))
+            fused.append(prepare_one(mod))
     first = fused[0]
     for other in fused[1:]:
         if (other.unaligned, other.shared) != (first.unaligned, first.shared):

@@ -166,7 +166,8 @@ class _Merger:
     def _field(self, name: str, values: list[Any], plain: bool) -> Any:
         if _is_index(values[0]) and not plain:
             return self._merge(tuple(values))
-        if any(v != values[0] for v in values):
+        # NaN differs from itself.
+        if any(v != values[0] and not (v != v and values[0] != values[0]) for v in values):
             raise DifferentCodeError(f"{name} is {values}")
         return values[0]
 

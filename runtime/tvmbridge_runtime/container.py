@@ -1,0 +1,123 @@
+"""Reads the file of an exported function, and checks that every byte is what was written.
+
+A file is a header of 64 bytes, a manifest in JSON, and a body. The header is the magic bytes, the
+manifest's length (8 bytes, little endian), the CRC-32 of the manifest, the CRC-32 of the 20 bytes
+before, and zeros. The manifest ends, with spaces, at a multiple of 4096 bytes. The body has the
+sections that the manifest names, and the manifest has a CRC-32 of each chunk of the body.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tvmbridge_runtime.errors import FileError
+
+MAGIC = b"TVMBRG\x01\n"
+FORMAT = 1
+_HEADER, _ALIGNMENT = 64, 4096
+
+
+@dataclass(frozen=True)
+class Container:
+    """An open file.
+
+    path: where it is.
+    manifest: the content of its manifest.
+    body: the bytes behind the manifest, mapped into memory.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+    body: memoryview
+
+    def section(self, name: str) -> memoryview:
+        """Return the bytes of the section ``name``."""
+        place = self.manifest["sections"][name]
+        return self.body[place["offset"] : place["offset"] + place["size"]]
+
+
+def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what an exported file says of itself; its body is not checked.
+
+    Raises:
+        FileError: the header or the manifest is damaged, or this is no exported function.
+        OSError: the file cannot be read.
+    """
+    with Path(path).open("rb") as file:
+        return _manifest_of(Path(path), file.read(_HEADER), file)[0]
+
+
+def open_container(path: str | os.PathLike[str]) -> Container:
+    """Map a file and check all of it.
+
+    Raises:
+        FileError: a byte differs from what was written, or this is no exported function.
+        OSError: the file cannot be read.
+    """
+    path = Path(path)
+    with path.open("rb") as file:
+        manifest, start = _manifest_of(path, file.read(_HEADER), file)
+        size, found = int(manifest["body"]["size"]), os.fstat(file.fileno()).st_size
+        if found != start + size:
+            raise FileError(
+                f"{path} has {found} bytes and should have {start + size}: it is truncated or "
+                "something was appended; copy or export it again"
+            )
+        body = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[start:]
+    check_chunks(path, body, manifest["body"])
+    return Container(path, manifest, body)
+
+
+def _manifest_of(path: Path, header: bytes, file: Any) -> tuple[dict[str, Any], int]:
+    if header[: len(MAGIC)] != MAGIC:
+        if header[:6] == MAGIC[:6]:
+            raise FileError(f"{path} has another format version than {FORMAT}, or is damaged")
+        raise FileError(f"{path} is no function that tvmbridge exported, or is damaged")
+    if len(header) < _HEADER:
+        raise FileError(f"{path} is truncated: it ends within its header")
+    crc = int.from_bytes(header[20:24], "little")
+    if zlib.crc32(header[:20]) != crc or any(header[24:]):
+        raise FileError(f"{path} is damaged: its header fails its checksum; copy it again")
+    length = int.from_bytes(header[8:16], "little")
+    text = file.read(length)
+    if len(text) < length:
+        raise FileError(f"{path} is truncated: it ends within its manifest")
+    if zlib.crc32(text) != int.from_bytes(header[16:20], "little"):
+        raise FileError(f"{path} is damaged: its manifest fails its checksum; copy it again")
+    manifest: dict[str, Any] = json.loads(text)
+    if manifest.get("format") != FORMAT:
+        raise FileError(
+            f"{path} has format {manifest.get('format')}, and this runtime reads format {FORMAT}"
+        )
+    return manifest, _HEADER + length
+
+
+def check_chunks(path: Path, body: memoryview, described: dict[str, Any]) -> None:
+    """Compare the CRC-32 of each chunk of ``body`` with the described one.
+
+    Raises:
+        FileError: one differs.
+    """
+    size, expected = int(described["chunk"]), described["crc32"]
+    starts = range(0, len(body), size)
+
+    def differs(numbers: Sequence[int]) -> bool:
+        return any(zlib.crc32(body[starts[n] : starts[n] + size]) != expected[n] for n in numbers)
+
+    workers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8)
+    parts = [range(len(starts))[i::workers] for i in range(workers)]
+    if len(starts) <= 2:
+        damaged = differs(range(len(starts)))
+    else:
+        with ThreadPoolExecutor(workers) as pool:
+            damaged = any(list(pool.map(differs, parts)))
+    if damaged or len(starts) != len(expected):
+        raise FileError(f"{path} is damaged: its content fails its checksum; copy it again")

@@ -1,0 +1,196 @@
+"""An exported function, loaded: checks its arguments, calls the code, rebuilds the results."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from tvmbridge_runtime.container import Container, open_container
+from tvmbridge_runtime.errors import ArgumentError, MachineError, RuntimeFileError
+from tvmbridge_runtime.libraries import ffi, tvm_version
+from tvmbridge_runtime.processor import check_processor
+from tvmbridge_runtime.structure import rebuilt
+from tvmbridge_runtime.symbols import sizes_of
+from tvmbridge_runtime.weights import NUMPY, aligned, weights_of
+
+_CPU, _POOLED = 1, 2
+
+
+def load(path: str | os.PathLike[str], *, threads: int | None = None) -> Function:
+    """Return the function of a file that ``tvmbridge.export`` wrote.
+
+    Args:
+        path: the file; weights that were written beside it must lie beside it.
+        threads: how many threads each call may use; None: one for each processor of this process.
+
+    Raises:
+        FileError: a byte of the file is not what was written, or this is no exported function.
+        MachineError: this processor, or the installed TVM, cannot run it.
+        OSError: the file cannot be read.
+    """
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise ValueError(f"threads is {threads!r}; give a number of at least 1, or None")
+    container = open_container(path)
+    manifest = container.manifest
+    check_processor(manifest["target"])
+    module = ffi()
+    expected, found = manifest["versions"]["tvm"], tvm_version()
+    if found and found != expected:
+        raise MachineError(
+            f"{path} was compiled by TVM {expected}, and TVM {found} is installed: install "
+            f"apache-tvm=={expected}, or export the function again"
+        )
+    return Function(container, *_machine(container, module, threads or _processors()))
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _machine(container: Container, module: Any, threads: int) -> tuple[Any, int]:
+    """Return a virtual machine of TVM with the code of ``container``, and its number of threads."""
+    with tempfile.TemporaryDirectory(prefix="tvmbridge-") as folder:
+        path = Path(folder, "code.so")
+        path.write_bytes(container.section("code"))
+        try:
+            executable = module.load_module(str(path))
+            machine = executable["vm_load_executable"]()
+            machine["vm_initialization"](_CPU, 0, _POOLED)
+            threads = ctypes.CDLL(str(path)).tvmbridge_use_threads(threads)
+        except Exception as error:
+            raise MachineError(f"{container.path} cannot be loaded: {error}") from error
+    return machine, threads
+
+
+class Function:
+    """A function of arrays, which any number of threads may call; calls take turns.
+
+    inputs: name, shape and dtype of each argument; a symbolic size is its name.
+    manifest: all that the file says of itself.
+    """
+
+    def __init__(self, container: Container, machine: Any, threads: int) -> None:
+        self.manifest: Mapping[str, Any] = container.manifest
+        self.inputs: Sequence[Mapping[str, Any]] = container.manifest["inputs"]
+        self.threads = threads
+        self._machine = machine
+        self._forward = machine["forward"]
+        self._ffi = ffi()
+        self._view = self._ffi.get_global_func("runtime.TVMTensorCreateView")
+        self._lock = threading.Lock()
+        self._weights = [self._tensor(a, dtype) for a, dtype in weights_of(container)]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Return what forward returns, for arrays of NumPy or any with ``__dlpack__``.
+
+        Results are arrays of NumPy, in the structure that forward returns; bfloat16, which NumPy
+        does not have, is a tensor of tvm_ffi.
+
+        Raises:
+            ArgumentError: an argument is missing, or has another shape or dtype.
+        """
+        given = self._in_order(arguments, named)
+        arrays = [_array(value, spec) for value, spec in zip(given, self.inputs, strict=True)]
+        sizes = sizes_of(self.manifest, [a.shape for a in arrays])
+        tensors = [
+            self._tensor(aligned(a), spec["dtype"])
+            for a, spec in zip(arrays, self.inputs, strict=True)
+        ]
+        symbols = [self._ffi.Shape(sizes)] if sizes is not None else []
+        with self._lock:
+            results = self._forward(*tensors, *self._weights, *symbols)
+            found = [self._result(r, s) for r, s in zip(results, self._outputs(), strict=True)]
+        self._check(found)
+        return rebuilt(self.manifest["structure"], found)
+
+    def _outputs(self) -> Sequence[Mapping[str, Any]]:
+        return self.manifest["outputs"]
+
+    def _in_order(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        names = [spec["name"] for spec in self.inputs]
+        if len(arguments) > len(names):
+            raise ArgumentError(
+                f"{len(arguments)} arguments were given; the function takes {', '.join(names)}"
+            )
+        given = dict(zip(names, arguments, strict=False))
+        for name, value in named.items():
+            if name not in names:
+                raise ArgumentError(
+                    f"there is no argument {name!r}; the function takes {', '.join(names)}"
+                )
+            if name in given:
+                raise ArgumentError(f"argument {name!r} was given twice")
+            given[name] = value
+        missing = [name for name in names if name not in given]
+        if missing:
+            raise ArgumentError(f"missing arguments: {', '.join(missing)}")
+        return [given[name] for name in names]
+
+    def _tensor(self, array: numpy.ndarray[Any, Any], dtype: str) -> Any:
+        tensor = self._ffi.from_dlpack(array)
+        if dtype in ("bfloat16",):
+            shape = self._ffi.Shape(array.shape)
+            tensor = self._view(tensor, shape, self._ffi.dtype(dtype), 0)
+        return tensor
+
+    def _result(self, tensor: Any, spec: Mapping[str, Any]) -> Any:
+        if spec["dtype"] not in NUMPY or spec["dtype"] == "bfloat16":
+            return tensor
+        array = numpy.from_dlpack(tensor)
+        # Its memory may be an argument's, a weight's or another result's.
+        return array.copy() if spec["copied"] else array
+
+    def _check(self, results: Sequence[Any]) -> None:
+        for check in self.manifest["checks"]:
+            if not bool(results[check["output"]]):
+                raise RuntimeFileError(f"{check['error']}: {check['message']}")
+
+
+def _array(value: Any, spec: Mapping[str, Any]) -> numpy.ndarray[Any, Any]:
+    """Return an argument as an array, of which shape and dtype are compared.
+
+    Raises:
+        ArgumentError: it has another dtype or number of dimensions, or is no array.
+    """
+    name, dtype = spec["name"], spec["dtype"]
+    if not isinstance(value, numpy.ndarray | numpy.generic):
+        if dtype == "bfloat16" and hasattr(value, "__dlpack__"):
+            return _bits(value, name)
+        if not hasattr(value, "__dlpack__"):
+            raise ArgumentError(f"argument {name!r} is a {type(value).__name__}, and no array")
+        try:
+            value = numpy.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise ArgumentError(f"argument {name!r} cannot be read: {error}") from error
+    array = numpy.asarray(value)
+    if array.dtype != numpy.dtype(NUMPY[dtype]):
+        raise ArgumentError(
+            f"argument {name!r} has dtype {array.dtype}; the function takes {dtype}"
+        )
+    if array.ndim != len(spec["shape"]):
+        raise ArgumentError(
+            f"argument {name!r} has shape {list(array.shape)}; the function takes {spec['shape']}"
+        )
+    if not array.flags.writeable:
+        array = array.copy()
+    return array
+
+
+def _bits(value: Any, name: str) -> numpy.ndarray[Any, Any]:
+    """Return a bfloat16 tensor of another library as its bits."""
+    module = ffi()
+    tensor = module.from_dlpack(value)
+    if str(tensor.dtype) != "bfloat16":
+        raise ArgumentError(f"argument {name!r} has dtype {tensor.dtype}; it must be bfloat16")
+    view = module.get_global_func("runtime.TVMTensorCreateView")
+    bits = view(tensor, module.Shape(tensor.shape), module.dtype("uint16"), 0)
+    return numpy.from_dlpack(bits)

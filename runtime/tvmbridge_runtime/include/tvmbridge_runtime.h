@@ -1,0 +1,438 @@
+/* Runs functions that tvmbridge.export wrote: header only, C++17, Linux.
+ *
+ *   tvmbridge::Function function("model.tvmb", 2);          // two threads
+ *   tvm::ffi::Tensor x = tvmbridge::empty({1, 14}, DLDataType{kDLInt, 64, 1});
+ *   std::vector<tvm::ffi::Tensor> results = function({x});
+ *
+ * Link libtvm_runtime.so, libtvm_runtime_extra.so and libtvm_ffi.so of TVM's wheels.
+ */
+#ifndef TVMBRIDGE_RUNTIME_H_
+#define TVMBRIDGE_RUNTIME_H_
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/map.h>
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/extra/json.h>
+#include <tvm/ffi/extra/module.h>
+#include <tvm/ffi/function.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace tvmbridge {
+
+namespace ffi = tvm::ffi;
+
+/* A file is damaged, this machine cannot run it, or an argument does not fit. */
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+namespace detail {
+
+constexpr size_t kHeader = 64, kAlignment = 64;
+
+/* The CRC-32 of zlib, eight bytes at a time. */
+class Crc32 {
+ public:
+  Crc32() {
+    for (uint32_t i = 0; i < 256; ++i) {
+      uint32_t c = i;
+      for (int bit = 0; bit < 8; ++bit) c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+      table_[0][i] = c;
+    }
+    for (int t = 1; t < 8; ++t)
+      for (uint32_t i = 0; i < 256; ++i)
+        table_[t][i] = (table_[t - 1][i] >> 8) ^ table_[0][table_[t - 1][i] & 255];
+  }
+  uint32_t operator()(const char* data, size_t size) const {
+    const unsigned char* p = reinterpret_cast<const unsigned char*>(data);
+    uint32_t crc = 0xFFFFFFFFu;
+    for (; size >= 8; size -= 8, p += 8) {
+      uint32_t low = crc ^ (p[0] | p[1] << 8 | p[2] << 16 | uint32_t(p[3]) << 24);
+      crc = table_[7][low & 255] ^ table_[6][low >> 8 & 255] ^ table_[5][low >> 16 & 255] ^
+            table_[4][low >> 24] ^ table_[3][p[4]] ^ table_[2][p[5]] ^ table_[1][p[6]] ^
+            table_[0][p[7]];
+    }
+    for (; size; --size, ++p) crc = crc >> 8 ^ table_[0][(crc ^ *p) & 255];
+    return crc ^ 0xFFFFFFFFu;
+  }
+
+ private:
+  std::array<std::array<uint32_t, 256>, 8> table_;
+};
+
+/* A file in memory. */
+class Mapped {
+ public:
+  explicit Mapped(const std::string& path) : path(path) {
+    int file = open(path.c_str(), O_RDONLY);
+    struct stat status;
+    if (file < 0 || fstat(file, &status) != 0) throw Error(path + " cannot be read");
+    size = static_cast<size_t>(status.st_size);
+    if (size > 0) {
+      void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, file, 0);
+      data = at == MAP_FAILED ? nullptr : static_cast<char*>(at);
+    }
+    close(file);
+    if (data == nullptr) throw Error(path + " is empty or cannot be mapped into memory");
+  }
+  ~Mapped() { munmap(data, size); }
+  Mapped(const Mapped&) = delete;
+  Mapped& operator=(const Mapped&) = delete;
+
+  std::string path;
+  char* data = nullptr;
+  size_t size = 0;
+};
+
+inline uint64_t number(const char* at, int bytes) {
+  uint64_t value = 0;
+  std::memcpy(&value, at, static_cast<size_t>(bytes));
+  return value;
+}
+
+inline ffi::json::Object object(const ffi::Any& value) { return value.cast<ffi::json::Object>(); }
+inline ffi::Any at(const ffi::json::Object& from, const char* key) {
+  return from.at(ffi::String(key));
+}
+inline std::string text(const ffi::json::Object& from, const char* key) {
+  return at(from, key).cast<ffi::String>();
+}
+inline int64_t integer(const ffi::json::Object& from, const char* key) {
+  return at(from, key).cast<int64_t>();
+}
+inline ffi::json::Array list(const ffi::json::Object& from, const char* key) {
+  return at(from, key).cast<ffi::json::Array>();
+}
+
+inline ffi::json::Object manifest_of(const Mapped& file, size_t* body) {
+  static const Crc32 crc;
+  const std::string& path = file.path;
+  if (file.size < kHeader || std::memcmp(file.data, "TVMBRG\x01\n", 8) != 0)
+    throw Error(path + " is no function that tvmbridge exported, or is damaged");
+  const char* data = file.data;
+  bool intact = crc(data, 20) == number(data + 20, 4);
+  for (size_t i = 24; i < kHeader; ++i) intact = intact && data[i] == 0;
+  size_t length = number(data + 8, 8);
+  if (!intact) throw Error(path + " is damaged: its header fails its checksum");
+  if (length > file.size - kHeader) throw Error(path + " is truncated");
+  if (crc(data + kHeader, length) != number(data + 16, 4))
+    throw Error(path + " is damaged: its manifest fails its checksum");
+  *body = kHeader + length;
+  ffi::json::Object manifest = object(ffi::json::Parse(ffi::String(data + kHeader, length)));
+  if (integer(manifest, "format") != 1) throw Error(path + " has another format than 1");
+  return manifest;
+}
+
+/* Compare the checksum of each chunk, on all processors. */
+inline void check_chunks(const std::string& path, const char* data, size_t size,
+                         const ffi::json::Object& described) {
+  static const Crc32 crc;
+  if (size != static_cast<size_t>(integer(described, "size")))
+    throw Error(path + " is truncated, or something was appended");
+  size_t chunk = static_cast<size_t>(integer(described, "chunk"));
+  std::vector<uint32_t> expected;
+  for (const ffi::Any& sum : list(described, "crc32"))
+    expected.push_back(static_cast<uint32_t>(sum.cast<int64_t>()));
+  std::atomic<size_t> next{0};
+  std::atomic<bool> damaged{(size + chunk - 1) / chunk != expected.size()};
+  auto work = [&] {
+    for (size_t i = next++; i < expected.size() && !damaged; i = next++) {
+      size_t first = i * chunk;
+      if (crc(data + first, std::min(chunk, size - first)) != expected[i]) damaged = true;
+    }
+  };
+  std::vector<std::thread> threads;
+  size_t count = std::min<size_t>(std::thread::hardware_concurrency(), expected.size());
+  for (size_t i = 1; i < count; ++i) threads.emplace_back(work);
+  work();
+  for (std::thread& thread : threads) thread.join();
+  if (damaged) throw Error(path + " is damaged: its content fails its checksum");
+}
+
+inline void check_processor(const ffi::json::Object& target) {
+#if defined(__x86_64__)
+  const std::string here = "x86_64";
+#elif defined(__aarch64__)
+  const std::string here = "aarch64";
+#else
+  const std::string here = "another";
+#endif
+  std::string wanted = text(target, "architecture");
+  if (wanted != here) throw Error("the code is for " + wanted + " processors, not " + here);
+  std::ifstream file("/proc/cpuinfo");
+  std::set<std::string> present;
+  for (std::string line; present.empty() && std::getline(file, line);) {
+    if (line.rfind("flags", 0) != 0 && line.rfind("Features", 0) != 0) continue;
+    std::istringstream words(line.substr(line.find(':') + 1));
+    for (std::string word; words >> word;) present.insert(word);
+  }
+  for (const ffi::Any& feature : list(target, "features")) {
+    std::string name = feature.cast<ffi::String>();
+    if (!present.empty() && present.count(name) == 0)
+      throw Error("the code needs " + name + ", which this processor does not have");
+  }
+}
+
+struct Aligned {
+  void AllocData(DLTensor* tensor) {
+    size_t bytes = ffi::GetDataSize(*tensor);
+    tensor->data = std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment);
+  }
+  void FreeData(DLTensor* tensor) { std::free(tensor->data); }
+};
+
+/* Memory of a file, which the tensor keeps mapped. */
+struct Borrowed {
+  std::shared_ptr<Mapped> file;
+  void* data;
+  void AllocData(DLTensor* tensor) { tensor->data = data; }
+  void FreeData(DLTensor*) {}
+};
+
+}  // namespace detail
+
+/* A tensor on the CPU with any values, which code can read as it is. */
+inline ffi::Tensor empty(const std::vector<int64_t>& shape, DLDataType dtype) {
+  return ffi::Tensor::FromNDAlloc(detail::Aligned(), ffi::ShapeView(shape.data(), shape.size()),
+                                  dtype, DLDevice{kDLCPU, 0});
+}
+
+/* An exported function; any number of threads may call it, and calls take turns. */
+class Function {
+ public:
+  struct Input {
+    std::string name;
+    std::vector<std::string> shape; /* numbers, and names of symbols */
+    DLDataType dtype;
+  };
+
+  /* threads: how many each call may use; 0: as many as there are processors. */
+  explicit Function(const std::string& path, int threads = 0)
+      : file_(std::make_shared<detail::Mapped>(path)) {
+    using namespace detail;
+    size_t body = 0;
+    manifest_ = manifest_of(*file_, &body);
+    check_chunks(path, file_->data + body, file_->size - body, object(at(manifest_, "body")));
+    check_processor(object(at(manifest_, "target")));
+    read_inputs();
+    read_weights(body);
+    if (threads <= 0) threads = static_cast<int>(std::thread::hardware_concurrency());
+    load_code(body, threads);
+  }
+
+  const std::vector<Input>& inputs() const { return inputs_; }
+
+  /* The tensors that forward returns, in order. */
+  std::vector<ffi::Tensor> operator()(const std::vector<ffi::Tensor>& given) {
+    std::vector<ffi::Any> arguments;
+    std::vector<ffi::Tensor> kept = checked(given);
+    for (const ffi::Tensor& tensor : kept) arguments.emplace_back(tensor);
+    for (const ffi::Tensor& tensor : weights_) arguments.emplace_back(tensor);
+    if (!symbols_.empty()) arguments.emplace_back(ffi::Shape(sizes_));
+    std::vector<ffi::AnyView> views(arguments.begin(), arguments.end());
+    std::lock_guard<std::mutex> lock(*mutex_);
+    ffi::Any results;
+    forward_.CallPacked(views.data(), static_cast<int32_t>(views.size()), &results);
+    std::vector<ffi::Tensor> found;
+    for (const ffi::Any& result : results.cast<ffi::Array<ffi::Any>>())
+      found.push_back(result.cast<ffi::Tensor>());
+    return owned(found);
+  }
+
+ private:
+  void read_inputs() {
+    for (const ffi::Any& each : detail::list(manifest_, "inputs")) {
+      ffi::json::Object spec = detail::object(each);
+      Input input{detail::text(spec, "name"), {}, ffi::StringToDLDataType(detail::text(spec, "dtype"))};
+      for (const ffi::Any& extent : detail::list(spec, "shape")) {
+        std::optional<int64_t> size = extent.as<int64_t>();
+        input.shape.push_back(size ? std::to_string(*size)
+                                   : std::string(extent.cast<ffi::String>()));
+      }
+      inputs_.push_back(input);
+    }
+    for (const ffi::Any& each : detail::list(manifest_, "symbols"))
+      symbols_.push_back(detail::object(each));
+    if (!detail::list(manifest_, "relations").empty())
+      throw Error(file_->path + " has conditions on sizes, which only the runtime in Python checks");
+  }
+
+  void read_weights(size_t body) {
+    using namespace detail;
+    ffi::json::Array parameters = list(manifest_, "parameters");
+    if (parameters.empty()) return;
+    std::shared_ptr<Mapped> from = file_;
+    const char* blob = nullptr;
+    if (manifest_.count(ffi::String("beside"))) {
+      ffi::json::Object beside = object(at(manifest_, "beside"));
+      size_t slash = file_->path.rfind('/');
+      std::string folder = slash == std::string::npos ? "" : file_->path.substr(0, slash + 1);
+      from = std::make_shared<Mapped>(folder + text(beside, "file"));
+      check_chunks(from->path, from->data, from->size, beside);
+      blob = from->data;
+    } else {
+      ffi::json::Object sections = object(at(manifest_, "sections"));
+      blob = file_->data + body + integer(object(at(sections, "weights")), "offset");
+    }
+    size_t length = number(blob, 8);
+    ffi::json::Object table = object(ffi::json::Parse(ffi::String(blob + 8, length)));
+    for (const ffi::Any& each : parameters) {
+      ffi::json::Object parameter = object(each);
+      ffi::json::Object entry = object(table.at(ffi::String(text(parameter, "name"))));
+      std::vector<int64_t> shape;
+      for (const ffi::Any& extent : list(entry, "shape")) shape.push_back(extent.cast<int64_t>());
+      int64_t first = list(entry, "data_offsets")[0].cast<int64_t>();
+      char* data = const_cast<char*>(blob) + 8 + length + first;
+      DLDataType dtype = ffi::StringToDLDataType(text(parameter, "dtype"));
+      weights_.push_back(weight(from, data, shape, dtype));
+    }
+  }
+
+  static ffi::Tensor weight(const std::shared_ptr<detail::Mapped>& file, char* data,
+                            const std::vector<int64_t>& shape, DLDataType dtype) {
+    if (reinterpret_cast<uintptr_t>(data) % detail::kAlignment != 0) {
+      ffi::Tensor copy = empty(shape, dtype);
+      std::memcpy(copy.data_ptr(), data, ffi::GetDataSize(copy));
+      return copy;
+    }
+    return ffi::Tensor::FromNDAlloc(detail::Borrowed{file, data},
+                                    ffi::ShapeView(shape.data(), shape.size()), dtype,
+                                    DLDevice{kDLCPU, 0});
+  }
+
+  void load_code(size_t body, int threads) {
+    using namespace detail;
+    ffi::json::Object code = object(at(object(at(manifest_, "sections")), "code"));
+    char path[] = "/tmp/tvmbridge-XXXXXX.so";
+    int file = mkstemps(path, 3);
+    const char* data = file_->data + body + integer(code, "offset");
+    size_t left = static_cast<size_t>(integer(code, "size"));
+    while (file >= 0 && left > 0) {
+      ssize_t written = write(file, data, left);
+      if (written <= 0) break;
+      data += written;
+      left -= static_cast<size_t>(written);
+    }
+    if (file < 0 || close(file) != 0 || left > 0) throw Error("the code cannot be put into /tmp");
+    try {
+      ffi::Module library = ffi::Module::LoadFromFile(path);
+      ffi::Function load = library->GetFunction("vm_load_executable").value();
+      machine_ = load().cast<ffi::Module>();
+      machine_.value()->GetFunction("vm_initialization").value()(1, 0, 2);
+      forward_ = machine_.value()->GetFunction("forward").value();
+      void* handle = dlopen(path, RTLD_NOW);
+      auto use = reinterpret_cast<int (*)(int)>(dlsym(handle, "tvmbridge_use_threads"));
+      if (use != nullptr) use(threads);
+    } catch (const std::exception& error) {
+      unlink(path);
+      throw Error(file_->path + " cannot be loaded: " + error.what());
+    }
+    unlink(path);
+  }
+
+  /* The arguments as code may read them. */
+  std::vector<ffi::Tensor> checked(const std::vector<ffi::Tensor>& given) {
+    if (given.size() != inputs_.size())
+      throw Error(std::to_string(given.size()) + " arguments were given, and the function takes " +
+                  std::to_string(inputs_.size()));
+    std::map<std::string, int64_t> known;
+    std::vector<ffi::Tensor> kept;
+    for (size_t i = 0; i < given.size(); ++i) {
+      const Input& input = inputs_[i];
+      DLDataType dtype = given[i].dtype();
+      std::string what = "argument '" + input.name + "' ";
+      if (dtype.code != input.dtype.code || dtype.bits != input.dtype.bits)
+        throw Error(what + "has another dtype than " + ffi::DLDataTypeToString(input.dtype));
+      if (static_cast<size_t>(given[i].ndim()) != input.shape.size())
+        throw Error(what + "must have " + std::to_string(input.shape.size()) + " dimensions");
+      for (size_t d = 0; d < input.shape.size(); ++d)
+        check_extent(what, d, given[i].shape()[d], input.shape[d], &known);
+      kept.push_back(readable(given[i]));
+    }
+    sizes_.clear();
+    for (const ffi::json::Object& symbol : symbols_)
+      sizes_.push_back(known.at(detail::text(symbol, "name")));
+    return kept;
+  }
+
+  void check_extent(const std::string& what, size_t dimension, int64_t extent,
+                    const std::string& wanted, std::map<std::string, int64_t>* known) const {
+    std::string place = what + "dimension " + std::to_string(dimension) + " is " +
+                        std::to_string(extent) + " and must be ";
+    for (const ffi::json::Object& symbol : symbols_) {
+      if (detail::text(symbol, "name") != wanted) continue;
+      auto [found, is_new] = known->emplace(wanted, extent);
+      if (!is_new && found->second != extent)
+        throw Error(place + wanted + ", which is " + std::to_string(found->second));
+      std::optional<int64_t> most = detail::at(symbol, "most").as<int64_t>();
+      if (extent < detail::integer(symbol, "least") || (most && extent > *most))
+        throw Error(place + "within the bounds of " + wanted);
+      return;
+    }
+    if (wanted != std::to_string(extent)) throw Error(place + wanted);
+  }
+
+  static ffi::Tensor readable(const ffi::Tensor& tensor) {
+    bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % detail::kAlignment == 0;
+    if (!tensor.IsContiguous()) throw Error("arguments must be contiguous");
+    return aligned ? tensor : copied(tensor);
+  }
+
+  static ffi::Tensor copied(const ffi::Tensor& tensor) {
+    ffi::ShapeView shape = tensor.shape();
+    ffi::Tensor copy = empty(std::vector<int64_t>(shape.begin(), shape.end()), tensor.dtype());
+    std::memcpy(copy.data_ptr(), tensor.data_ptr(), ffi::GetDataSize(tensor));
+    return copy;
+  }
+
+  /* Results that share memory are copied; those that only a check reads are looked at. */
+  std::vector<ffi::Tensor> owned(std::vector<ffi::Tensor> results) {
+    ffi::json::Array outputs = detail::list(manifest_, "outputs");
+    for (size_t i = 0; i < results.size(); ++i)
+      if (detail::at(detail::object(outputs[i]), "copied").cast<bool>())
+        results[i] = copied(results[i]);
+    for (const ffi::Any& each : detail::list(manifest_, "checks")) {
+      ffi::json::Object check = detail::object(each);
+      const ffi::Tensor& passed = results[static_cast<size_t>(detail::integer(check, "output"))];
+      if (*static_cast<const char*>(passed.data_ptr()) == 0)
+        throw Error(detail::text(check, "message"));
+    }
+    results.resize(results.size() - detail::list(manifest_, "checks").size());
+    return results;
+  }
+
+  std::shared_ptr<detail::Mapped> file_;
+  ffi::json::Object manifest_;
+  std::vector<Input> inputs_;
+  std::vector<ffi::json::Object> symbols_;
+  std::vector<int64_t> sizes_;
+  std::vector<ffi::Tensor> weights_;
+  std::optional<ffi::Module> machine_;
+  ffi::Function forward_;
+  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();
+};
+
+}  // namespace tvmbridge
+
+#endif  // TVMBRIDGE_RUNTIME_H_

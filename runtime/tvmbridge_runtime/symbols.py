@@ -1,0 +1,46 @@
+"""Sizes of arguments: those that must be what was exported, and those that symbols stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tvmbridge_runtime.conditions import text_of, value_of
+from tvmbridge_runtime.errors import ArgumentError
+
+
+def sizes_of(manifest: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> list[int] | None:
+    """Return the size of each symbol of ``manifest``; None where it has none.
+
+    Raises:
+        ArgumentError: a size is not the exported one, is beyond its bounds, or two arguments have
+            different sizes where they must have the same.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    bounds = {symbol["name"]: symbol for symbol in manifest["symbols"]}
+    for spec, shape in zip(manifest["inputs"], shapes, strict=True):
+        for axis, (wanted, extent) in enumerate(zip(spec["shape"], shape, strict=True)):
+            place = f"argument {spec['name']!r}, dimension {axis}"
+            if isinstance(wanted, int):
+                if wanted != extent:
+                    raise ArgumentError(
+                        f"{place} is {extent}; the function was exported for {wanted} "
+                        f"(it takes {spec['shape']})"
+                    )
+                continue
+            known = found.setdefault(wanted, (extent, place))
+            if known[0] != extent:
+                raise ArgumentError(
+                    f"{place} is {extent}, and {known[1]} is {known[0]}: both are "
+                    f"{wanted} and must be equal"
+                )
+            least, most = bounds[wanted]["least"], bounds[wanted]["most"]
+            if extent < least or (most is not None and extent > most):
+                limit = f"at least {least}" if most is None else f"from {least} to {most}"
+                raise ArgumentError(f"{place}, {wanted}, is {extent} and must be {limit}")
+    sizes = {name: found[name][0] for name in bounds}
+    for condition in manifest["relations"]:
+        if not value_of(condition, sizes):
+            told = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            raise ArgumentError(f"sizes {told} do not fulfil {text_of(condition)}")
+    return list(sizes.values()) if sizes else None

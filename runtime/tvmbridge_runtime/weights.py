@@ -1,0 +1,88 @@
+"""Weights of an exported function: safetensors, inside of the file or beside it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+
+from tvmbridge_runtime.container import Container, check_chunks
+from tvmbridge_runtime.errors import FileError
+
+_ALIGNMENT = 64
+# bfloat16 and 8-bit floats have no type in numpy: their bits have.
+NUMPY = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "int16": "<i2",
+    "int8": "i1",
+    "uint8": "u1",
+    "uint16": "<u2",
+    "uint32": "<u4",
+    "uint64": "<u8",
+    "bool": "?",
+}
+
+
+def weights_of(container: Container) -> list[tuple[numpy.ndarray[Any, Any], str]]:
+    """Return the weights in the order that code takes them, aligned, each with its dtype's name.
+
+    Raises:
+        FileError: the file beside is missing, or not the one that was written.
+    """
+    parameters = container.manifest["parameters"]
+    if not parameters:
+        return []
+    blob = _blob(container)
+    length = int.from_bytes(blob[:8], "little")
+    table = json.loads(bytes(blob[8 : 8 + length]))
+    data = blob[8 + length :]
+    return [(_tensor(data, table[p["name"]], p), p["dtype"]) for p in parameters]
+
+
+def _blob(container: Container) -> memoryview:
+    described = container.manifest.get("beside")
+    if described is None:
+        return container.section("weights")
+    path = container.path.parent / described["file"]
+    if not path.exists():
+        raise FileError(f"the weights of {container.path} should be in {path}, which is not there")
+    if path.stat().st_size != described["size"]:
+        raise FileError(f"{path} is not the file of weights that belongs to {container.path}")
+    with path.open("rb") as file:
+        blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    check_chunks(path, blob, described)
+    return blob
+
+
+def _tensor(
+    data: memoryview, entry: dict[str, Any], parameter: dict[str, Any]
+) -> numpy.ndarray[Any, Any]:
+    start, end = entry["data_offsets"]
+    flat = numpy.frombuffer(data[start:end], dtype=NUMPY[parameter["dtype"]])
+    return aligned(flat.reshape(entry["shape"]))
+
+
+def aligned(array: numpy.ndarray[Any, Any]) -> numpy.ndarray[Any, Any]:
+    """Return ``array`` if it is contiguous and begins where code may read it, otherwise a copy."""
+    if array.flags.c_contiguous and array.ctypes.data % _ALIGNMENT == 0:
+        return array
+    room = empty(array.shape, array.dtype)
+    room[...] = array
+    return room
+
+
+def empty(shape: Sequence[int], dtype: Any) -> numpy.ndarray[Any, Any]:
+    """Return an array with any values that begins at a multiple of 64 bytes."""
+    dtype = numpy.dtype(dtype)
+    size = int(numpy.prod(shape, dtype=numpy.int64)) * dtype.itemsize
+    raw = numpy.empty(size + _ALIGNMENT, dtype=numpy.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return raw[first : first + size].view(dtype).reshape(shape)

@@ -1,0 +1,100 @@
+"""Damaged files, other processors and other versions are errors that say so."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import tvmbridge_runtime
+
+import tvmbridge
+from tests.export.models import MLP
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    return tvmbridge.export(MLP().eval(), torch.zeros(4, 64), folder / "model.tvmb")
+
+
+def test_every_damage_is_noticed(intact: Path, tmp_path: Path) -> None:
+    content = intact.read_bytes()
+    draw = random.Random(0)
+    header = [(p, "flip") for p in range(64)]
+    elsewhere = [(draw.randrange(64, len(content)), "flip") for _ in range(120)]
+    cuts = [(draw.randrange(len(content)), "cut") for _ in range(60)]
+    holes = [(draw.randrange(len(content) - 8), "hole") for _ in range(56)]
+    path = tmp_path / "damaged.tvmb"
+    for place, kind in [*header, *elsewhere, *cuts, *holes, (0, "append")]:
+        damaged = bytearray(content)
+        if kind == "flip":
+            damaged[place] ^= 1 << draw.randrange(8)
+        elif kind == "cut":
+            del damaged[place:]
+        elif kind == "hole":
+            del damaged[place : place + 8]
+        else:
+            damaged += b"x"
+        path.write_bytes(damaged)
+        with pytest.raises(tvmbridge_runtime.FileError):
+            tvmbridge_runtime.load(path)
+
+
+def changed(path: Path, content: bytes, **values: Any) -> Path:
+    """A file with another manifest, whose checksums are right."""
+    length = int.from_bytes(content[8:16], "little")
+    manifest = json.loads(content[64 : 64 + length])
+    for key, value in values.items():
+        manifest[key] = {**manifest[key], **value} if isinstance(value, dict) else value
+    text = json.dumps(manifest).encode().ljust(length)
+    begin = content[:8] + len(text).to_bytes(8, "little")
+    begin += zlib.crc32(text).to_bytes(4, "little")
+    header = (begin + zlib.crc32(begin).to_bytes(4, "little")).ljust(64, b"\0")
+    path.write_bytes(header + text + content[64 + length :])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"target": {"features": ["avx9000"]}}, "needs avx9000"),
+        ({"target": {"architecture": "riscv64"}}, "for riscv64 processors"),
+        ({"versions": {"tvm": "0.1"}}, r"compiled by TVM 0\.1"),
+    ],
+    ids=["features", "architecture", "version"],
+)
+def test_other_machines_are_refused(
+    values: dict[str, Any], words: str, intact: Path, tmp_path: Path
+) -> None:
+    path = changed(tmp_path / "model.tvmb", intact.read_bytes(), **values)
+    with pytest.raises(tvmbridge_runtime.MachineError, match=words):
+        tvmbridge_runtime.load(path)
+
+
+def test_other_formats_are_refused(intact: Path, tmp_path: Path) -> None:
+    path = changed(tmp_path / "model.tvmb", intact.read_bytes(), format=2)
+    with pytest.raises(tvmbridge_runtime.FileError, match="has format 2"):
+        tvmbridge_runtime.load(path)
+    path.write_bytes(b"not a function")
+    with pytest.raises(tvmbridge_runtime.FileError, match="no function that tvmbridge exported"):
+        tvmbridge_runtime.load(path)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 processors")
+def test_code_for_another_processor(tmp_path: Path) -> None:
+    module, x = MLP().eval(), torch.ones(4, 64)
+    target = {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2}
+    path = tvmbridge.export(module, x, tmp_path / "model.tvmb", target=target)
+    assert "avx2" not in tvmbridge_runtime.read_manifest(path)["target"]["features"]
+    assert tvmbridge.compare_export(module, x, path).ok
+
+
+def test_the_intact_file_runs(intact: Path) -> None:
+    assert tvmbridge_runtime.load(intact)(numpy.zeros((4, 64), numpy.float32)).shape == (4, 32)

@@ -1,0 +1,72 @@
+"""Exported functions of any size, and sizes that they refuse."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import tvmbridge_runtime
+from torch import nn
+from torch.export import Dim
+
+import tvmbridge
+from tests.export.models import Decoder
+
+
+class Halves(nn.Module):
+    """Demands an even length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(x.shape[0] // 2, 2, 8).sum(1)
+
+
+class Squares(nn.Module):
+    """Computes something else of square matrices."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y if x.shape[0] == x.shape[1] else x + y
+
+
+@pytest.mark.slow
+def test_any_batch_and_length(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Decoder().eval()
+    spec = {"tokens": {0: Dim("batch", max=48), 1: Dim("length", max=64)}}
+    path = tmp_path / "model.tvmb"
+    tvmbridge.export(module, torch.randint(0, 50, (4, 9)), path, dynamic_shapes=spec)
+    function = tvmbridge_runtime.load(path)
+    assert function.inputs[0]["shape"] == ["batch", "length"]
+    batch, length = function.manifest["symbols"]
+    draw = random.Random(0)
+    for _ in range(40):
+        shape = [draw.randint(s["least"], s["most"]) for s in (batch, length)]
+        tokens = torch.randint(0, 50, shape)
+        with torch.no_grad():
+            expected = module(tokens)
+        numpy.testing.assert_allclose(function(tokens.numpy()), expected, rtol=1e-4, atol=1e-5)
+    for shape in ((49, 9), (4, 65), (1, 9)):
+        with pytest.raises(tvmbridge_runtime.ArgumentError, match=r"'tokens', dimension \d, "):
+            function(numpy.zeros(shape, numpy.int64))
+
+
+def test_conditions_on_sizes_are_checked(tmp_path: Path) -> None:
+    dims = {0: Dim("rows", max=64), 1: Dim("columns", max=64)}
+    path = tmp_path / "model.tvmb"
+    sample = (torch.randn(6, 8), torch.randn(6, 8))
+    tvmbridge.export(Squares().eval(), sample, path, dynamic_shapes={"x": dims, "y": dims})
+    function = tvmbridge_runtime.load(path)
+    x = torch.randn(22, 21)
+    numpy.testing.assert_allclose(function(x.numpy(), x.numpy()), x + x, rtol=1e-6)
+    with pytest.raises(tvmbridge_runtime.ArgumentError, match="rows != columns"):
+        function(x[:21].numpy(), x[:21].numpy())
+    with pytest.raises(tvmbridge_runtime.ArgumentError, match="both are rows and must be equal"):
+        function(x.numpy(), x[:20].numpy())
+
+
+def test_what_sizes_must_fulfil_is_refused_at_export(tmp_path: Path) -> None:
+    spec = {"x": {0: Dim("rows", max=64)}}
+    with pytest.raises(tvmbridge.BridgeError, match="another way at other sizes"):
+        tvmbridge.export(Halves().eval(), torch.randn(6, 8), tmp_path / "m", dynamic_shapes=spec)

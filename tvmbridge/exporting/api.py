@@ -1,0 +1,127 @@
+"""Export: a module's forward as one file, which runs without PyTorch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from tvmbridge.core.errors import ExportError
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.versions import installed_versions
+from tvmbridge.exporting.code import AloneCode, alone_code
+from tvmbridge.exporting.convention import dtype_name
+from tvmbridge.exporting.features import described_target
+from tvmbridge.exporting.linking import linked
+from tvmbridge.exporting.symbolic import symbolic_code
+from tvmbridge.exporting.writing import write_file
+from tvmbridge.graph_capture.capture import normalize_sample
+from tvmbridge.runtime.declared_sizes import sizes_to_serve
+
+
+def export(
+    module: nn.Module,
+    sample: Any,
+    path: str | os.PathLike[str],
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    dynamic_shapes: Any = None,
+    weights: Literal["inside", "beside"] = "inside",
+    options: CompileOptions | dict[str, Any] | None = None,
+) -> Path:
+    """Write ``module``'s forward, compiled and with its weights, into one file.
+
+    ``tvmbridge_runtime.load(path)`` runs it in a process without PyTorch and without a compiler;
+    ``tvmbridge_runtime.h`` does in C++. The weights of now are constants: batch norm is folded,
+    and what depends on weights alone is computed now. Arguments of forward that are no tensors
+    have the values of the sample.
+
+    Args:
+        module: in eval mode, on the CPU; it is left as it was.
+        sample: a tensor, or a tuple of positional arguments.
+        path: the file; it is written whole or not at all.
+        sample_kwargs: keyword arguments of forward.
+        target: a TVM target of kind ``llvm`` with ``mcpu``, for another processor; None is this
+            machine's.
+        dynamic_shapes: a spec in torch.export's words; the dimensions that it gives a ``Dim`` may
+            have any size within its bounds.
+        weights: ``"beside"`` writes them to ``path`` with ``.safetensors`` appended.
+        options: a :class:`CompileOptions` or a dict of its fields.
+
+    Returns:
+        The path.
+
+    Raises:
+        ExportError: an operator or an effect of forward needs PyTorch; it names all of them, with
+            the lines of the model.
+        CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import torch, tvmbridge
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> path = tvmbridge.export(model, torch.zeros(3, 4), "linear.tvmb")  # doctest: +SKIP
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    if weights not in ("inside", "beside"):
+        raise ValueError(f'weights is {weights!r}; choose "inside" or "beside"')
+    if module.training:
+        raise ExportError(
+            "the module is in train mode; an exported function is for inference: call eval() first"
+        )
+    args, kwargs = normalize_sample(sample, sample_kwargs)
+    chosen = CompileOptions.of(options)
+    spec = sizes_to_serve(module, dynamic_shapes, (args, kwargs))
+    if spec == "auto":
+        raise ValueError('dynamic_shapes="auto" is for calls; name the dimensions of an export')
+    if spec is None:
+        code = alone_code(module, args, kwargs, target=target, options=chosen)
+    else:
+        code = symbolic_code(module, args, kwargs, spec, target=target, options=chosen)
+    library = linked(code.executable)
+    names = _unique_names(code)
+    manifest = {
+        "name": type(module).__name__,
+        "versions": _versions(),
+        "target": described_target(code.target),
+        "inputs": code.inputs,
+        "symbols": code.symbols,
+        "relations": code.relations,
+        "outputs": code.outputs,
+        "structure": code.structure,
+        "checks": code.checks,
+        "constants": code.constants,
+        "parameters": [
+            {"name": name, "dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+            for name, tensor in zip(names, code.weights, strict=True)
+        ],
+        "code_sha256": hashlib.sha256(library).hexdigest(),
+    }
+    held = dict(zip(names, code.weights, strict=True))
+    path = Path(path)
+    write_file(path, manifest, library, held, beside=weights == "beside")
+    return path
+
+
+def _versions() -> dict[str, str]:
+    found = {p.name: p.found or "" for p in installed_versions()}
+    return {"tvm": metadata.version("apache-tvm"), **found}
+
+
+def _unique_names(code: AloneCode) -> list[str]:
+    """Names of the weights; two that the module has the same name for are told apart."""
+    names, taken = [], set[str]()
+    for name in code.weight_names:
+        unique, number = name, 1
+        while unique in taken:
+            unique, number = f"{name}.{number}", number + 1
+        taken.add(unique)
+        names.append(unique)
+    return names

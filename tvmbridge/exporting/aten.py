@@ -1,0 +1,158 @@
+"""ATen calls that PyTorch's kernels serve otherwise, spelled out as operators of Relax and loops.
+
+Before::
+
+    lv = R.call_pure_packed("tvmbridge.aten", '{"op": "aten.index.Tensor", ...}', x, i)
+
+After::
+
+    lv = R.call_tir(index, (x, i), out_ty=...)
+
+Requires: nothing; a call whose operator is not in :data:`SPELLED` stays. Guarantees: what the
+operator computes in eager PyTorch, but for rounding. Runs before: ConvolutionsAsProducts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax, te, tirx
+from tvm.ir import Call, Expr
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvmbridge.exporting.attention import attention
+from tvmbridge.exporting.windows import (
+    adaptive_average_pool,
+    as_strided,
+    average_pool,
+    unfold,
+)
+from tvmbridge.kernels.aten_call import aten_call_operator, compiled_call, spec_of
+from tvmbridge.legalize.aten.arguments import Arguments, Compile
+from tvmbridge.legalize.broadcast import INJECTIVE, element_of
+from tvmbridge.legalize.lets import constant, dtype_of
+from tvmbridge.passes.base import PassReport, RelaxPass, shape_of, with_functions
+from tvmbridge.passes.base import dtype_of as dtype_of_tensor
+
+
+@dataclass(frozen=True)
+class SpellOutAtenCalls(RelaxPass):
+    """Replace ATen calls by what they compute, and look-ups by those that read no other memory."""
+
+    def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
+        rewriter = _AtenRewriter(mod, report)
+        rewritten = with_functions(mod, rewriter)
+        return rewritten if report.rewrites else mod
+
+
+@mutator
+class _AtenRewriter(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
+        super().__init__(mod)
+        self.report = report
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = self.builder_.normalize(super().visit_call_(call))
+        if getattr(call.op, "name", "") == "relax.take":
+            return _take(call)
+        operator = aten_call_operator(call)
+        if operator is None or compiled_call(call) is not None or operator not in SPELLED:
+            return call
+        arguments = Arguments.of(spec_of(call), list(call.args[2:]))
+        spelled = SPELLED[operator](self.builder_, call, arguments)
+        if spelled is None:
+            self.report.decline(operator, "not with these arguments")
+            return call
+        self.report.rewrote()
+        return spelled
+
+
+def _take(call: relax.Call) -> relax.Expr:
+    """A look-up that finds NaN where PyTorch raises: at an index beyond the table."""
+    if call.attrs.mode != "fast" or call.attrs.axis is None:
+        return call
+    floating = "float" in dtype_of_tensor(call)
+    axis = int(call.attrs.axis)
+    return relax.op.take(call.args[0], call.args[1], axis, "nan" if floating else "clip")
+
+
+def _index(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr | None:
+    """``x[i, :, j]``: index tensors broadcast; their dimensions stand where the first of them is,
+    or in front where they are not neighbours."""
+    data, indices = arguments["self"], list(arguments["indices"])
+    shape, result = shape_of(data), shape_of(call)
+    given = [(d, i) for d, i in enumerate(indices) if i is not None]
+    if shape is None or result is None or not given:
+        return None
+    if any(dtype_of_tensor(i) not in ("int64", "int32", "int16", "int8") for _, i in given):
+        return None
+    shapes = [shape_of(i) for _, i in given]
+    if any(s is None for s in shapes):
+        return None
+    rank = max(len(s or ()) for s in shapes)
+    places = [d for d, _ in given]
+    neighbours = places == list(range(places[0], places[-1] + 1))
+    first = places[0] if neighbours else 0
+
+    def compute(x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+        def element(*at: Expr) -> Expr:
+            joint, rest = at[first : first + rank], [*at[:first], *at[first + rank :]]
+            others, found = iter(rest), dict(zip(places, tensors, strict=True))
+            position = [
+                _wrapped(element_of(found[d], joint), extent) if d in found else next(others)
+                for d, extent in enumerate(shape)
+            ]
+            return x(*position)
+
+        return te.compute(list(result), element, name="T_index")
+
+    tensors = [data, *(i for _, i in given)]
+    attrs = {"op_pattern": INJECTIVE}
+    return bb.call_te(compute, *tensors, primfunc_name_hint="index", primfunc_attrs=attrs)
+
+
+def _wrapped(index: Expr, extent: int) -> Expr:
+    """An index from the end as one from the beginning; within bounds, whatever it is."""
+    wide = tirx.Cast("int64", index) if dtype_of(index) != "int64" else index
+    size, zero = constant(extent, "int64"), constant(0, "int64")
+    found = tirx.Select(wide < zero, wide + size, wide)
+    return tirx.max(tirx.min(found, constant(extent - 1, "int64")), zero)
+
+
+def _matmul(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    return relax.op.matmul(arguments["self"], arguments["other"])
+
+
+def _concatenation(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    """Pieces of any dtype; an empty vector is no piece, as in eager PyTorch."""
+    dtype, pieces = dtype_of_tensor(call), list(arguments["tensors"])
+    kept = [piece for piece in pieces if shape_of(piece) != (0,)] or pieces[:1]
+    cast = [
+        piece if dtype_of_tensor(piece) == dtype else bb.emit(relax.op.astype(piece, dtype))
+        for piece in kept
+    ]
+    return cast[0] if len(cast) == 1 else relax.op.concat(cast, int(arguments["dim"]))
+
+
+def _is_all_true(bb: relax.BlockBuilder, call: Call, arguments: Arguments) -> Expr:
+    numbers = bb.emit(relax.op.astype(arguments["self"], "int32"))
+    return relax.op.astype(bb.emit(relax.op.min(numbers)), "bool")
+
+
+SPELLED: dict[str, Any] = {
+    "aten.scaled_dot_product_attention.default": attention,
+    "aten.index.Tensor": _index,
+    "aten.matmul.default": _matmul,
+    "aten.cat.default": _concatenation,
+    "aten._is_all_true.default": _is_all_true,
+    "aten.unfold.default": unfold,
+    "aten.as_strided.default": as_strided,
+    "aten.as_strided_copy.default": as_strided,
+    **{f"aten.avg_pool{n}d.default": average_pool for n in (1, 2, 3)},
+    **{f"aten._adaptive_avg_pool{n}d.default": adaptive_average_pool for n in (2, 3)},
+}
+"""What computes an operator; it returns None for arguments that it does not know."""
+
+__all__ = ["SPELLED", "Compile", "SpellOutAtenCalls"]

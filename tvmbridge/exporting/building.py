@@ -1,0 +1,89 @@
+"""Builds graphs into code that needs TVM's runtime and nothing of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from tvmbridge.compiler.build import Code, Fused, compile_code, make_ready, schedule
+from tvmbridge.core.decisions import sizes_vary
+from tvmbridge.core.types import PassRecord
+from tvmbridge.exporting.aten import SpellOutAtenCalls
+from tvmbridge.exporting.convolutions import ConvolutionsAsProducts
+from tvmbridge.exporting.leftovers import refuse_leftovers
+from tvmbridge.exporting.products import ProductsInLoops
+from tvmbridge.exporting.wide_products import WideProducts
+from tvmbridge.passes.base import shared_results
+from tvmbridge.passes.relax.collapse_views import CollapseViews
+from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
+from tvmbridge.passes.relax.fuse_ops import FuseOps
+from tvmbridge.passes.relax.legalize_ops import LegalizeOps
+from tvmbridge.passes.relax.merge_kernels import MergeKernels
+from tvmbridge.passes.relax.repeat_casts import RepeatCasts
+from tvmbridge.passes.relax.rewrite_dataflow_reshape import RewriteDataflowReshape
+from tvmbridge.pipeline import AnyPass, run_passes, tidy_passes
+from tvmbridge.records import Library
+from tvmbridge.records.library import EMPTY
+from tvmbridge.schedules.machine import Machine
+
+
+def prepare_alone(mod: tvm.IRModule, target: tvm.target.Target, records: list[PassRecord]) -> Fused:
+    """Return ``mod`` with fused functions in place of all operators, to be scheduled.
+
+    Raises:
+        ExportError: an operator needs PyTorch.
+    """
+    make_ready(target)
+    given = shared_results(mod, "forward")
+    with target:
+        mod = run_passes(mod, _spelling_passes(Machine.of(target)), records)
+        refuse_leftovers(mod["forward"])
+        mod = run_passes(mod, _kernel_passes(Machine.of(target)), records)
+    refuse_leftovers(mod["forward"])
+    shared = {"forward": given | shared_results(mod, "forward")}
+    return Fused(mod, target, {}, shared)
+
+
+def build_alone(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    records: list[PassRecord],
+    library: Library = EMPTY,
+) -> Code:
+    """Compile ``mod``, whose one function is ``forward``, without calls of PyTorch's kernels.
+
+    Raises:
+        ExportError: an operator needs PyTorch.
+        BuildError: TVM cannot compile it for the target.
+    """
+    fused = prepare_alone(mod, target, records)
+    return compile_code(schedule(fused, records, library=library), records)
+
+
+def _spelling_passes(machine: Machine) -> list[AnyPass]:
+    return [SpellOutAtenCalls(), ConvolutionsAsProducts(machine), *tidy_passes()]
+
+
+def _kernel_passes(machine: Machine) -> list[Any]:
+    merging: list[Any] = [] if sizes_vary() else [MergeKernels(), DeadCodeElimination()]
+    return [
+        ProductsInLoops(machine),
+        WideProducts(),
+        *tidy_passes(),
+        CompileAtenCalls(),
+        CollapseViews(),
+        RepeatCasts(),
+        LegalizeOps(),
+        relax.transform.AnnotateTIROpPattern(),
+        DeadCodeElimination(),
+        *([] if sizes_vary() else [relax.transform.FoldConstant()]),
+        DeadCodeElimination(),
+        FuseOps(),
+        relax.transform.FuseTIR(),
+        RewriteDataflowReshape(),
+        DeadCodeElimination(),
+        *merging,
+    ]

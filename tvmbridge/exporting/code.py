@@ -1,0 +1,242 @@
+"""Code of a module's forward that runs without PyTorch, with the weights that it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+
+from tvmbridge.compiler.build import Code, build
+from tvmbridge.compiler.durations import StageDurations
+from tvmbridge.compiler.executable import LoadedModule
+from tvmbridge.compiler.freezing import Freezing, freeze
+from tvmbridge.compiler.lowering import LoweredModule, lower_module
+from tvmbridge.core.captured_graph import CapturedGraph
+from tvmbridge.core.errors import ExportError, NotApartError
+from tvmbridge.core.libraries import register_containers
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.types import PassRecord
+from tvmbridge.exporting.building import build_alone
+from tvmbridge.exporting.convention import (
+    described_inputs,
+    described_structure,
+    dtype_name,
+    input_names,
+    returned,
+    user_inputs,
+)
+from tvmbridge.exporting.leftovers import refuse_effects
+from tvmbridge.exporting.views import with_views
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.passes.relax.lift_frozen import TRANSFORM
+from tvmbridge.runtime.frozen import FrozenWeights
+from tvmbridge.runtime.guards.forwards import standing_behind, with_own_forward
+from tvmbridge.runtime.guards.state import ModuleState
+from tvmbridge.schedules.target import host_target
+
+
+@dataclass(frozen=True)
+class AloneCode:
+    """Code of ``forward(inputs..., weights...)`` and what a caller must know of it.
+
+    executable: TVM's, to be exported.
+    inputs, symbols, relations, outputs, structure, checks, constants: as the manifest has them.
+    weights: the tensors, contiguous, in the order that the code takes them.
+    weight_names: their names, not unique where two parts of one weight are taken.
+    """
+
+    executable: Any
+    target: tvm.target.Target
+    inputs: list[dict[str, Any]]
+    symbols: list[dict[str, Any]]
+    relations: list[Any]
+    outputs: list[dict[str, Any]]
+    structure: dict[str, Any]
+    checks: list[dict[str, Any]]
+    constants: dict[str, str]
+    weights: Sequence[torch.Tensor]
+    weight_names: Sequence[str]
+
+
+def alone_code(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    target: Any,
+    options: CompileOptions,
+) -> AloneCode:
+    """Compile ``module``, which is in eval mode, for these arguments.
+
+    Raises:
+        ExportError: an operator or an effect needs PyTorch.
+        CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
+    """
+    register_containers(module)
+    with torch.no_grad(), tracing_here(), undisturbed():
+        args, kwargs = without_inference_tensors((args, dict(kwargs)))
+        records: list[PassRecord] = []
+        lowered = _lowered(module, args, kwargs, target, options, records)
+        if lowered.captured.device.type != "cpu":
+            raise ExportError(
+                f"the module is on {lowered.captured.device}; code is exported for the CPU: move "
+                "the module there"
+            )
+        refuse_effects(lowered.captured)
+        return _built(module, lowered, options, records)
+
+
+def _lowered(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    options: CompileOptions,
+    records: list[PassRecord],
+) -> LoweredModule:
+    def lower(apart: bool) -> LoweredModule:
+        return lower_module(
+            module,
+            args,
+            kwargs,
+            needs_grad=False,
+            target=target,
+            options=options,
+            records=records,
+            measure=StageDurations().measure,
+            apart=apart,
+        )
+
+    installed = module.__dict__.get("forward")
+    behind = standing_behind(installed)
+    if behind is None or behind is installed:
+        with suppress(NotApartError):
+            return lower(apart=True)
+    with with_own_forward(module, installed if behind is None else behind.own):
+        return lower(apart=False)
+
+
+def _built(
+    module: nn.Module,
+    lowered: LoweredModule,
+    options: CompileOptions,
+    records: list[PassRecord],
+) -> AloneCode:
+    graph = frozen_graph(lowered, options, records)
+    code = build_alone(graph.mod, lowered.target, records)
+    return described_code(module, graph, code, records)
+
+
+@dataclass(frozen=True)
+class FrozenGraph:
+    """A graph with frozen weights: ``mod`` has ``forward`` alone, and is made of ``lowered``."""
+
+    lowered: LoweredModule
+    plan: Freezing
+    mod: tvm.IRModule
+
+
+def frozen_graph(
+    lowered: LoweredModule, options: CompileOptions, records: list[PassRecord]
+) -> FrozenGraph:
+    """Return the graph with frozen weights; all tensors that forward returns are its results."""
+    lowered, plan = freeze(lowered, options, records, alone=True)
+    forward = tvm.IRModule({"forward": lowered.mod["forward"]})
+    return FrozenGraph(lowered, plan, with_views(forward, lowered.captured, records))
+
+
+def described_code(
+    module: nn.Module,
+    graph: FrozenGraph,
+    code: Code,
+    records: list[PassRecord],
+) -> AloneCode:
+    """Return ``code`` with its weights, and what a caller must know of it."""
+    captured = graph.lowered.captured
+    weights, names = _weights(module, graph.lowered, graph.plan, records)
+    outputs, structure, checks = _described_outputs(captured, code.shared["forward"])
+    described = described_inputs(captured, input_names(captured, _parameter_names(module)))
+    kept = [p for p in graph.plan.kept if p < len(described)]
+    if kept != list(range(len(described))):
+        raise ExportError("the code does not take all of forward's arguments")
+    return AloneCode(
+        executable=code.executable,
+        target=graph.lowered.target,
+        inputs=described,
+        symbols=[],
+        relations=[],
+        outputs=outputs,
+        structure=structure,
+        checks=checks,
+        constants={str(p): repr(v) for p, v in captured.assumptions.constants.items()},
+        weights=weights,
+        weight_names=names,
+    )
+
+
+def _weights(
+    module: nn.Module, lowered: LoweredModule, plan: Freezing, records: list[PassRecord]
+) -> tuple[list[torch.Tensor], list[str]]:
+    """The weights that code takes behind the inputs, and their names."""
+    captured = lowered.captured
+    first = len(user_inputs(captured))
+    loaded: Any = None
+    if any(value.result is not None for value in plan.values):
+        transform = tvm.IRModule({TRANSFORM: lowered.mod[TRANSFORM]})
+        built = build(transform, host_target(), records)
+        loaded = LoadedModule(built.machine, built.unaligned, torch.device("cpu"))
+    state = ModuleState(module, captured)
+    tensors = state.tensors()
+    frozen = FrozenWeights(plan, loaded, state.names, tensors, first)
+    primals = [*[None] * first, *tensors]
+    values = frozen.arguments(primals)[first:]
+    kept = [state.names[p - first] for p in plan.kept if p >= first]
+    made = [f"folded.{i}" for i in range(len(plan.values))]
+    return [v.detach().contiguous() for v in values], [*kept, *made]
+
+
+def _described_outputs(
+    captured: CapturedGraph, shared: frozenset[int]
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
+    """Outputs, structure and checks, as the manifest has them."""
+    convention = captured.convention
+    users = returned(captured)
+    numbers = {
+        place: number
+        for number, place in enumerate(i for i, o in enumerate(users) if o.spec is not None)
+    }
+    outputs = [
+        {
+            "dtype": dtype_name(users[place].spec.dtype),  # type: ignore[union-attr]
+            "shape": list(users[place].spec.shape),  # type: ignore[union-attr]
+            "copied": number in shared,
+        }
+        for place, number in numbers.items()
+    ]
+    structure = described_structure(captured, numbers)
+    first = len(users) - len(convention.bases) - len(convention.checks)
+    checks = [
+        {
+            "output": numbers[first + i],
+            "error": check.error.__name__,
+            "message": check.message,
+        }
+        for i, check in enumerate(convention.checks)
+    ]
+    return outputs, structure, checks
+
+
+def _parameter_names(module: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        parameters = inspect.signature(type(module).forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.kind in kinds][1:]

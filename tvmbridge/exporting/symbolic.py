@@ -1,0 +1,223 @@
+"""Code for any size of some dimensions, which runs without PyTorch.
+
+It is compiled as other symbolic code is: at a few sizes, whose functions differ in numbers alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import tvm
+from torch import nn
+
+from tvmbridge.compiler.build import Fused
+from tvmbridge.compiler.durations import StageDurations
+from tvmbridge.compiler.lowering import Known, LoweredModule, lower_module
+from tvmbridge.core.decisions import recorded_decisions, repeated_decisions
+from tvmbridge.core.errors import CaptureError, ExportError
+from tvmbridge.core.libraries import register_containers
+from tvmbridge.core.options import CompileOptions
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.types import PassRecord
+from tvmbridge.exporting.building import prepare_alone
+from tvmbridge.exporting.code import AloneCode, FrozenGraph, described_code, frozen_graph
+from tvmbridge.exporting.conditions import written_relations
+from tvmbridge.exporting.leftovers import refuse_effects
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.standins import without_inference_tensors
+from tvmbridge.runtime.declared_sizes import reach
+from tvmbridge.symbolic.building import code_for_all
+from tvmbridge.symbolic.code import Points
+from tvmbridge.symbolic.declared import DeclaredDimension, declared, symbols_of
+from tvmbridge.symbolic.probes import Dimension, Symbols, points_within
+from tvmbridge.symbolic.sizes import DifferentCodeError, Sizes
+
+_SMALL = (2, 3, 5, 7)
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def symbolic_code(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    spec: Any,
+    *,
+    target: Any,
+    options: CompileOptions,
+) -> AloneCode:
+    """Compile ``module`` for all sizes of the dimensions that ``spec`` names.
+
+    Raises:
+        ExportError: an operator or an effect needs PyTorch, or code for other sizes is another one.
+        CaptureError, UnsupportedOperatorError, PassError, BuildError: the stage that failed.
+    """
+    register_containers(module)
+    try:
+        return _for_any_size(module, args, kwargs, spec, target, options)
+    except DifferentCodeError as error:
+        raise ExportError(f"there is no code for any size: {error}") from error
+
+
+def _for_any_size(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    spec: Any,
+    target: Any,
+    options: CompileOptions,
+) -> AloneCode:
+    with torch.no_grad(), tracing_here(), undisturbed():
+        sample: _Arguments = without_inference_tensors((args, dict(kwargs)))
+        dimensions = declared(spec, module.forward, *sample)
+        symbols = _symbols(dimensions, sample)
+        bounds = [dimensions[group[0]] for group in symbols.dimensions]
+        trace = _traced(module, sample, symbols)
+        try:
+            # A size of 2 may be taken for another number: then the least is larger.
+            points = _points(trace, sample, symbols, bounds, from_two=True)
+            code = _compiled(module, sample, symbols, trace, points, target, options)
+        except (DifferentCodeError, CaptureError):
+            points = _points(trace, sample, symbols, bounds, from_two=False)
+            code = _compiled(module, sample, symbols, trace, points, target, options)
+        names = _names(symbols, dimensions)
+        relations = written_relations(trace.relations, symbols, names)
+    return replace(
+        code,
+        inputs=_with_symbols(code.inputs, sample, symbols, names),
+        symbols=[
+            {"name": name, **_bounds([dimensions[d] for d in group], least, most)}
+            for name, group, least, most in zip(
+                names, symbols.dimensions, points.least, points.most, strict=True
+            )
+        ],
+        relations=relations,
+        outputs=[{**output, "shape": None} for output in code.outputs],
+    )
+
+
+def _symbols(dimensions: Mapping[Dimension, DeclaredDimension], sample: _Arguments) -> Symbols:
+    shapes = [(leaf, tuple(shape)) for leaf, shape in shapes_of(sample).items()]
+    symbols = symbols_of(dimensions, [shapes])
+    assert symbols is not None, "the spec names a dimension"
+    return symbols
+
+
+def _traced(module: nn.Module, sample: _Arguments, symbols: Symbols) -> SymbolicTrace:
+    flat = [d for group in symbols.dimensions for d in group]
+    apart = symbols.probe(*sample, symbols.apart(shapes_of(sample)))
+    return traced_with_symbols(module, *apart, flat, needs_grad=False, autocast=())
+
+
+def _points(
+    trace: SymbolicTrace,
+    sample: _Arguments,
+    symbols: Symbols,
+    bounds: Sequence[DeclaredDimension],
+    *,
+    from_two: bool,
+) -> Points:
+    """Where to compile: at sizes from the least ones, of 2 on or as symbolic calls have them."""
+    here = symbols.point_of(shapes_of(sample))
+    seen = [here, *reach(bounds, here)]
+    if from_two:
+        # All different: of two equal sizes nobody could tell which one a number is.
+        small = zip(here, bounds, itertools.cycle(_SMALL))
+        seen.append(tuple(min(n, max(s, b.least)) for n, b, s in small))
+    least, most = (tuple(map(each, zip(*seen, strict=True))) for each in (min, max))
+    names = [str(i) for i in range(len(pytree.tree_leaves(sample)))]
+    return points_within(trace.relations, symbols, sample, least, most, names)
+
+
+def _compiled(
+    module: nn.Module,
+    sample: _Arguments,
+    symbols: Symbols,
+    trace: SymbolicTrace,
+    points: Points,
+    target: Any,
+    options: CompileOptions,
+) -> AloneCode:
+    records: list[PassRecord] = []
+
+    def lower(point: Sequence[int], known: Known) -> LoweredModule:
+        args, kwargs = symbols.probe(*sample, tuple(point))
+        lowered = lower_module(
+            module,
+            args,
+            kwargs,
+            needs_grad=False,
+            target=target,
+            options=options,
+            records=records,
+            measure=StageDurations().measure,
+            known=known,
+        )
+        refuse_effects(lowered.captured)
+        return lowered
+
+    def prepared(mod: tvm.IRModule, target: tvm.target.Target) -> Fused:
+        return prepare_alone(mod, target, records)
+
+    graphs: list[FrozenGraph] = []
+    first, *others = points.all
+    with recorded_decisions() as decisions:
+        lowered = lower(first, Known(trace.stage_of_all))
+        graphs.append(frozen_graph(lowered, options, records))
+    for point in others:
+        there, here = symbols.probe(*sample, first), symbols.probe(*sample, point)
+        captured = trace.captured(lowered.captured, there, here)
+        with repeated_decisions(decisions):
+            other = lower(point, Known(trace.stage_of_all, captured))
+            graphs.append(frozen_graph(other, options, records))
+    code = code_for_all(
+        [(graph.mod, None) for graph in graphs],
+        Sizes(points.all),
+        partial(prepared, target=lowered.target),
+        records,
+    )
+    return described_code(module, graphs[0], code, records)
+
+
+def _names(symbols: Symbols, dimensions: Mapping[Dimension, DeclaredDimension]) -> list[str]:
+    """The names of Dims; symbols of hints are numbered."""
+    names: list[str] = []
+    for number, group in enumerate(symbols.dimensions):
+        dim = dimensions[group[0]]
+        names.append(f"s{number}" if dim.is_hint else dim.name)
+    return names
+
+
+def _bounds(dims: Sequence[DeclaredDimension], least: int, most: int) -> dict[str, int]:
+    """The sizes that the code is for, and the spec allows."""
+    allowed = [dim.most for dim in dims if dim.most is not None]
+    return {
+        "least": max(least, *(dim.least for dim in dims)),
+        "most": min([most, *allowed]),
+    }
+
+
+def _with_symbols(
+    inputs: Sequence[Mapping[str, Any]],
+    sample: _Arguments,
+    symbols: Symbols,
+    names: Sequence[str],
+) -> list[dict[str, Any]]:
+    """The described inputs, with the names of symbols in place of their sizes."""
+    leaves = pytree.tree_leaves(sample)
+    of_dimension = {
+        d: name for name, group in zip(names, symbols.dimensions, strict=True) for d in group
+    }
+    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return [
+        {
+            **each,
+            "shape": [of_dimension.get((leaf, d), n) for d, n in enumerate(each["shape"])],
+        }
+        for leaf, each in zip(tensors, inputs, strict=True)
+    ]

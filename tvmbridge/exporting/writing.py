@@ -1,0 +1,144 @@
+"""Writes the file of an exported function; ``tvmbridge_runtime`` reads it.
+
+Its layout is described in ``runtime/tvmbridge_runtime/container.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+MAGIC = b"TVMBRG\x01\n"
+FORMAT = 1
+_HEADER, _PAGE, _ALIGNMENT, _CHUNK = 64, 4096, 64, 4 << 20
+_SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_file(
+    path: Path,
+    manifest: Mapping[str, Any],
+    code: bytes,
+    weights: Mapping[str, torch.Tensor],
+    *,
+    beside: bool,
+) -> None:
+    """Write an exported function to ``path``, whole or not at all.
+
+    Args:
+        path: the file.
+        manifest: its content, without what is known when it is written.
+        code: a shared library.
+        weights: by the names that ``manifest`` has.
+        beside: put the weights into a file of their own, ``path`` with ``.safetensors``.
+    """
+    manifest = {"format": FORMAT, **manifest}
+    if beside:
+        weights_path = path.with_name(f"{path.name}.safetensors")
+        described = _write(weights_path, safetensors(weights))
+        manifest["beside"] = {"file": weights_path.name, **described}
+    inside = [] if beside else list(safetensors(weights))
+    places, parts = {}, list[bytes | memoryview]()
+    offset = 0
+    for name, pieces in (("code", [code]), ("weights", inside)):
+        size = sum(len(piece) for piece in pieces)
+        places[name] = {"offset": offset, "size": size}
+        padding = -size % _PAGE
+        parts += [*pieces, bytes(padding)]
+        offset += size + padding
+    manifest["sections"] = places
+    manifest["body"] = _described(parts)
+    _write(path, [*_front(manifest), *parts])
+
+
+def _front(manifest: Mapping[str, Any]) -> list[bytes]:
+    """The header and the manifest, which ends at a whole page."""
+    text = json.dumps(manifest, indent=1).encode()
+    text += b" " * (-(_HEADER + len(text)) % _PAGE)
+    begin = MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
+    header = begin + zlib.crc32(begin).to_bytes(4, "little")
+    return [header.ljust(_HEADER, b"\0"), text]
+
+
+def safetensors(weights: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The pieces of a file of safetensors; tensors of whole lines of the cache come first, so that
+    they begin at one."""
+    names = sorted(weights, key=lambda name: weights[name].nbytes % _ALIGNMENT != 0)
+    header: dict[str, Any] = {}
+    offset = 0
+    for name in names:
+        tensor = weights[name]
+        header[name] = {
+            "dtype": _SAFETENSORS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        tensor = weights[name].detach().contiguous()
+        if tensor.nbytes:
+            yield tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _described(parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """The size of all ``parts``, and a checksum of each chunk."""
+    sums, size = list[int](), 0
+    current, room = 0, _CHUNK
+    for part in parts:
+        view = memoryview(part).cast("B")
+        size += len(view)
+        while len(view):
+            piece, view = view[:room], view[room:]
+            current, room = zlib.crc32(piece, current), room - len(piece)
+            if not room:
+                sums.append(current)
+                current, room = 0, _CHUNK
+    if room < _CHUNK:
+        sums.append(current)
+    return {"size": size, "chunk": _CHUNK, "crc32": sums}
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Write ``parts`` to ``path`` in place of what is there; the result describes them."""
+    kept = list(parts)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write_all(file, kept)
+        Path(name).chmod(0o666 & ~_umask())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return _described(kept)
+
+
+def _write_all(file: BinaryIO, parts: Sequence[bytes | memoryview]) -> None:
+    for part in parts:
+        file.write(part)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
