@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.torch_private import OpOverload
@@ -19,6 +20,7 @@ from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
 # Elements of masks that are looked at.
 _MOST = 1 << 24
+_CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 # Of each operator the places of the mask and of what says that it is causal.
 _PLACES = {
@@ -122,6 +124,8 @@ def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tens
     if not _may_run(node) or any(known[n] is None for n in node.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+    # On the CPU, whose results are the same: a GPU would be waited for.
+    args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
     with torch.no_grad():
         result = node.target(*args, **kwargs)  # type: ignore[operator]
     return result if isinstance(result, torch.Tensor) else None
