@@ -60,8 +60,15 @@ class Dropped(Attention):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"mask": "truths"}, {"mask": "numbers"}]
-    + [{"mask": "learned"}, {"groups": 2}, {"groups": 2, "causal": True}],
+    [
+        {},
+        {"causal": True},
+        {"mask": "truths"},
+        {"mask": "numbers"},
+        {"mask": "learned"},
+        {"groups": 2},
+        {"groups": 2, "causal": True},
+    ],
     ids=["plain", "causal", "truths", "numbers", "learned", "groups", "causal groups"],
 )
 def test_values(options: dict[str, object], dtype: torch.dtype, train: bool) -> None:
