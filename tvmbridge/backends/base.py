@@ -49,7 +49,11 @@ class Backend:
     device: Callable[[torch.device], Any]
 
 
-def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> list[AnyPass]:
+def kernel_passes(
+    products: DispatchKernels,
+    *before_legalizing: AnyPass,
+    casts: RepeatCasts = RepeatCasts(),  # noqa: B008
+) -> list[AnyPass]:
     """From Relax operators to calls of kernels and fused functions, which are not scheduled yet."""
     return [
         products,
@@ -58,7 +62,7 @@ def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> lis
         *tidy_passes(),
         *before_legalizing,
         CollapseViews(),
-        RepeatCasts(),
+        casts,
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         DeadCodeElimination(),
