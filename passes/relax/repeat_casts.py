@@ -35,11 +35,8 @@ _BITS = {"float16": 16, "bfloat16": 16, "float32": 32, "float64": 64}
 
 
 # Functions of one tensor that fuse with any loop, and take less time than memory on a GPU.
-CHEAP_ON_GPUS = frozenset(
-    f"relax.{name}"
-    for name in ("reshape", "negative", "exp", "sigmoid", "tanh", "erf")
-    + ("nn.relu", "nn.silu", "nn.gelu")
-)
+_CHEAP = ("reshape", "negative", "exp", "sigmoid", "tanh", "erf", "nn.relu", "nn.silu", "nn.gelu")
+CHEAP_ON_GPUS = frozenset(f"relax.{name}" for name in _CHEAP)
 
 
 @dataclass(frozen=True)
