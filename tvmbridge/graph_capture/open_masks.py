@@ -7,6 +7,7 @@ a GPU faster kernels take attention without a mask.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from tvmbridge.passes.fx.base import bound_arguments, evaluated
 _MOST = 1 << 24
 _CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
+_BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
+# The place of the kernel's name, and by how many places backward's arguments come later.
+_KERNEL, _BACKWARD_SHIFT = 4, 5
 # Of each operator the places of the mask and of what says that it is causal.
 _PLACES = {
     "aten.scaled_dot_product_attention.default": (3, 5),
@@ -31,7 +35,10 @@ _PLACES = {
 
 
 def drop_open_masks(graph: fx.Graph) -> None:
-    """Take constant masks off attention that are open, or causal, which it is told instead."""
+    """Take constant masks off attention that are open, or causal, which it is told instead.
+
+    In a joint graph forward and backward are told alike.
+    """
     known: dict[fx.Node, torch.Tensor | None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or str(node.target) not in _PLACES:
@@ -47,13 +54,43 @@ def drop_open_masks(graph: fx.Graph) -> None:
         if not causal and not _is_open(value):
             continue
         kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
-        if kernel == "":
+        backward = _backward_of(node) if str(node.target) == _FUSED else []
+        if kernel == "" or backward is None:
             continue
         _set(node, mask_place, None)
         if causal:
             _set(node, causal_place, True)
         if kernel is not None:
             _change_kernel(node, kernel)
+        for other in backward:
+            for place in (mask_place, _KERNEL, causal_place):
+                other.update_arg(place + _BACKWARD_SHIFT, node.args[place])
+
+
+def _backward_of(node: fx.Node) -> list[fx.Node] | None:
+    """What takes back a node of a fused kernel in a joint graph; None where that is not clear."""
+    pending, found = list(node.users), dict[fx.Node, None]()
+    while pending:
+        user = pending.pop()
+        name = str(user.target)
+        if name == "aten.detach.default" or user.target is operator.getitem:
+            pending.extend(user.users)
+        elif name == _BACKWARD and user.args[5:9] == node.args[:4]:
+            found[user] = None
+        elif name.startswith(f"{NAMESPACE}.fused_attention_backward") and (
+            _origin(user.args[1]) is node
+        ):
+            return None
+    return list(found)
+
+
+def _origin(value: Any) -> Any:
+    """The node that a result, or a detached one, is of."""
+    while isinstance(value, fx.Node) and (
+        value.target is operator.getitem or str(value.target) == "aten.detach.default"
+    ):
+        value = value.args[0]
+    return value
 
 
 def _kernel_without_mask(node: fx.Node, causal: bool) -> str:
@@ -68,7 +105,7 @@ def _kernel_without_mask(node: fx.Node, causal: bool) -> str:
 
 def _change_kernel(node: fx.Node, kernel: str) -> None:
     """Have ``kernel`` compute a node; what it keeps for backward has other shapes."""
-    _set(node, 4, kernel)
+    _set(node, _KERNEL, kernel)
     node.meta["val"] = evaluated(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     for item in node.users:
         item.meta["val"] = node.meta["val"][item.args[1]]

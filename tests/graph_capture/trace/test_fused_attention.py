@@ -18,6 +18,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.compiler.lowering import lower_module
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture import open_masks
 from tvmbridge.graph_capture.trace import fused_attention as fused
 from tvmbridge.graph_capture.trace.function_table import HANDLERS, Call
 from tvmbridge.runtime.guards.mode import Mode
@@ -120,6 +121,55 @@ def test_a_bias_that_trains(columns: int) -> None:
         given = x.clone().requires_grad_()
         module(given).square().sum().backward()
         results.append([given.grad, module.bias.grad])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """Attention with a mask of the extents alone: causal, or a window that has to stay."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.project, self.window = nn.Linear(32, 32), window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        places = torch.arange(x.shape[1])
+        packed = (torch.diff(places, prepend=places[:1] - 1) != 1).cumsum(-1)
+        seen = (places[:, None] >= places) & (places[:, None] < places + self.window)
+        seen = seen & (packed[:, None] == packed)
+        bias = torch.where(seen, torch.zeros((), dtype=x.dtype), float("-inf"))
+        mixed: torch.Tensor = SDPA(heads, heads, heads, attn_mask=bias[None, None])
+        return mixed.transpose(1, 2)
+
+
+@pytest.mark.parametrize(("window", "kernel"), [(99, "flash"), (3, "efficient")])
+def test_a_causal_mask_is_dropped_from_a_joint_graph(
+    window: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_masks, "fused_kernel", lambda *_: "flash")
+    torch.manual_seed(0)
+    eager = Masked(window).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    lowered = lower_module(
+        copy.deepcopy(eager),
+        (x.clone().requires_grad_(),),
+        {},
+        needs_grad=True,
+        options=CompileOptions(),
+        records=[],
+        measure=lambda _: nullcontext(),
+    )
+    for name in ("forward", "backward"):
+        text = lowered.mod[name].script(show_meta=False)
+        (line,) = [n for n in text.splitlines() if "tvmbridge.fused_attention" in n]
+        assert f'\\"{kernel}\\"' in line
+    add_tvm_dispatch(tvm, x.clone().requires_grad_())
+    results = []
+    for module in (tvm, eager):
+        given = x.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        results.append([output, given.grad, module.project.weight.grad])
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
