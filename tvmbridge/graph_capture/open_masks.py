@@ -24,6 +24,7 @@ _MOST = 1 << 24
 _CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
 _BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
+_DETACH = "aten.detach.default"
 # The place of the kernel's name, and by how many places backward's arguments come later.
 _KERNEL, _BACKWARD_SHIFT = 4, 5
 # Of each operator the places of the mask and of what says that it is causal.
@@ -73,9 +74,11 @@ def _backward_of(node: fx.Node) -> list[fx.Node] | None:
     while pending:
         user = pending.pop()
         name = str(user.target)
-        if name == "aten.detach.default" or user.target is operator.getitem:
+        if name == _DETACH or user.target is operator.getitem:
             pending.extend(user.users)
-        elif name == _BACKWARD and user.args[5:9] == node.args[:4]:
+        elif name == _BACKWARD and [_undetached(v) for v in user.args[5:9]] == [
+            _undetached(v) for v in node.args[:4]
+        ]:
             found[user] = None
         elif name.startswith(f"{NAMESPACE}.fused_attention_backward") and (
             _origin(user.args[1]) is node
@@ -86,9 +89,15 @@ def _backward_of(node: fx.Node) -> list[fx.Node] | None:
 
 def _origin(value: Any) -> Any:
     """The node that a result, or a detached one, is of."""
-    while isinstance(value, fx.Node) and (
-        value.target is operator.getitem or str(value.target) == "aten.detach.default"
-    ):
+    value = _undetached(value)
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        value = _undetached(value.args[0])
+    return value
+
+
+def _undetached(value: Any) -> Any:
+    """The node of a tensor that autograd has saved: some versions of PyTorch detach it."""
+    while isinstance(value, fx.Node) and str(value.target) == _DETACH:
         value = value.args[0]
     return value
 
