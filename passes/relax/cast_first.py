@@ -42,7 +42,9 @@ class CastFirst(RelaxPass):
             if not _narrows(call):
                 return call
             permutation = _bound(call.args[0], builder)
-            if getattr(getattr(permutation, "op", None), "name", "") != "relax.permute_dims":
+            if not isinstance(permutation, relax.Call):
+                return call
+            if getattr(permutation.op, "name", "") != "relax.permute_dims":
                 return call
             report.rewrote()
             cast = builder.emit(op.astype(permutation.args[0], dtype_of(call)))
