@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import tvm
 import tvm_ffi
 from tvm import relax
@@ -22,6 +23,7 @@ from tvmbridge.core.options import CompileOptions
 from tvmbridge.core.types import PassRecord
 from tvmbridge.passes.base import PassReport, RelaxPass
 from tvmbridge.passes.fx.horizontal_fusion import HorizontalFusion
+from tvmbridge.passes.relax.cast_first import CastFirst
 from tvmbridge.passes.relax.collapse_views import CollapseViews
 from tvmbridge.passes.relax.dead_code_elimination import DeadCodeElimination
 from tvmbridge.passes.relax.lay_out import LayOut, Permuted
@@ -101,6 +103,14 @@ def layout_passes(
     if not results and not parameters:
         return []
     return [LayOut(function, tuple(results), tuple(parameters)), CollapseViews(), *tidy_passes()]
+
+
+def graph_passes_for(device: torch.device) -> list[AnyPass]:
+    """What the library of a device asks of graphs, before a joint function is split.
+
+    On a CPU products read packed weights, which other passes make of casts of permutations.
+    """
+    return [] if device.type == "cpu" else [CastFirst(), *tidy_passes()]
 
 
 def tidy_passes() -> list[AnyPass]:

@@ -1,24 +1,28 @@
 """``python -m benchmarks.dashboard``: PyTorch's own suites through tvmbridge and its peers.
 
 A process a model, ``--jobs`` at once, which measure times in turns. Each model is a line of JSON in
-``--resume``, and is not measured again. The table has, by peer, whether the results pass PyTorch's
-accuracy rule, the share of calls that compiled code served after the third, eager PyTorch's time
-over the peer's, seconds to the first result with empty caches, and peak memory on a GPU.
+``--resume``, and is not measured again; each peer is printed when it is done. The table has, by
+peer, whether the results pass PyTorch's accuracy rule, the share of calls that compiled code served
+after the third, eager PyTorch's time over the peer's, seconds to the first result with empty
+caches, and peak memory on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,8 +87,13 @@ def _is_wanted(entry: Entry, chosen: argparse.Namespace) -> bool:
     return on_list and (chosen.all or entry.status in ("ci", "own"))
 
 
-def _measured(task: Task, deadline: float, timeout: float) -> dict[str, Any] | None:
-    """What a process of its own found, with empty caches; None where no time was left."""
+def _measured(
+    task: Task, deadline: float, timeout: float, show: Callable[[dict[str, Any]], None]
+) -> dict[str, Any] | None:
+    """What a process of its own found, with empty caches; None where no time was left.
+
+    ``show`` is given the record each time a peer has been added to it.
+    """
     left = min(timeout, deadline - time.monotonic())
     if left <= 0:
         return None
@@ -94,19 +103,55 @@ def _measured(task: Task, deadline: float, timeout: float) -> dict[str, Any] | N
             "TORCHINDUCTOR_CACHE_DIR": f"{caches}/torch",
         }
         command = [sys.executable, "-m", "benchmarks.dashboard.measure", json.dumps(asdict(task))]
-        environment = {**os.environ, **folders}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=left, check=False
+        errors = Path(caches, "errors")
+        with errors.open("w", encoding="utf-8") as file:
+            # A session of its own: compilers have processes that keep the pipe open, and end too.
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **folders},
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                start_new_session=True,
             )
-        except subprocess.TimeoutExpired:
-            return {**asdict(task), "error": f"not done in {left:.0f} s", "results": {}}
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, json.JSONDecodeError):
-        last = (done.stderr.strip().splitlines() or [""])[-1]
-        found = {**asdict(task), "error": f"status {done.returncode}: {last}", "results": {}}
-    return found
+        start, timer = time.monotonic(), threading.Timer(left, _end, [process])
+        timer.start()
+        try:
+            found = _followed(process, {**asdict(task), "results": {}}, show)
+        finally:
+            timer.cancel()
+            _end(process)
+        if found.pop("done", False):
+            return found
+        if time.monotonic() - start < left:
+            last = (errors.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
+            return {**found, "error": f"status {process.returncode}: {last}"}
+    # The end of all time says nothing of this model: it is measured again.
+    return {**found, "error": f"not done in {left:.0f} s"} if left == timeout else None
+
+
+def _followed(
+    process: subprocess.Popen[str],
+    record: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """The last record that a process prints, or the one given."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if record.get("done"):
+            break
+        show(record)
+    return record
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _key(record: dict[str, Any]) -> tuple[Any, ...]:
@@ -119,6 +164,16 @@ def _read(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
         return {}
     records = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return {_key(record): record for record in records}
+
+
+def _show(record: dict[str, Any]) -> None:
+    """Print the newest peer of a record."""
+    if record["results"]:
+        peer = list(record["results"])[-1]
+        Console(width=1000).print(
+            f"{record['name']} {peer}: {_cell(record['results'][peer], None)}"
+        )
+        sys.stdout.flush()
 
 
 def _table(records: Sequence[dict[str, Any]], peers: Sequence[str]) -> Table:
@@ -150,7 +205,7 @@ def _cell(found: dict[str, Any] | None, error: str | None) -> str:
 
 
 def _total(records: Sequence[dict[str, Any]], peer: str) -> str:
-    ran = [r["results"].get(peer) for r in records if "error" not in r]
+    ran = [r["results"].get(peer) for r in records]
     found = [f for f in ran if f is not None]
     ratios = [f["eager"] / f["seconds"] for f in found if "seconds" in f]
     text = f"{sum(f['passed'] for f in found)} of {len(found)}"
@@ -171,17 +226,19 @@ def main(argv: Sequence[str] = ()) -> int:
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(chosen.jobs) as pool:
         tasks = list(_tasks(chosen, lock.name))
         waiting = [task for task in tasks if task.key not in known]
-        for record in pool.map(lambda t: _measured(t, deadline, chosen.timeout), waiting):
+        running = [pool.submit(_measured, t, deadline, chosen.timeout, _show) for t in waiting]
+        for future in as_completed(running):
+            record = future.result()
             if record is None:
                 continue
             with chosen.resume.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             known[_key(record)] = record
-            cells = [f"{p}: {_cell(record['results'].get(p), None)}" for p in chosen.peers]
-            Console().print(record["name"], record.get("error", ""), " ".join(cells))
+            if "error" in record:
+                print(f"{record['name']}: {record['error']}", flush=True)
     records = [known[task.key] for task in tasks if task.key in known]
     Console(width=None if sys.stdout.isatty() else 200).print(_table(records, chosen.peers))
-    ours = [r["results"].get("tvmbridge") for r in records if "error" not in r]
+    ours = [r["results"].get("tvmbridge") for r in records]
     return int(any(found is not None and not found["passed"] for found in ours))
 
 

@@ -6,8 +6,11 @@ import copy
 import fcntl
 import gc
 import json
+import os
+import signal
 import statistics
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -112,6 +115,7 @@ def measure(task: Task) -> dict[str, Any]:
     except Exception as error:
         return {**record, "error": _said(error)}
     exact = _exact(task, model, given)
+    _report(record)
     for peer in task.peers:
         _clear(task.device)
         try:
@@ -122,8 +126,14 @@ def measure(task: Task) -> dict[str, Any]:
             found = {"failed": _said(error)}
         found["passed"] = not found.get("failed") and found.get("wrong") is None
         record["results"][peer] = found
+        _report(record)
         step = None  # Its memory counts as the next peer's otherwise.
     return record
+
+
+def _report(record: dict[str, Any]) -> None:
+    """Print what is known so far: the process may run out of time."""
+    print(json.dumps(record), flush=True)
 
 
 def _of_peer(step: _Step, peer: str, eager: _Step) -> dict[str, Any]:
@@ -234,7 +244,16 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
+def _end_with(parent: int) -> None:
+    """End this process and its compilers once the process that started it has ended."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
     _given = json.loads(sys.argv[1])
-    print(json.dumps(measure(Task(**{**_given, "peers": tuple(_given["peers"])}))))
+    _record = measure(Task(**{**_given, "peers": tuple(_given["peers"])}))
+    print(json.dumps({**_record, "done": True}), flush=True)

@@ -22,6 +22,7 @@ class Attention(nn.Module):
         self.mask, self.causal, self.groups = mask, causal, groups
         self.query, self.key = nn.Linear(64, 64), nn.Linear(64, 64 // groups)
         self.value = nn.Linear(64, 64 // groups)
+        self.bias = nn.Parameter(torch.randn(4, 19, 19)) if mask == "learned" else None
         self.p = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,6 +37,8 @@ class Attention(nn.Module):
         elif self.mask == "causal":
             places = torch.arange(x.shape[1], device=x.device)
             mask = (places[:, None] >= places)[None, None].expand(x.shape[0], -1, -1, -1)
+        elif self.bias is not None:
+            mask = self.bias[None]
         elif self.mask == "numbers":
             mask = torch.where(seen, 0.0, -1e4).to(x.dtype)[None, None].expand(1, 1, x.shape[1], -1)
         mixed = functional.scaled_dot_product_attention(
@@ -57,8 +60,16 @@ class Dropped(Attention):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"mask": "truths"}, {"mask": "numbers"}, {"groups": 2}],
-    ids=["plain", "causal", "truths", "numbers", "groups"],
+    [
+        {},
+        {"causal": True},
+        {"mask": "truths"},
+        {"mask": "numbers"},
+        {"mask": "learned"},
+        {"groups": 2},
+        {"groups": 2, "causal": True},
+    ],
+    ids=["plain", "causal", "truths", "numbers", "learned", "groups", "causal groups"],
 )
 def test_values(options: dict[str, object], dtype: torch.dtype, train: bool) -> None:
     check(lambda: Attention(**options), (torch.randn(2, 19, 64),), dtype, train=train)  # type: ignore[arg-type]
@@ -68,6 +79,13 @@ def test_the_kernel_is_fused() -> None:
     x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16)
     tvm, _ = pair(lambda: Attention().bfloat16(), x)
     assert "tvmbridge.fused_attention.default" in dispatch_report(tvm).aten_calls
+
+
+def test_a_bias_that_trains_is_left_to_the_kernel() -> None:
+    x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16)
+    tvm, _ = pair(lambda: Attention(mask="learned").bfloat16(), x)
+    name = "tvmbridge.fused_attention_backward_with_bias.default"
+    assert name in dispatch_report(tvm).aten_calls
 
 
 @pytest.mark.parametrize("mask", ["", "truths"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.gpu.helpers import (
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.core.errors import CaptureError
 from tvmbridge.core.torch_private import free_cublas_workspaces
+from tvmbridge.runtime.cuda_graphs import ReplayedCall
 
 pytestmark = GPU
 
@@ -160,6 +162,27 @@ def test_a_caller_who_captures_our_call() -> None:
             other = batch(50 + number)
             assert_same({"output": tvm(other)}, {"output": eager(other)})
     assert any("being captured" in reason for reason in skips(tvm))
+
+
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    skipped = Counter[str]()
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [inputs[0] + float(inputs[0].sum())]
+
+    call = ReplayedCall(run, None, torch.device("cuda", 0), Counter(), skipped, "forward")
+    stream, x = torch.cuda.current_stream(), torch.ones(4, device="cuda")
+    assert [call([x]) for _ in range(4)] == [None] * 4
+    assert any("cannot be captured" in reason for reason in skipped)
+    assert torch.cuda.current_stream() == stream
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        draws.append(torch.randn(4, device="cuda"))
+    assert torch.equal(*draws)
+    tvm, eager = pair(with_dropout, batch())
+    _assert_steps(tvm, eager)
+    assert replays(tvm) > 0
 
 
 def test_the_cache_is_emptied_between_calls() -> None:

@@ -125,3 +125,29 @@ def test_a_fused_kernel_without_a_mask_is_chosen_anew(
     assert given[3:] == (None, 0.0, causal)
     assert (node.args[3], node.args[4], node.args[6]) == (None, CUDNN, causal)
     assert rows == (9, 1)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_saved_tensors_may_be_detached(same: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_masks, "fused_kernel", lambda *_: CUDNN)
+    operators, detach = torch.ops.tvmbridge, torch.ops.aten.detach.default
+
+    def joint(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        bias = torch.where(_causal(x.transpose(1, 2)), 0.0, float("-inf"))
+        settings = (EFFICIENT, 0.0, False, 0.5, 0)
+        output, *others = operators.fused_attention(x, x, x, bias, *settings)
+        saved = [detach(x), detach(x), detach(x if same else y), bias]
+        found: tuple[torch.Tensor, ...] = operators.fused_attention_backward(
+            y, detach(output), detach(others[0]), *others[1:], *saved, *settings
+        )
+        return (output, *found)
+
+    with FakeTensorMode():
+        x, y = torch.randn(2, 9, 3, 8), torch.randn(2, 9, 3, 8)
+        graph = make_fx(joint)(x, y).graph
+    drop_open_masks(graph)
+    forward, backward = (n for n in graph.nodes if "fused_attention" in str(n.target))
+    expected = (None, CUDNN, True) if same else (forward.args[3], EFFICIENT, False)
+    assert (forward.args[3] is None) == same
+    assert (forward.args[3], forward.args[4], forward.args[6]) == expected
+    assert (backward.args[8], backward.args[9], backward.args[11]) == expected

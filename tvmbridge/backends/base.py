@@ -51,7 +51,11 @@ class Backend:
     identity: Callable[[torch.device], str]
 
 
-def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> list[AnyPass]:
+def kernel_passes(
+    products: DispatchKernels,
+    *before_legalizing: AnyPass,
+    casts: RepeatCasts = RepeatCasts(),  # noqa: B008
+) -> list[AnyPass]:
     """From Relax operators to calls of kernels and fused functions, which are not scheduled yet."""
     return [
         products,
@@ -60,7 +64,7 @@ def kernel_passes(products: DispatchKernels, *before_legalizing: AnyPass) -> lis
         *tidy_passes(),
         *before_legalizing,
         CollapseViews(),
-        RepeatCasts(),
+        casts,
         LegalizeOps(),
         relax.transform.AnnotateTIROpPattern(),
         DeadCodeElimination(),

@@ -7,16 +7,36 @@ same kind of reader. Eager PyTorch keeps these values too.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tvm import relax
 
 from tvmbridge.coloring.graph import JointGraph
 from tvmbridge.coloring.min_cut import min_cut
-from tvmbridge.coloring.operators import fuses, is_view
+from tvmbridge.coloring.operators import fuses, is_view, operator_name
+from tvmbridge.passes.base import shape_of
 
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
     """The variables that backward computes rather than reads."""
-    return min_cut(graph, read_in_memory(graph))
+    return min_cut(graph, read_in_memory(graph) | _sums_in_memory(graph))
+
+
+def _sums_in_memory(graph: JointGraph) -> frozenset[relax.Var]:
+    """Sums of two tensors that several operators of forward read, such as a residual stream's.
+
+    Forward writes them anyway. Backward would read both operands, and write the sum, to repeat one.
+    """
+    readers = Counter(v for var in graph.forward if var in graph.bound for v in graph.operands[var])
+    return frozenset(
+        var
+        for var, value in graph.bound.items()
+        if var in graph.forward
+        and readers[var] > 1
+        and operator_name(value) == "relax.add"
+        and len(graph.operands[var]) > 1
+        and all(shape_of(v) == shape_of(var) for v in graph.operands[var])
+    )
 
 
 def read_in_memory(graph: JointGraph) -> frozenset[relax.Var]:

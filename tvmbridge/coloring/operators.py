@@ -41,13 +41,25 @@ _ROW_WISE = _names("nn.softmax nn.log_softmax nn.layer_norm variance std prod")
 _SMOOTH_PRODUCTS = _names(
     "matmul nn.softmax nn.log_softmax nn.layer_norm variance std prod take scatter_elements "
     "collapse_sum_to nn.conv1d nn.conv2d nn.conv3d nn.conv1d_transpose nn.conv2d_transpose "
-    "nn.conv3d_transpose"
+    "nn.conv3d_transpose grad.take_backward grad.avg_pool2d_backward grad.nll_loss_backward"
 )
 _SMOOTH_ATEN_NAMES = (
     "convolution convolution_backward native_batch_norm_backward native_layer_norm_backward "
-    "native_group_norm_backward mm bmm addmm"
+    "native_group_norm_backward native_layer_norm native_group_norm mm bmm addmm "
+    "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward "
+    "embedding embedding_dense_backward gather index_select index_add index_put scatter_add "
+    "slice_scatter select_scatter constant_pad_nd cumsum avg_pool2d avg_pool2d_backward "
+    "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward upsample_bilinear2d "
+    "upsample_bilinear2d_backward upsample_nearest2d upsample_nearest2d_backward"
 )
-_SMOOTH_ATEN = frozenset(f"aten.{name}.default" for name in _SMOOTH_ATEN_NAMES.split())
+_ATTENTION_NAMES = (
+    "attention fused_attention fused_attention_backward fused_attention_backward_with_bias"
+)
+_SMOOTH_ATEN = frozenset(
+    ["aten.index.Tensor"]
+    + [f"aten.{name}.default" for name in _SMOOTH_ATEN_NAMES.split()]
+    + [f"tvmbridge.{name}.default" for name in _ATTENTION_NAMES.split()]
+)
 
 _ELEMENTWISE = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS | _ROUNDED
 _EXACT = VIEWS | _MOVES | _CONTINUOUS_EXACT | _JUMPS

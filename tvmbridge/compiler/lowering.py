@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import tvm
 from torch import nn
 
@@ -34,6 +35,7 @@ from tvmbridge.graph_capture.observe.staging import StagedModule, staged
 from tvmbridge.pipeline import (
     AnyPass,
     fx_passes_of,
+    graph_passes_for,
     inference_passes,
     run_extra_passes,
     run_passes,
@@ -139,7 +141,7 @@ def lower_module(
             imported = import_graph(captured)
         with measure("passes"):
             combining = Combining.of(captured, packing, options, records)
-            mod, packs = _forward(imported, combining, passes)
+            mod, packs = _forward(imported, captured.device, combining, passes)
         parts, num_outputs = None, sum(o.is_computed for o in captured.outputs)
     return LoweredModule(
         captured=captured,
@@ -162,15 +164,18 @@ def _forward_and_backward(
     passes: Sequence[AnyPass],
 ) -> tuple[SplitModule, Packs]:
     joint, packs = combining.joint(derivation.joint)
-    joint = replace(joint, mod=run_extra_passes(joint.mod, passes, combining.records))
-    policy = policy_for(options.residual_policy, derivation.captured.device)
+    device = derivation.captured.device
+    mod = run_passes(joint.mod, graph_passes_for(device), combining.records)
+    joint = replace(joint, mod=run_extra_passes(mod, passes, combining.records))
+    policy = policy_for(options.residual_policy, device)
     return split(*colored(joint, policy, options.recompute)), packs
 
 
 def _forward(
-    imported: ImportedModule, combining: Combining, passes: Sequence[AnyPass]
+    imported: ImportedModule, device: torch.device, combining: Combining, passes: Sequence[AnyPass]
 ) -> tuple[tvm.IRModule, Packs]:
     mod = run_passes(imported.mod, inference_passes(), combining.records)
     mod, packs = combining.inference(mod)
+    mod = run_passes(mod, graph_passes_for(device), combining.records)
     mod = run_extra_passes(mod, passes, combining.records)
     return tvm.IRModule({"forward": mod["main"].with_attr("global_symbol", "forward")}), packs

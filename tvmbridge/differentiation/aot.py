@@ -27,6 +27,7 @@ from tvmbridge.differentiation.rehearsal import Rehearsal
 from tvmbridge.frontend.importer import GraphInput, ImportedModule, import_fx_graph
 from tvmbridge.graph_capture.hoist import hoist_draws
 from tvmbridge.graph_capture.host_constants import move_in_module
+from tvmbridge.graph_capture.open_masks import drop_open_masks
 from tvmbridge.graph_capture.trace.conversions import checks_of_numbers
 from tvmbridge.graph_capture.trace.decompositions import joint_decomposition_table, sort_as_eager
 from tvmbridge.passes.base import free_prefix
@@ -63,6 +64,7 @@ def trace_joint(
         UnsupportedOperatorError: an operator of forward or backward cannot be compiled.
     """
     traced, functions = _record(rehearsal, facts)
+    drop_open_masks(traced.graph)
     _check_strided_views(traced)
     given_names = [d.name for d in rehearsal.inputs]
     noise = hoist_draws(

@@ -7,10 +7,12 @@ a GPU faster kernels take attention without a mask.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from tvmbridge.core.custom_operator import NAMESPACE
 from tvmbridge.core.torch_private import OpOverload
@@ -19,7 +21,12 @@ from tvmbridge.passes.fx.base import bound_arguments, evaluated
 
 # Elements of masks that are looked at.
 _MOST = 1 << 24
+_CPU = torch.device("cpu")
 _FUSED = f"{NAMESPACE}.fused_attention.default"
+_BACKWARD = f"{NAMESPACE}.fused_attention_backward.default"
+_DETACH = "aten.detach.default"
+# The place of the kernel's name, and by how many places backward's arguments come later.
+_KERNEL, _BACKWARD_SHIFT = 4, 5
 # Of each operator the places of the mask and of what says that it is causal.
 _PLACES = {
     "aten.scaled_dot_product_attention.default": (3, 5),
@@ -29,7 +36,10 @@ _PLACES = {
 
 
 def drop_open_masks(graph: fx.Graph) -> None:
-    """Take constant masks off attention that are open, or causal, which it is told instead."""
+    """Take constant masks off attention that are open, or causal, which it is told instead.
+
+    In a joint graph forward and backward are told alike.
+    """
     known: dict[fx.Node, torch.Tensor | None] = {}
     for node in graph.nodes:
         if node.op != "call_function" or str(node.target) not in _PLACES:
@@ -45,13 +55,51 @@ def drop_open_masks(graph: fx.Graph) -> None:
         if not causal and not _is_open(value):
             continue
         kernel = _kernel_without_mask(node, causal) if str(node.target) == _FUSED else None
-        if kernel == "":
+        backward = _backward_of(node) if str(node.target) == _FUSED else []
+        if kernel == "" or backward is None:
             continue
         _set(node, mask_place, None)
         if causal:
             _set(node, causal_place, True)
         if kernel is not None:
             _change_kernel(node, kernel)
+        for other in backward:
+            for place in (mask_place, _KERNEL, causal_place):
+                other.update_arg(place + _BACKWARD_SHIFT, node.args[place])
+
+
+def _backward_of(node: fx.Node) -> list[fx.Node] | None:
+    """What takes back a node of a fused kernel in a joint graph; None where that is not clear."""
+    pending, found = list(node.users), dict[fx.Node, None]()
+    while pending:
+        user = pending.pop()
+        name = str(user.target)
+        if name == _DETACH or user.target is operator.getitem:
+            pending.extend(user.users)
+        elif name == _BACKWARD and [_undetached(v) for v in user.args[5:9]] == [
+            _undetached(v) for v in node.args[:4]
+        ]:
+            found[user] = None
+        elif name.startswith(f"{NAMESPACE}.fused_attention_backward") and (
+            _origin(user.args[1]) is node
+        ):
+            return None
+    return list(found)
+
+
+def _origin(value: Any) -> Any:
+    """The node that a result, or a detached one, is of."""
+    value = _undetached(value)
+    while isinstance(value, fx.Node) and value.target is operator.getitem:
+        value = _undetached(value.args[0])
+    return value
+
+
+def _undetached(value: Any) -> Any:
+    """The node of a tensor that autograd has saved: some versions of PyTorch detach it."""
+    while isinstance(value, fx.Node) and str(value.target) == _DETACH:
+        value = value.args[0]
+    return value
 
 
 def _kernel_without_mask(node: fx.Node, causal: bool) -> str:
@@ -66,7 +114,7 @@ def _kernel_without_mask(node: fx.Node, causal: bool) -> str:
 
 def _change_kernel(node: fx.Node, kernel: str) -> None:
     """Have ``kernel`` compute a node; what it keeps for backward has other shapes."""
-    _set(node, 4, kernel)
+    _set(node, _KERNEL, kernel)
     node.meta["val"] = evaluated(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
     for item in node.users:
         item.meta["val"] = node.meta["val"][item.args[1]]
@@ -122,6 +170,8 @@ def _run(node: fx.Node, known: dict[fx.Node, torch.Tensor | None]) -> torch.Tens
     if not _may_run(node) or any(known[n] is None for n in node.all_input_nodes):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: known[n])
+    # On the CPU, whose results are the same: a GPU would be waited for.
+    args, kwargs = pytree.tree_map_only(torch.device, lambda _: _CPU, (args, kwargs))
     with torch.no_grad():
         result = node.target(*args, **kwargs)  # type: ignore[operator]
     return result if isinstance(result, torch.Tensor) else None

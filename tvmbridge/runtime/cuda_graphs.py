@@ -7,6 +7,7 @@ after it. Where that would not be safe the call is made without a graph, and the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ class ReplayedCall:
     def _captured(self, inputs: Tensors) -> bool:
         self._stream = current_raw_stream(self._index)
         self._settings = gpu_settings()
-        graph = torch.cuda.CUDAGraph()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._index)
         try:
             with torch.no_grad(), torch.cuda.device(self._index):
                 self.inputs = [t.detach().clone() for t in inputs]
@@ -118,11 +119,27 @@ class ReplayedCall:
                     self.results = self.run(self.inputs)
                 free_cublas_workspaces()
         except Exception as error:
-            self._failed = f"it cannot be captured: {str(error).splitlines()[0]}"
+            first_line = (str(error).splitlines() or [""])[0]
+            self._failed = f"it cannot be captured: {first_line}"
             self.inputs, self.results = [], []
+            _end_failed_capture(current)
             return False
         self._graph = graph
         return True
+
+
+def _end_failed_capture(current: torch.cuda.Stream) -> None:
+    """Restore what a capture that failed leaves behind: the stream, and the generator.
+
+    ``torch.cuda.graph`` stays on its own stream if the capture cannot end. PyTorch's generator then
+    refuses to draw ("Offset increment outside graph capture") until another capture has ended.
+    """
+    torch.cuda.set_stream(current)
+    with contextlib.suppress(RuntimeError), torch.no_grad(), torch.cuda.device(current.device):
+        tensor = torch.zeros(1, device=current.device)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            tensor.zero_()
+    torch.cuda.set_stream(current)
 
 
 def _copied(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.coloring.operators import check_names
 from tvmbridge.compiler.lowering import lower_module
 from tvmbridge.core.options import CompileOptions
+from tvmbridge.graph_capture import open_masks
 from tvmbridge.graph_capture.trace import fused_attention as fused
 from tvmbridge.graph_capture.trace.function_table import HANDLERS, Call
 from tvmbridge.runtime.guards.mode import Mode
@@ -44,12 +45,22 @@ def _backward(gradient: Any, *args: Any) -> Any:
     return tuple(t.contiguous() for t in torch.autograd.grad(found, leaves, gradient))
 
 
+def _backward_with_bias(gradient: Any, *args: Any) -> Any:
+    q, k, v, bias, _, _, causal, scale, _ = args[4:]
+    leaves = [t.detach().clone().requires_grad_() for t in (q, k, v, bias)]
+    with torch.enable_grad():
+        found = _mixed(*leaves, causal, scale)
+    return tuple(t.contiguous() for t in torch.autograd.grad(found, leaves, gradient))
+
+
 def _handler(call: Call, args: Any, kwargs: Any) -> Any:
     q, k, v, *_ = args
+    bias = kwargs.get("attn_mask")
     causal, scale = kwargs.get("is_causal", False), 1.0 / math.sqrt(q.shape[-1])
     if torch.is_grad_enabled() and q.requires_grad:
         p = kwargs.get("dropout_p", 0.0)
-        return fused.fused_attention(q, k, v, None, p, causal, scale, "flash")
+        kernel = "flash" if bias is None else "efficient"
+        return fused.fused_attention(q, k, v, bias, p, causal, scale, kernel)
     return fused.plain_attention(q, k, v, None, causal, None, False)
 
 
@@ -58,6 +69,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library = torch.library.Library("tvmbridge", "FRAGMENT")
     library.impl("fused_attention", _forward, "CPU")
     library.impl("fused_attention_backward", _backward, "CPU")
+    library.impl("fused_attention_backward_with_bias", _backward_with_bias, "CPU")
     monkeypatch.setitem(HANDLERS, SDPA, {0: _handler})
     yield
     library._destroy()
@@ -81,6 +93,101 @@ def test_forward_and_backward() -> None:
         torch.testing.assert_close(tvm(x), eager(x), rtol=1e-12, atol=1e-12)
     assert "tvmbridge.attention.default" in dispatch_report(tvm).aten_calls
     assert dispatch_report(tvm).fallbacks == {}
+
+
+class Biased(nn.Module):
+    """Attention with a bias that trains, one for all of a batch, of few columns or one."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4, 7, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        mixed: torch.Tensor = SDPA(heads, heads, heads, attn_mask=self.bias[None])
+        return mixed.transpose(1, 2)
+
+
+@pytest.mark.parametrize("columns", [7, 1])
+def test_a_bias_that_trains(columns: int) -> None:
+    torch.manual_seed(0)
+    eager = Biased(columns).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    add_tvm_dispatch(tvm, x.clone().requires_grad_())
+    name = "tvmbridge.fused_attention_backward_with_bias.default"
+    assert name in dispatch_report(tvm).aten_calls
+    results = []
+    for module in (tvm, eager):
+        given = x.clone().requires_grad_()
+        module(given).square().sum().backward()
+        results.append([given.grad, module.bias.grad])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """Attention with a mask of the extents alone: causal, or a window that has to stay."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.project, self.window = nn.Linear(32, 32), window
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        places = torch.arange(x.shape[1])
+        packed = (torch.diff(places, prepend=places[:1] - 1) != 1).cumsum(-1)
+        seen = (places[:, None] >= places) & (places[:, None] < places + self.window)
+        seen = seen & (packed[:, None] == packed)
+        bias = torch.where(seen, torch.zeros((), dtype=x.dtype), float("-inf"))
+        mixed: torch.Tensor = SDPA(heads, heads, heads, attn_mask=bias[None, None])
+        return mixed.transpose(1, 2)
+
+
+@pytest.mark.parametrize(("window", "kernel"), [(99, "flash"), (3, "efficient")])
+def test_a_causal_mask_is_dropped_from_a_joint_graph(
+    window: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_masks, "fused_kernel", lambda *_: "flash")
+    torch.manual_seed(0)
+    eager = Masked(window).double()
+    tvm, x = copy.deepcopy(eager), torch.randn(2, 7, 32, dtype=torch.float64)
+    lowered = lower_module(
+        copy.deepcopy(eager),
+        (x.clone().requires_grad_(),),
+        {},
+        needs_grad=True,
+        options=CompileOptions(),
+        records=[],
+        measure=lambda _: nullcontext(),
+    )
+    for name in ("forward", "backward"):
+        text = lowered.mod[name].script(show_meta=False)
+        (line,) = [n for n in text.splitlines() if "tvmbridge.fused_attention" in n]
+        assert f'\\"{kernel}\\"' in line
+    add_tvm_dispatch(tvm, x.clone().requires_grad_())
+    results = []
+    for module in (tvm, eager):
+        given = x.clone().requires_grad_()
+        output = module(given)
+        output.square().sum().backward()
+        results.append([output, given.grad, module.project.weight.grad])
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 3, 5, 197), (2, 1, 1, 197), (3, 5, 1), (5, 197), (2, 3, 5, 200)]
+)
+def test_a_bias_is_spread_for_the_kernel(shape: tuple[int, ...]) -> None:
+    query, key = torch.randn(2, 5, 3, 8), torch.randn(2, shape[-1] if shape[-1] > 1 else 197, 3, 8)
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    spread = fused._spread(bias, query, key)
+    expected = bias.expand(2, 3, 5, key.shape[1])
+    torch.testing.assert_close(spread, expected, rtol=0.0, atol=0.0)
+    assert all(n % 8 == 0 for n in spread.stride()[:-1])
+    cotangent = torch.randn_like(spread)
+    (wanted,) = torch.autograd.grad(expected, bias, cotangent)
+    found = fused._bias_gradient(cotangent, bias)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
 
 class Twice(nn.Module):

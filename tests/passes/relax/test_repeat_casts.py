@@ -14,7 +14,7 @@ from tests.relax_helpers import (
     compile_and_run,
     operators,
 )
-from tvmbridge.passes.relax.repeat_casts import RepeatCasts
+from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
 
 
 def _two_readers(x: relax.Expr, dtype: str = "float32") -> list[relax.Expr]:
@@ -49,3 +49,21 @@ def test_one_reader_is_enough() -> None:
     assert_changes_nothing(
         RepeatCasts(), build_main([x], lambda v: op.exp(op.astype(v, "float32")))
     )
+
+
+def test_functions_of_a_cast_are_repeated_too() -> None:
+    def graph(x: relax.Expr) -> list[relax.Expr]:
+        emit = relax.BlockBuilder.current().emit
+        wide = emit(op.reshape(emit(op.astype(x, "float32")), (12,)))
+        gate = emit(op.sigmoid(wide))
+        return [op.multiply(wide, gate), op.subtract(gate, wide)]
+
+    x = torch.randn(3, 4).bfloat16()
+    mod = build_main([x], graph)
+    after, report = apply_pass(RepeatCasts(CHEAP_ON_GPUS), mod)
+    # Three readers of the cast tensor, two of the function of it.
+    assert report.rewrites == 3
+    assert operators(after).count("relax.sigmoid") == 2
+    assert operators(after).count("relax.astype") == 4
+    for found, kept in zip(compile_and_run(after, x), compile_and_run(mod, x), strict=True):
+        assert torch.equal(found, kept)

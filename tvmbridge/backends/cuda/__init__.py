@@ -17,6 +17,8 @@ from tvmbridge.passes.relax.allocate_by_torch import AllocateByTorch
 from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
 from tvmbridge.passes.relax.dispatch_kernels import DispatchKernels
 from tvmbridge.passes.relax.few_row_products import FewRowProducts
+from tvmbridge.passes.relax.repeat_casts import CHEAP_ON_GPUS, RepeatCasts
+from tvmbridge.passes.relax.table_gradients import TableGradients
 from tvmbridge.pipeline import AnyPass
 from tvmbridge.schedules.gpu import schedule_for_gpu
 from tvmbridge.schedules.target import host_target
@@ -30,7 +32,9 @@ def _target(device: torch.device) -> tvm.target.Target:
 
 
 def _kernel_passes(measure: bool) -> list[AnyPass]:
-    return [FewRowProducts(), *kernel_passes(DispatchKernels(), CompileAtenCalls(FOR_GPUS))]
+    ours = FewRowProducts(), TableGradients()
+    casts = RepeatCasts(CHEAP_ON_GPUS)
+    return [*ours, *kernel_passes(DispatchKernels(), CompileAtenCalls(FOR_GPUS), casts=casts)]
 
 
 def _prepare() -> None:

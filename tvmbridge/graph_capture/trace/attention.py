@@ -113,9 +113,10 @@ def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
         if any(t.dim() != 4 or t.dtype != query.dtype for t in (query, key, value)):
             return call(*args, **kwargs)
         return plain_attention(query, key, value, mask, is_causal, scale, enable_gqa)
-    if enable_gqa:
+    kernel = fused_kernel(query, key, value, mask, dropout_p, is_causal, enable_gqa)
+    if not kernel and enable_gqa:
         key, value = _repeated(query, key, value)
-    kernel = fused_kernel(query, key, value, mask, dropout_p, is_causal)
+        kernel = fused_kernel(query, key, value, mask, dropout_p, is_causal)
     if not kernel:
         return attention(*args, **kwargs)
     factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale

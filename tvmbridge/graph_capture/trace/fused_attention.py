@@ -30,10 +30,12 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _TENSORS = "Tensor query, Tensor key, Tensor value, Tensor? bias"
 _SETTINGS = "str kernel, float dropout_p, bool is_causal, float scale, int number"
 _LIBRARY.define(f"fused_attention({_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    "fused_attention_backward(Tensor gradient, Tensor output, Tensor sums, Tensor seed, "
-    f"Tensor offset, {_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor gradient, Tensor output, Tensor sums, Tensor seed, Tensor offset, "
+    f"{_TENSORS}, {_SETTINGS}) -> (Tensor, Tensor, Tensor"
 )
+_LIBRARY.define(f"fused_attention_backward{_BACKWARD})")
+_LIBRARY.define(f"fused_attention_backward_with_bias{_BACKWARD}, Tensor)")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, bool is_causal, "
     "float? scale, bool enable_gqa) -> Tensor"
@@ -53,19 +55,24 @@ def fused_kernel(
     mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
+    enable_gqa: bool = False,
 ) -> str:
     """The kernel that PyTorch has for these tensors of shape (batch, heads, tokens, size): "cudnn"
     where it is the one that PyTorch would take, "flash", "efficient" or, where attention is to be
-    taken apart, "".
+    taken apart, "". With ``enable_gqa`` key and value may have fewer heads, each for a group of the
+    query's.
     """
     tensors = [query, key, value]
     if any(t.dim() != 4 or not t.numel() or t.dtype != query.dtype for t in tensors):
         return ""
     if query.shape[0] != key.shape[0] or query.shape[-1] != value.shape[-1]:
         return ""
-    if query.shape[1] != key.shape[1] or key.shape[:3] != value.shape[:3]:
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and (not enable_gqa or query.shape[1] % key.shape[1]):
         return ""
-    if mask is not None and (mask.requires_grad or mask.dtype not in (torch.bool, query.dtype)):
+    if key.shape[:3] != value.shape[:3]:
+        return ""
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
         return ""
     if query.shape[-1] % 8 or not 0.0 <= dropout_p < 1.0:
         return ""
@@ -73,12 +80,13 @@ def fused_kernel(
     with disable_current_modes(), DisablePythonDispatcher():
         q, k, v = map(_real, tensors)
         bias = None if mask is None else _real(mask).expand(*q.shape[:3], k.shape[2])
-        if bias is None and chosen_attention(q, k, v, None, dropout_p, is_causal) == _CUDNN_CHOICE:
+        given = q, k, v, bias, dropout_p, is_causal
+        if bias is None and chosen_attention(*given, enable_gqa=grouped) == _CUDNN_CHOICE:
             return CUDNN
-        params = backends.SDPAParams(q, k, v, bias, dropout_p, is_causal, False)
+        params = backends.SDPAParams(*given, grouped)
         if query.dtype is not torch.float32 and backends.can_use_flash_attention(params):
             return FLASH
-        if backends.can_use_efficient_attention(params):
+        if not grouped and backends.can_use_efficient_attention(params):
             return EFFICIENT
     return ""
 
@@ -146,6 +154,11 @@ def _spread(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -
         spread = bias.expand(*bias.shape[:-1], key.shape[1])
         bias = functional.pad(spread, (0, -key.shape[1] % _BIAS_ALIGNMENT))[..., : key.shape[1]]
     return bias.expand(scores)
+
+
+def _bias_gradient(found: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of a bias from that of its spread."""
+    return found.sum_to_size(bias.shape).contiguous()
 
 
 def _inside(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -217,6 +230,8 @@ def _backward(
     is_causal: bool,
     scale: float,
     number: int,
+    *,
+    learned_bias: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     gradient, output, *tensors = _inside(gradient, output, query, key, value)
     if kernel == FLASH:
@@ -237,9 +252,13 @@ def _backward(
         spread = _spread(bias, query, key)
         found = aten._scaled_dot_product_efficient_attention_backward(
             gradient, *tensors, spread, output, sums, seed, offset, dropout_p,
-            [True, True, True, False], is_causal, scale=scale,
+            [True, True, True, learned_bias], is_causal, scale=scale,
         )  # fmt: skip
-    return tuple(t.transpose(1, 2).contiguous() for t in found[:3])
+    results = [t.transpose(1, 2).contiguous() for t in found[:3]]
+    if learned_bias:
+        assert bias is not None
+        results.append(_bias_gradient(found[3], bias))
+    return tuple(results)
 
 
 def _backward_fake(
@@ -247,6 +266,14 @@ def _backward_fake(
     key: torch.Tensor, value: torch.Tensor, *_: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+
+def _backward_with_bias(*args: Any) -> tuple[torch.Tensor, ...]:
+    return _backward(*args, learned_bias=True)
+
+
+def _backward_with_bias_fake(*args: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in args[5:9])
 
 
 def _attention(
@@ -270,15 +297,20 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...])
 
 
 def _gradients(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    found = torch.ops.tvmbridge.fused_attention_backward(
-        gradient, *ctx.saved_tensors, *ctx.settings
+    operators, learned_bias = torch.ops.tvmbridge, ctx.needs_input_grad[3]
+    backward = (
+        operators.fused_attention_backward_with_bias
+        if learned_bias
+        else operators.fused_attention_backward
     )
-    return (*found, *[None] * (1 + len(ctx.settings)))
+    found = backward(gradient, *ctx.saved_tensors, *ctx.settings)
+    return (*found, *[None] * (1 - learned_bias + len(ctx.settings)))
 
 
 for _name, _run, _fake in (
     ("fused_attention", _forward, _forward_fake),
     ("fused_attention_backward", _backward, _backward_fake),
+    ("fused_attention_backward_with_bias", _backward_with_bias, _backward_with_bias_fake),
     ("attention", _attention, _attention_fake),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")

@@ -39,8 +39,8 @@ COMPILED: dict[str, Compile] = {
     **WINDOWS,
     **NORMS,
 }
-# Of few arrays and by rows: what kernels of a GPU are made of.
-FOR_GPUS = frozenset(NORMS)
+# Of few arrays and by rows, or moves by a fixed pattern: what kernels of a GPU are made of.
+FOR_GPUS = frozenset(NORMS) | {"aten.slice_scatter.default", "aten.diagonal.default"}
 
 
 def compile_aten_call(bb: relax.BlockBuilder, call: Call, content: dict[str, Any]) -> Expr:

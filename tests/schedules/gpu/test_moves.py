@@ -1,0 +1,38 @@
+"""The gradient of a rotation of halves, as rotary embeddings have it, in kernels of a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tvm import relax
+from tvm.relax import op
+
+from tests.relax_helpers import apply_pass, build_main
+from tests.schedules.gpu.emulator import run_module
+from tvmbridge.kernels.aten_call import call_overload
+from tvmbridge.legalize.aten import FOR_GPUS
+from tvmbridge.passes.relax.compile_aten_calls import CompileAtenCalls
+
+
+@pytest.mark.parametrize(("start", "end", "step"), [(0, 8, 1), (8, None, 1), (3, 15, 4)])
+def test_slices_are_put_back(start: int, end: Any, step: int) -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(2, 4, 16)
+    part = torch.randn(2, 4, len(range(16)[start:end:step]))
+
+    def graph(p: relax.Expr, w: relax.Expr) -> relax.Expr:
+        emit = relax.BlockBuilder.current().emit
+        zeros = emit(op.full((2, 4, 16), relax.const(0.0, "float32"), "float32"))
+        given = [{"tensor": 0}, {"tensor": 1}, 2, start, 1 << 62 if end is None else end, step]
+        type_ = relax.TensorType([2, 4, 16], "float32")
+        put = call_overload("aten.slice_scatter.default", given, [zeros, p], type_, compiled=True)
+        return op.add(op.multiply(emit(put), w), w)
+
+    mod, report = apply_pass(CompileAtenCalls(FOR_GPUS), build_main([part, whole], graph))
+    assert report.rewrites == 1
+    (found,) = run_module(mod, part, whole)
+    expected = torch.zeros(2, 4, 16)
+    expected[..., start:end:step] = part
+    torch.testing.assert_close(found, expected * whole + whole, rtol=1e-6, atol=1e-6)
