@@ -41,13 +41,13 @@ class TableGradients(RelaxPass):
     """Replace gradients of look-ups in small tables."""
 
     def apply(self, mod: tvm.IRModule, report: PassReport) -> tvm.IRModule:
-        rewriter = _GradientMutator(mod, report)
+        rewriter = _TableGradientMutator(mod, report)
         rewritten = with_functions(mod, rewriter)
         return rewritten if report.rewrites else mod
 
 
 @mutator
-class _GradientMutator(PyExprMutator):
+class _TableGradientMutator(PyExprMutator):
     def __init__(self, mod: tvm.IRModule, report: PassReport) -> None:
         super().__init__(mod)
         self.report = report
