@@ -39,8 +39,8 @@ ORDER = (
     "report",
     "inspect",
     "tuning",
-    "dispatch",
     "dynamo",
+    "dispatch",
     "distributed",
     "tvmbridge",  # the package's own __init__: the public names
     "doctor",

@@ -142,6 +142,8 @@ class Dispatcher(ModuleCode, StandsForForward):
         return own(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], again: bool = False) -> Any:
+        if self.cut.why is not None and not any(s.compiled() for s in self.all_specializations()):
+            return self._run_in_parts(args, kwargs)
         known, unserved = self.specializations, _Unserved()
         misfits: list[Mismatch] = []
         lacking: list[tuple[Specialization, Mode, Matched]] = []
@@ -164,11 +166,15 @@ class Dispatcher(ModuleCode, StandsForForward):
         for specialization, mode, matched in lacking[:1]:
             found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
             if isinstance(found, str):
+                if self.cut.why is not None and found != COMPILING:
+                    return self._run_in_parts(args, kwargs)
                 return self._fall_back(found, args, kwargs)
             served = self._serve(specialization, mode, found, matched)
             if isinstance(served, _Served):
                 return served.results
             unserved = served
+        if self.cut.why is not None:
+            return self._run_in_parts(args, kwargs)
         why = unserved.reason or nearest(misfits)
         may_add = self.compiles_signatures and not again
         if may_add and self.room.is_left(unserved.outgrown, why, misfits):
@@ -179,6 +185,18 @@ class Dispatcher(ModuleCode, StandsForForward):
         return self._fall_back(
             why or self._without_code(), args, kwargs, settling=unserved.settling
         )
+
+    def _run_in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serve a call by the parts of the module, with PyTorch between them."""
+        reason = self.cut.refusal(args, kwargs)
+        if reason is not None:
+            return self._fall_back(reason, args, kwargs)
+        results, unserved = self.cut.run(self.original, args, kwargs)
+        if unserved is not None:
+            self.tally.note(unserved)
+        if self._failed is not None:
+            self._retry_if_settled()
+        return results
 
     def _serve(
         self, specialization: Specialization, mode: Mode, entry: CompiledEntry, matched: Matched
@@ -266,6 +284,7 @@ class Dispatcher(ModuleCode, StandsForForward):
                 s.rebound(memo, duplicate.packing) for s in self.specializations
             )
         duplicate.packing.claim_like(self.packing)
+        duplicate.cut = self.cut.renewed(duplicate)
         duplicate.checker = None if self.checker is None else self.checker.renewed()
         return duplicate
 

@@ -170,6 +170,11 @@ def symbolic_shapes() -> Any:
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
+def dynamo_config() -> Any:
+    """TorchDynamo's settings."""
+    return importlib.import_module("torch._dynamo.config")
+
+
 def graph_breaks() -> Counter[str]:
     """How often TorchDynamo stopped capturing in this process, by the first line of the reason."""
     counters = importlib.import_module("torch._dynamo.utils").counters

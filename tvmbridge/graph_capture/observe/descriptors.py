@@ -226,13 +226,13 @@ def _laid_out(spec: TensorSpec | None, stride: tuple[int, ...] | None) -> Tensor
 def _output_spec(name: str, value: Any) -> TensorSpec:
     """The spec of a result, which must be a tensor whose shape is known."""
     if not isinstance(value, torch.Tensor):
-        raise UnsupportedOperatorError(
+        raise DataDependentError(
             f"the result {name} is a number that is computed from the values of tensors"
         )
     if value.is_complex():
         raise UnsupportedOperatorError(f"the result {name} is of {value.dtype}")
     if not all(isinstance(extent, int) for extent in value.shape):
-        raise UnsupportedOperatorError(f"the shape of the result {name} depends on data")
+        raise DataDependentError(f"the shape of the result {name} depends on data")
     return TensorSpec.of(value)
 
 

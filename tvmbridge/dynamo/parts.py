@@ -1,0 +1,147 @@
+"""A module in parts: TorchDynamo cuts its graph where PyTorch must run by itself.
+
+The graphs between the cuts are served as those of ``torch.compile`` with this backend are; Python
+runs what is between them, so that state, draws and hooks are as in eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from tvmbridge.core.errors import FallbackError
+from tvmbridge.core.torch_private import dynamo_config, graph_breaks
+from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
+from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
+from tvmbridge.dynamo.report import graph_report
+from tvmbridge.runtime.dispatcher import Dispatcher
+from tvmbridge.runtime.parts import NO_PART, PartReport
+
+# Settings of TorchDynamo that parts rely on, whatever the process has set.
+_SETTINGS: Mapping[str, Any] = {
+    # An error of TorchDynamo's leaves a function to Python, before any of it has run.
+    "suppress_errors": True,
+    # Hooks that come after a capture are noticed.
+    "skip_nnmodule_hook_guards": False,
+    # TorchDynamo takes numpy's random numbers from PyTorch's generator.
+    "trace_numpy": False,
+    "capture_scalar_outputs": False,
+    "capture_dynamic_output_shape_ops": False,
+    # All layers of a class share the code of their forward.
+    "recompile_limit": 64,
+}
+
+
+class _Call(threading.local):
+    """What the call of now has come to in its thread.
+
+    ran: how many parts compiled code has begun to serve.
+    reasons: why PyTorch has served a part that is large enough.
+    """
+
+    ran = 0
+    reasons: tuple[str, ...] = ()
+
+
+class ModuleInParts:
+    """The parts of a dispatcher's module."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._tally = dispatcher.tally
+        self._options = BackendOptions(dispatcher.options)
+        self._now = _Call()
+        self._compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+        # As long as TorchDynamo keeps them, each with why it ends.
+        self._graphs: weakref.WeakKeyDictionary[CompiledGraph | EagerGraph, str]
+        self._graphs = weakref.WeakKeyDictionary()
+        self._made = 0
+        self._breaks: Counter[str] = Counter()
+
+    def run(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, str | None]:
+        """As :meth:`~tvmbridge.runtime.parts.Parts.run`."""
+        now, made, breaks = self._now, self._made, graph_breaks()
+        outer = now.ran, now.reasons
+        now.ran, now.reasons = 0, ()
+        try:
+            with dynamo_config().patch(**_SETTINGS):
+                results = self._of(original)(*args, **kwargs)
+            ran, reasons = now.ran, now.reasons
+        finally:
+            now.ran, now.reasons = outer
+        if self._made != made:
+            self._breaks += graph_breaks() - breaks
+        reason = next(iter(reasons), None if ran else NO_PART)
+        return results, reason
+
+    def _of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs ``original``, the forward that the module has now, in parts."""
+        if self._compiled is None or self._compiled[0] != original:
+            isolated: dict[str, Any] = {}
+            if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+                isolated["isolate_recompiles"] = True
+            self._compiled = original, torch.compile(original, backend=self._part, **isolated)
+        return self._compiled[1]
+
+    def _part(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What TorchDynamo is to call in place of a graph: its backend."""
+        graph = graph_on_code(graph_module, self._options)
+        self._made += 1
+        self._graphs[graph] = _end(graph_module)
+        run, now = graph.call, self._now
+        if isinstance(graph, CompiledGraph):
+            graph.noted = self._note
+
+            def serve(*args: Any) -> Any:
+                now.ran += 1
+                return run(*args)
+
+            return serve
+        if graph.small:
+            return run
+        reason = graph.reason
+
+        def leave(*args: Any) -> Any:
+            self._note(reason)
+            return run(*args)
+
+        return leave
+
+    def _note(self, reason: str) -> None:
+        """Note that PyTorch is about to serve a part."""
+        self._now.reasons = (*self._now.reasons, f"of a part of it, {reason}")
+        if self._tally.on_fallback == "raise":
+            raise FallbackError(f"a part of the module is not served by TVM: {reason}")
+
+    def reports(self) -> tuple[PartReport, ...]:
+        """As :meth:`~tvmbridge.runtime.parts.Parts.reports`."""
+        found = []
+        for graph, ends in list(self._graphs.items()):
+            of = graph_report(graph)
+            found.append(PartReport(of.name, of.operators, of.calls, of.eager_calls, ends))
+        return tuple(found)
+
+    def breaks(self) -> Mapping[str, int]:
+        """As :meth:`~tvmbridge.runtime.parts.Parts.breaks`."""
+        return dict(self._breaks)
+
+
+def _end(graph_module: fx.GraphModule) -> str:
+    """Why a graph ends, and in which line of the user's; empty where a function returns."""
+    cause = getattr(graph_module, "compile_subgraph_reason", None)
+    if cause is None or not cause.graph_break:
+        return ""
+    reason = str(cause.reason).strip().partition("\n")[0]
+    if not cause.user_stack:
+        return reason
+    line = cause.user_stack[-1]
+    return f"{reason}, at {Path(line.filename).name}:{line.lineno}"
