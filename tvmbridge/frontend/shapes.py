@@ -174,6 +174,10 @@ def _select(ctx: Importer, node: fx.Node, x: fx.Node, dim: int, index: int) -> r
 
 @converts(aten.repeat.default, dtypes=MOVED)
 def _repeat(ctx: Importer, node: fx.Node, x: fx.Node, repeats: Sequence[int]) -> relax.Expr:
+    shape = [1] * (len(repeats) - len(shape_of(x))) + list(shape_of(x))
+    if all(size == 1 or times == 1 for size, times in zip(shape, repeats, strict=True)):
+        # TVM's tile takes remainders of places, and folds them with the offsets of a concat.
+        return relax.op.broadcast_to(ctx.value(x), shape_of(node))
     return relax.op.tile(ctx.value(x), list(repeats))
 
 
