@@ -21,6 +21,7 @@ from tvmbridge.core.errors import FallbackError
 from tvmbridge.core.torch_private import dynamo_config, graph_breaks
 from tvmbridge.dynamo.backend import BackendOptions, graph_on_code
 from tvmbridge.dynamo.calls import CompiledGraph, EagerGraph
+from tvmbridge.dynamo.pieces import in_pieces
 from tvmbridge.dynamo.report import graph_report
 from tvmbridge.runtime.dispatcher import Dispatcher
 from tvmbridge.runtime.parts import NO_PART, PartReport
@@ -89,11 +90,15 @@ class ModuleInParts:
             isolated: dict[str, Any] = {}
             if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
                 isolated["isolate_recompiles"] = True
-            self._compiled = original, torch.compile(original, backend=self._part, **isolated)
+            self._compiled = original, torch.compile(original, backend=self._backend, **isolated)
         return self._compiled[1]
 
-    def _part(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        """What TorchDynamo is to call in place of a graph: its backend."""
+    def _backend(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What TorchDynamo is to call in place of a graph."""
+        return in_pieces(graph_module, self._part) or self._part(graph_module)
+
+    def _part(self, graph_module: fx.GraphModule) -> Callable[..., Any]:
+        """What is to be called in place of a part."""
         graph = graph_on_code(graph_module, self._options)
         self._made += 1
         self._graphs[graph] = _end(graph_module)

@@ -30,6 +30,7 @@ from tvmbridge.runtime.guards.forwards import (
 )
 from tvmbridge.runtime.guards.mode import Mode
 from tvmbridge.runtime.guards.signature import (
+    OTHER_SHAPE,
     Matched,
     has_plain_names,
     nearest,
@@ -166,7 +167,7 @@ class Dispatcher(ModuleCode, StandsForForward):
         for specialization, mode, matched in lacking[:1]:
             found = self._compiled(specialization, mode, matched, f"the first in mode {mode}")
             if isinstance(found, str):
-                if self.cut.why is not None and found != COMPILING:
+                if found != COMPILING and (self.cut.why or self._cut_for_any_size(found)):
                     return self._run_in_parts(args, kwargs)
                 return self._fall_back(found, args, kwargs)
             served = self._serve(specialization, mode, found, matched)
@@ -182,6 +183,8 @@ class Dispatcher(ModuleCode, StandsForForward):
             if refused is None:
                 return self._call(args, kwargs, again=True)
             why = refused
+        if any(m.reason == OTHER_SHAPE for m in misfits) and self._cut_for_any_size(OTHER_SHAPE):
+            return self._run_in_parts(args, kwargs)
         return self._fall_back(
             why or self._without_code(), args, kwargs, settling=unserved.settling
         )

@@ -181,6 +181,7 @@ class ModuleCode:
                 if entry is None:
                     signature, (args, kwargs) = specialization.signature, matched.arguments
                     entry = self.compiler.entry(signature, mode, tuple(args), kwargs, why)
+                self.cut.instead_of(entry.compiled.eager_functions)
                 self._keep(specialization, mode, entry)
                 return entry
             except UnderWayError:
@@ -193,6 +194,16 @@ class ModuleCode:
                 if not specialization.compiled():
                     self._failed = _Failed(specialization, (mode, flags), StateBefore(self.module))
                 return reason
+
+    def _cut_for_any_size(self, why: str) -> bool:
+        """Have calls of other sizes served in parts, where code runs a part in eager PyTorch.
+
+        Such code is for one size, and parts are for any.
+        """
+        if not self.compiles_signatures and self.any_size is None:
+            return False
+        entries = [e for s in self.all_specializations() for _, e in s.compiled()]
+        return any(e.compiled.eager_functions for e in entries) and self.cut.at(why)
 
     def _retry_if_settled(self) -> None:
         """Have the next call compiled where the own forward, in this one, has made what it keeps.

@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
+from tvmbridge.core.errors import DataDependentError
 from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.observe.plain import unusual
 
 ON_BREAK = ("eager", "forward")
 NO_PART = "no part of it is large enough to be compiled"
 
+# Of a part that is compiled: a call of compiled code costs as much as a few operators do.
+_FEWEST_OPERATORS = 3
 # After so many calls without a compiled part a module is not cut any more.
 _CALLS_WITHOUT_PARTS = 8
 
@@ -88,6 +91,17 @@ class Cut:
             return False
         self.why = why
         return True
+
+    def instead_of(self, eager: Mapping[str, int]) -> None:
+        """Refuse code behind which PyTorch runs ``eager``, where parts would compile these.
+
+        Raises:
+            DataDependentError: the graph is cut in place of that.
+        """
+        if self.make is not None and sum(eager.values()) >= _FEWEST_OPERATORS:
+            raise DataDependentError(
+                f"behind its code PyTorch would run {', '.join(eager)}, whose sizes depend on data"
+            )
 
     def refusal(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """Why a call is not served in parts; None: it may be."""
