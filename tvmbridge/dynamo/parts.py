@@ -7,6 +7,8 @@ runs what is between them, so that state, draws and hooks are as in eager PyTorc
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import threading
 import weakref
 from collections import Counter
@@ -44,12 +46,28 @@ _SETTINGS: Mapping[str, Any] = {
 class _Call(threading.local):
     """What the call of now has come to in its thread.
 
-    ran: how many parts compiled code has begun to serve.
+    depth: how many calls of modules in parts are under way, one within another.
+    ran: how many parts of the innermost one compiled code has begun to serve.
     reasons: why PyTorch has served a part that is large enough.
     """
 
+    depth = 0
     ran = 0
     reasons: tuple[str, ...] = ()
+
+
+_now = _Call()
+
+
+class _AdviceLeftOut(logging.Filter):
+    """Drops TorchDynamo's advice on settings that parts do not take from the process."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is logged."""
+        return not (_now.depth and "Tensor.item()" in record.getMessage())
+
+
+logging.getLogger("torch._dynamo.variables.tensor").addFilter(_AdviceLeftOut())
 
 
 class ModuleInParts:
@@ -58,7 +76,6 @@ class ModuleInParts:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._tally = dispatcher.tally
         self._options = BackendOptions(dispatcher.options)
-        self._now = _Call()
         self._compiled: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         # As long as TorchDynamo keeps them, each with why it ends.
         self._graphs: weakref.WeakKeyDictionary[CompiledGraph | EagerGraph, str]
@@ -70,15 +87,16 @@ class ModuleInParts:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, str | None]:
         """As :meth:`~tvmbridge.runtime.parts.Parts.run`."""
-        now, made, breaks = self._now, self._made, graph_breaks()
-        outer = now.ran, now.reasons
-        now.ran, now.reasons = 0, ()
+        made, breaks = self._made, graph_breaks()
+        outer = _now.ran, _now.reasons
+        _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
             with dynamo_config().patch(**_SETTINGS):
                 results = self._of(original)(*args, **kwargs)
-            ran, reasons = now.ran, now.reasons
+            ran, reasons = _now.ran, _now.reasons
         finally:
-            now.ran, now.reasons = outer
+            _now.depth -= 1
+            _now.ran, _now.reasons = outer
         if self._made != made:
             self._breaks += graph_breaks() - breaks
         reason = next(iter(reasons), None if ran else NO_PART)
@@ -102,12 +120,12 @@ class ModuleInParts:
         graph = graph_on_code(graph_module, self._options)
         self._made += 1
         self._graphs[graph] = _end(graph_module)
-        run, now = graph.call, self._now
+        run = graph.call
         if isinstance(graph, CompiledGraph):
             graph.noted = self._note
 
             def serve(*args: Any) -> Any:
-                now.ran += 1
+                _now.ran += 1
                 return run(*args)
 
             return serve
@@ -123,7 +141,7 @@ class ModuleInParts:
 
     def _note(self, reason: str) -> None:
         """Note that PyTorch is about to serve a part."""
-        self._now.reasons = (*self._now.reasons, f"of a part of it, {reason}")
+        _now.reasons = (*_now.reasons, f"of a part of it, {reason}")
         if self._tally.on_fallback == "raise":
             raise FallbackError(f"a part of the module is not served by TVM: {reason}")
 
@@ -132,12 +150,18 @@ class ModuleInParts:
         found = []
         for graph, ends in list(self._graphs.items()):
             of = graph_report(graph)
-            found.append(PartReport(of.name, of.operators, of.calls, of.eager_calls, ends))
+            found.append(PartReport(_shown(of.name), of.operators, of.calls, of.eager_calls, ends))
         return tuple(found)
 
     def breaks(self) -> Mapping[str, int]:
         """As :meth:`~tvmbridge.runtime.parts.Parts.breaks`."""
         return dict(self._breaks)
+
+
+def _shown(name: str) -> str:
+    """The name of a part for people: TorchDynamo names what follows a cut by its line."""
+    behind = re.fullmatch(r"torch_dynamo_resume_in_(.+)_at_(\d+)", name)
+    return f"{behind[1]} from line {behind[2]} on" if behind else name
 
 
 def _end(graph_module: fx.GraphModule) -> str:

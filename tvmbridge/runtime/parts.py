@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from tvmbridge.core.errors import DataDependentError
-from tvmbridge.core.torch_private import pytree
+from tvmbridge.core.torch_private import has_any_global_hook, pytree
 from tvmbridge.graph_capture.observe.plain import unusual
 
 ON_BREAK = ("eager", "forward")
@@ -109,6 +109,8 @@ class Cut:
             return "the process was forked after dispatch"
         if self._without >= _CALLS_WITHOUT_PARTS:
             return f"{NO_PART} ({self.why})"
+        if has_any_global_hook():  # TorchDynamo does not notice one that comes later
+            return "hooks of all modules are registered"
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         found = (unusual(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
         reason = next(filter(None, found), None)
