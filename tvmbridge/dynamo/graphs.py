@@ -40,7 +40,8 @@ class DynamoGraph:
     ``names`` how a module of that class calls them; ``given`` are the places of the arguments of
     its forward, ``numbers`` those among them that come as tensors of one number, ``lengths`` those
     that are integers: each becomes the size of a tensor without elements, since code is for any
-    size, and a number is a constant. What is in none of these, sizes of arguments, is found again. ``constants`` are further tensors and regions.
+    size, and a number is a constant. What is in none of these, sizes of arguments, is found again.
+    ``constants`` are further tensors and regions.
     ``symbolic``: sizes are not all known.
     """
 

@@ -44,12 +44,12 @@ def in_pieces(
     if not number:
         return None
     split = split_module(
-        graph_module, None, lambda node: numbers.get(node, 0), keep_original_order=True
+        graph_module, graph_module, lambda node: numbers.get(node, 0), keep_original_order=True
     )
-    for name, piece in list(split.named_children()):
-        if isinstance(piece, fx.GraphModule) and name.startswith("submod_"):
-            if int(name.removeprefix("submod_")) % 2 == 0:
-                setattr(split, name, _Piece(serve(piece)))
+    for number in sorted(set(numbers.values())):
+        piece = getattr(split, f"submod_{number}")
+        if number % 2 == 0:
+            setattr(split, f"submod_{number}", _Piece(serve(piece)))
     run: Callable[..., Any] = split.forward
     return run
 

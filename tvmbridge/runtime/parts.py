@@ -1,4 +1,4 @@
-"""Parts: a module that no one graph has is served by several graphs, and by PyTorch between them."""
+"""Parts: a module that no one graph has is served by graphs, and by PyTorch between them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class Cut:
             return "the process was forked after dispatch"
         if self._without >= _CALLS_WITHOUT_PARTS:
             return f"{NO_PART} ({self.why})"
-        if has_any_global_hook():  # TorchDynamo does not notice one that comes later
+        # TorchDynamo does not notice one that comes later.
+        if has_any_global_hook():  # type: ignore[no-untyped-call]
             return "hooks of all modules are registered"
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         found = (unusual(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -13,7 +13,12 @@ from torch.export.graph_signature import ConstantArgument, InputSpec, TensorArgu
 from torch.export.graph_signature import InputKind as ExportInputKind
 from torch.export.graph_signature import OutputKind as ExportOutputKind
 
-from tvmbridge.core.errors import CaptureError, NotApartError, UnsupportedOperatorError
+from tvmbridge.core.errors import (
+    CaptureError,
+    DataDependentError,
+    NotApartError,
+    UnsupportedOperatorError,
+)
 from tvmbridge.core.torch_private import make_contiguous_strides_for
 from tvmbridge.core.types import (
     InputDescriptor,
