@@ -10,6 +10,7 @@ import inspect
 import logging
 import re
 import threading
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +93,7 @@ class ModuleInParts:
         _now.depth, _now.ran, _now.reasons = _now.depth + 1, 0, ()
         try:
             with dynamo_config().patch(**_SETTINGS):
-                results = self._of(original)(*args, **kwargs)
+                results = self._called(original, args, kwargs)
             ran, reasons = _now.ran, _now.reasons
         finally:
             _now.depth -= 1
@@ -102,14 +103,20 @@ class ModuleInParts:
         reason = next(iter(reasons), None if ran else NO_PART)
         return results, reason
 
-    def _of(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs ``original``, the forward that the module has now, in parts."""
-        if self._compiled is None or self._compiled[0] != original:
+    def _called(
+        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What ``original``, the forward that the module has now, returns, run in parts."""
+        # TorchDynamo keeps the function that it is given, and a bound method has the module.
+        function = original
+        if isinstance(original, types.MethodType):
+            function, args = original.__func__, (original.__self__, *args)
+        if self._compiled is None or self._compiled[0] is not function:
             isolated: dict[str, Any] = {}
             if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
                 isolated["isolate_recompiles"] = True
-            self._compiled = original, torch.compile(original, backend=self._backend, **isolated)
-        return self._compiled[1]
+            self._compiled = function, torch.compile(function, backend=self._backend, **isolated)
+        return self._compiled[1](*args, **kwargs)
 
     def _backend(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What TorchDynamo is to call in place of a graph."""
