@@ -14,12 +14,19 @@ from torch.export.graph_signature import InputKind
 
 from tvmbridge.core.autocast import autocast_now, without_autocast
 from tvmbridge.core.captured_graph import Assumptions, CallingConvention, CapturedGraph
-from tvmbridge.core.errors import CaptureError, NotApartError, PassError, UnsupportedOperatorError
+from tvmbridge.core.errors import (
+    CaptureError,
+    DataDependentError,
+    NotApartError,
+    PassError,
+    UnsupportedOperatorError,
+)
 from tvmbridge.core.generated import plain_text
 from tvmbridge.core.libraries import register_containers
 from tvmbridge.core.structure import children
 from tvmbridge.core.torch_private import inductor_config, pytree
 from tvmbridge.core.types import IntermediateBase, PassRecord
+from tvmbridge.graph_capture.dependence import depends_on_values
 from tvmbridge.graph_capture.host_constants import device_of, move_in_program
 from tvmbridge.graph_capture.noise import find_noise, tidy_draws
 from tvmbridge.graph_capture.observe.descriptors import (
@@ -189,7 +196,8 @@ def _export(
         if "torch._C.Generator" in str(error):  # PyTorch 2.11 cannot trace an operator given one
             raise UnsupportedOperatorError(OWN_GENERATOR) from error
         line = user_line(error) or "an unknown line"
-        raise CaptureError(
+        kind = DataDependentError if depends_on_values(error) else CaptureError
+        raise kind(
             f"torch.export cannot capture {type(module).__name__}; it stopped at {line}: "
             f"{first_paragraph(error)}"
         ) from error

@@ -28,6 +28,7 @@ import torch._utils
 import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.nn.modules.batchnorm
+import torch.nn.modules.module
 import torch.overrides
 import torch.utils._device
 import torch.utils._python_dispatch
@@ -68,6 +69,7 @@ linalg_check_errors = torch._linalg_check_errors
 native_multi_head_attention = torch._native_multi_head_attention
 transformer_encoder_layer_fwd = torch._transformer_encoder_layer_fwd
 pack_padded_sequence = torch._pack_padded_sequence
+has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 # Fake tensors
@@ -169,6 +171,11 @@ def placed_dynamic_shapes(
 def symbolic_shapes() -> Any:
     """The module of the symbolic sizes that fake tensors have."""
     return importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
+def dynamo_config() -> Any:
+    """TorchDynamo's settings."""
+    return importlib.import_module("torch._dynamo.config")
 
 
 def graph_breaks() -> Counter[str]:

@@ -264,7 +264,8 @@ def _refusing(what: str) -> Callable[..., Any]:
     def refuse(genuine: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise DependenceError(
             f"uses {what}, which compiled code would not call again: leave this module to "
-            "PyTorch, and dispatch submodules whose gradients need no gradient themselves"
+            "PyTorch, and dispatch submodules whose gradients need no gradient themselves",
+            in_parts=False,
         )
 
     return refuse

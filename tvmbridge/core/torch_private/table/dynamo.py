@@ -36,6 +36,19 @@ DYNAMO = (
         _counts,
     ),
     PrivateName(
+        "torch._dynamo.config",
+        "parts of a module, which rely on settings of Dynamo",
+        has(
+            "patch",
+            "suppress_errors",
+            "skip_nnmodule_hook_guards",
+            "trace_numpy",
+            "capture_scalar_outputs",
+            "capture_dynamic_output_shape_ops",
+            "recompile_limit",
+        ),
+    ),
+    PrivateName(
         "torch._dynamo.symbolic_convert.InstructionTranslator",
         "the name of the module whose forward Dynamo captures",
         has("current_tx"),
