@@ -29,6 +29,7 @@ from tvmbridge.core.turns import compiling
 from tvmbridge.graph_capture.observe.leaks import tensors_forgotten
 from tvmbridge.graph_capture.observe.settings import outside_of_autocast_regions, settings_kept
 from tvmbridge.graph_capture.trace.dynamo import dynamo_left_out
+from tvmbridge.graph_capture.trace.generators import torch_generator_kept
 from tvmbridge.graph_capture.trace.patches import patched_here
 
 _CHECKPOINTS = "torch.utils.checkpoint"
@@ -126,7 +127,7 @@ def undisturbed() -> Iterator[None]:
     The caller's random numbers stay as they are: a module's own ``__deepcopy__`` may draw some.
     """
     with (
-        torch.random.fork_rng(devices=[]),
+        torch_generator_kept(),
         settings_kept(),
         outside_of_autocast_regions(),
         without_autocast(),
