@@ -50,9 +50,9 @@ class Generators:
 
 
 @contextmanager
-def torch_generator_kept() -> Iterator[None]:
+def torch_generator_kept(own: OwnCalls) -> Iterator[None]:
     """Restores the state of PyTorch's generator, unless another thread may have changed it."""
-    state, own = torch.get_rng_state(), OwnCalls()
+    state = torch.get_rng_state()
     try:
         yield
     finally:

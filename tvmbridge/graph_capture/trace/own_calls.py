@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -36,6 +39,8 @@ _GENERATOR = (
     (torch.default_generator, "torch"),
 )
 
+_THREAD = threading.local()
+
 
 def is_alone() -> bool:
     """Whether no other thread runs Python now."""
@@ -59,12 +64,14 @@ class OwnCalls:
     def note_builtin(self, function: Any) -> None:
         """Note a builtin function that is called."""
         self.note_value(function)
-        self.sets |= getattr(function, "__name__", "").startswith(_SETTERS)
+        if getattr(function, "__name__", "").startswith(_SETTERS):
+            self._note_setter()
 
     def note_library(self, frame: FrameType) -> None:
         """Note a function of a library that is called."""
-        if frame.f_code.co_name.startswith(_PYTHON_SETTERS):
-            self.sets |= str(frame.f_globals.get("__name__")).startswith("torch.backends")
+        in_backends = str(frame.f_globals.get("__name__")).startswith("torch.backends")
+        if in_backends and frame.f_code.co_name.startswith(_PYTHON_SETTERS):
+            self._note_setter()
 
     def note_value(self, value: Any) -> None:
         """Note a value that forward's functions name, or a function that is called.
@@ -74,7 +81,12 @@ class OwnCalls:
         owner = getattr(value, "__self__", None)
         for generator, name in _GENERATOR:
             if owner is generator or value is generator:
-                self.generators.add(name)
+                for calls in (self, *_around()):
+                    calls.generators.add(name)
+
+    def _note_setter(self) -> None:
+        for calls in (self, *_around()):
+            calls.sets = True
 
     def may_draw_from(self, name: str) -> bool:
         """Whether a change of this generator may be forward's."""
@@ -87,3 +99,19 @@ class OwnCalls:
     def is_alone(self) -> bool:
         """Whether no other thread ran Python, neither when this began nor now."""
         return self._was_alone and is_alone()
+
+
+@contextmanager
+def all_own_calls() -> Iterator[OwnCalls]:
+    """Yields what forward's thread calls in all the runs within it that are watched."""
+    around = OwnCalls()
+    _around().append(around)
+    try:
+        yield around
+    finally:
+        _around().remove(around)
+
+
+def _around() -> list[OwnCalls]:
+    around: list[OwnCalls] = _THREAD.__dict__.setdefault("around", [])
+    return around
