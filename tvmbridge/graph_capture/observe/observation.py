@@ -139,14 +139,14 @@ def observe(
                 seen = run(Fakes.of(module, args, kwargs))
         except BaseException as error:
             leaks.release_frames(error, handled)
-            if made.alive():
-                outside.remove_fakes()
+            outside.remove_fakes()
             raise
         finally:
             adoption.watched = outside.values()
         kept = bool(made.alive())
-        if kept:
+        if kept or seen.changes:
             outside.remove_fakes()
+        if kept:
             read = (*seen.values.values(), *(value.expected for value in seen.outside))
             leaks.refuse_hidden(made.alive(), module, read)
         return replace(seen, kept=kept)
