@@ -234,6 +234,11 @@ def skipped_frame(reason: str) -> Exception:
     return error
 
 
+def backend_registry() -> Any:
+    """The module that has the backends of ``torch.compile`` by name."""
+    return importlib.import_module("torch._dynamo.backends.registry")
+
+
 def free_cublas_workspaces() -> None:
     """Let cuBLAS allocate its workspaces anew, in builds of PyTorch for GPUs."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -150,7 +150,10 @@ def holds_fakes(value: Any) -> bool:
 
 
 def remove_fakes(now: Any, before: Any, depth: int = DEPTH) -> None:
-    """Take fake tensors and proxies out of a container; what they replaced comes from ``before``, its copy."""
+    """Take fake tensors and proxies out of a container.
+
+    What they replaced comes from ``before``, its copy.
+    """
     entries, earlier = _entries(now), _entries(before)
     if not isinstance(now, CONTAINERS) and hasattr(now, "__dict__"):
         now = vars(now)
