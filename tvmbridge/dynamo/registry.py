@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from tvmbridge.core.torch_private import backend_registry
+from tvmbridge.core.torch_private import backend_registry, registered_backends
 
 _NAME = "_register_backend_once"
 
@@ -27,7 +27,7 @@ def register_backends_once() -> None:
     genuine = FunctionType(register.__code__, space, register.__name__, register.__defaults__)
 
     def once(compiler_fn: Callable[..., Any] | None, name: str | None, tags: Any) -> Any:
-        if compiler_fn is not None and registry._COMPILER_FNS.get(name) is compiler_fn:
+        if compiler_fn is not None and registered_backends().get(name) is compiler_fn:
             return compiler_fn
         return genuine(compiler_fn, name, tags)
 
