@@ -59,6 +59,7 @@ from tvmbridge.graph_capture.trace.functions import functions_replaced
 from tvmbridge.graph_capture.trace.kernel_strides import strides_of_kernels
 from tvmbridge.graph_capture.trace.linear_export import export_in_linear_time
 from tvmbridge.graph_capture.trace.reshapes import reshape_instead_of_view
+from tvmbridge.graph_capture.trace.size_marks import size_marks_put_away
 from tvmbridge.graph_capture.trace.standins import (
     attributes_put_back,
     without_hooks,
@@ -239,6 +240,7 @@ def _exported(
         kept_whole_under_autograd(),
         export_in_linear_time(),
         only_switched_off(),
+        size_marks_put_away((args, kwargs)),
         warnings.catch_warnings(),
     ):
         # torch.export copies its own tree specs in a way that torch deprecates.

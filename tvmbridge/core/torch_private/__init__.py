@@ -242,6 +242,17 @@ def skipped_frame(reason: str) -> Exception:
     return error
 
 
+def backend_registry() -> Any:
+    """The module that has the backends of ``torch.compile`` by name."""
+    return importlib.import_module("torch._dynamo.backends.registry")
+
+
+def registered_backends() -> dict[str | None, Any]:
+    """The functions of the backends of ``torch.compile`` that were loaded, by name."""
+    functions: dict[str | None, Any] = backend_registry()._COMPILER_FNS
+    return functions
+
+
 def free_cublas_workspaces() -> None:
     """Let cuBLAS allocate its workspaces anew, in builds of PyTorch for GPUs."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -69,6 +69,16 @@ DYNAMO = (
         has("acquire", "release"),
     ),
     PrivateName(
+        "torch._dynamo.backends.registry._COMPILER_FNS",
+        "threads that look up a backend by its name at the same time",
+        has("get"),
+    ),
+    PrivateName(
+        "torch._dynamo.backends.registry.register_backend",
+        "threads that look up a backend by its name at the same time",
+        takes("compiler_fn", "name", "tags"),
+    ),
+    PrivateName(
         "torch._dynamo.trace_rules.get_torch_obj_rule_map",
         "building TorchDynamo's tables before functions are replaced",
         takes(),
