@@ -103,7 +103,7 @@ class _Declared:
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if not symbols.are_all(sample, matched.leaves):
             return self.signature.mismatch(matched.leaves)
-        if symbols.point(matched.leaves) is None or len(self.calls) >= _MOST_CHOICES:
+        if symbols.sizes(matched.leaves) is None or len(self.calls) >= _MOST_CHOICES:
             return Mismatch(_TOGETHER, ", ".join(self._names()))
         self.calls.append(shapes)
         if self.family is not None:

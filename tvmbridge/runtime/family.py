@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -23,7 +24,13 @@ from tvmbridge.runtime.progress import progress
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
 from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
-from tvmbridge.symbolic.probes import Dimension, Shapes, Symbols, points_within
+from tvmbridge.symbolic.probes import (
+    LEAST_SIZE,
+    Dimension,
+    Shapes,
+    Symbols,
+    points_within,
+)
 from tvmbridge.symbolic.sizes import Point
 
 logger = logging.getLogger(__name__)
@@ -40,6 +47,8 @@ class RefusedGuessError(BuildError):
     """There is no code for a guess at what is symbolic: the next call makes a family without it."""
 
 
+# Code is for a mode, flags, and for small sizes or for common ones.
+_Key: TypeAlias = tuple[Mode, Flags, bool]
 Retire: TypeAlias = Callable[[Iterable[CompiledEntry]], None]
 
 
@@ -74,18 +83,22 @@ class Family:
         # What is symbolic, and has a size that forward demands.
         self.demanded: set[Dimension] = set()
         self.why = "; a call with other sizes asks for it"
-        self.codes: dict[tuple[Mode, Flags], SymbolicCode | str] = {}
+        self.codes: dict[_Key, SymbolicCode | str] = {}
         self.compilations = 0
         self.instances: OrderedDict[Point, Specialization] = OrderedDict()
+        # Of calls where some symbols are 1, which means something else to broadcasting.
+        self._ones: dict[Point, Family] = {}
         self._tried: list[SymbolicCode] = []
         # Of compilations under way: the sizes that they are for.
-        self._bounds: dict[tuple[Mode, Flags], tuple[Point, Point]] = {}
-        self._least = tuple(map(min, zip(*seen, strict=True)))
-        self._most = tuple(map(max, zip(*seen, strict=True)))
+        self._bounds: dict[_Key, tuple[Point, ...]] = {}
+        # Of which forward limits the sizes.
+        self._limited: set[_Key] = set()
+        self._least = tuple(max(LEAST_SIZE, min(sizes)) for sizes in zip(*seen, strict=True))
+        self._most = tuple(max(LEAST_SIZE, *sizes) for sizes in zip(*seen, strict=True))
 
     def instance(self, matched: Matched) -> Specialization | None:
         """The specialisation for a call; None: other dimensions than the symbols differ."""
-        point = self.symbols.point(matched.leaves)
+        point = self.symbols.sizes(matched.leaves)
         sample = [(i, tuple(shape)) for i, shape, *_ in self.signature.tensors]
         if point is None or not self.symbols.are_all(sample, matched.leaves):
             return None
@@ -93,13 +106,35 @@ class Family:
         if found is None:
             args, kwargs = matched.arguments
             found = Specialization(Signature(tuple(args), kwargs, self.signature.forward))
-            found.family = partial(self.entry, point)
+            found.family = self._maker(point, found.signature, matched)
             self.instances[point] = found
             if len(self.instances) > _MOST_INSTANCES:
                 _, oldest = self.instances.popitem(last=False)
                 self.retire(entry for _, entry in oldest.compiled())
         self.instances.move_to_end(point)
         return found
+
+    def _maker(
+        self, point: Point, signature: Signature, matched: Matched
+    ) -> Callable[[Mode, Matched], CompiledEntry] | None:
+        """What makes code for a call with the sizes ``point``; None: it needs code of its own.
+
+        Dimensions of 1 are no symbols, so calls with other such dimensions have other code.
+        """
+        larger = tuple(size >= LEAST_SIZE for size in point)
+        if all(larger):
+            return partial(self.entry, point)
+        if not any(larger):
+            return None
+        rest = tuple(itertools.compress(point, larger))
+        family = self._ones.get(larger)
+        if family is None:
+            symbols = self.symbols.where(larger)
+            shapes = [(i, tuple(matched.leaves[i].shape)) for i, *_ in signature.tensors]
+            family = Family(self.compiler, signature, symbols, [rest], shapes, self.retire)
+            family.why = self.why
+            self._ones[larger] = family
+        return partial(family.entry, rest)
 
     def entry(self, point: Point, mode: Mode, matched: Matched) -> CompiledEntry:
         """Code for a call with the sizes ``point``.
@@ -108,18 +143,9 @@ class Family:
             BridgeError: there is none; the message says why.
         """
         flags = flags_of(self.compiler.module, matched.leaves)
-        code = self.codes.get((mode, flags))
         self._least = tuple(map(min, self._least, point))
         self._most = tuple(map(max, self._most, point))
-        # That compiled in the background may be for the sizes of earlier calls.
-        while code is None or self._is_for_less(code, point):
-            wider = self._compile(mode, flags, matched)
-            if code is None or isinstance(wider, SymbolicCode):
-                code = self.codes[mode, flags] = wider
-                for instance in self.instances.values():
-                    instance.failures.clear()
-            if isinstance(wider, str):
-                break
+        code = self._code(point, mode, flags, matched)
         if isinstance(code, str):
             self.refused = self.guessed
             raise (RefusedGuessError if self.guessed else BuildError)(code)
@@ -132,16 +158,38 @@ class Family:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
-    def _is_for_less(self, code: SymbolicCode | str, point: Point) -> bool:
-        """Whether code is for other sizes, and may be compiled for more."""
-        outside = isinstance(code, SymbolicCode) and not code.points.hold(point)
-        return outside and self.compilations < _MOST_RANGES * len(self.codes)
+    def _code(
+        self, point: Point, mode: Mode, flags: Flags, matched: Matched
+    ) -> SymbolicCode | str:
+        """The code for a call with the sizes ``point``, compiled now where it is missing.
 
-    def _compile(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
-        name = type(self.compiler.module).__name__
+        Sizes below those of the first code have another one: its loops have fewer lanes.
+        """
+        common = self.codes.get((mode, flags, False))
+        if common is None:
+            # That compiled in the background may be for the sizes of earlier calls.
+            common = self._compile((mode, flags, False), matched, self._least)
+        if isinstance(common, str) or common.points.hold(point):
+            return common
+        least = common.points.least
+        is_small = any(size < bound for size, bound in zip(point, least, strict=True))
+        key = mode, flags, is_small
+        code = self.codes.get(key)
+        while not (isinstance(code, SymbolicCode) and code.points.hold(point)):
+            if key in self._limited or self.compilations >= _MOST_RANGES * len(self.codes):
+                return code or common
+            small = (LEAST_SIZE,) * len(point)
+            wider = self._compile(key, matched, small if is_small else least)
+            if isinstance(wider, str):
+                return wider if code is None else code
+            code = wider
+        return code
+
+    def _compile(self, key: _Key, matched: Matched, least: Point) -> SymbolicCode | str:
+        mode, name = key[0], type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
         # What two processes compile is for the same sizes, whatever comes between.
-        bounds = self._bounds.setdefault((mode, flags), (self._least, self._most))
+        bounds = self._bounds.setdefault(key, (least, tuple(map(max, least, self._least)), self._most))
         body = partial(self._told, what, mode, matched, bounds)
         code: SymbolicCode | str
         try:
@@ -149,7 +197,7 @@ class Family:
             if background is None:
                 code = body()
             else:
-                code = background.run(what, self, (mode, flags), body, self.signature)
+                code = background.run(what, self, key, body, self.signature)
         except UnderWayError:
             raise
         except Exception as error:
@@ -159,17 +207,23 @@ class Family:
             code = f"no code for any size: {kind}{first_line(error)}"
             logger.info("%s of %s for %s", code, name, mode)
         self.compilations += 1
-        del self._bounds[mode, flags]
+        del self._bounds[key]
+        if isinstance(code, str) or not all(map(code.points.hold, bounds[1:])):
+            self._limited.add(key)
+        if isinstance(code, SymbolicCode) or key not in self.codes:
+            self.codes[key] = code
+            for instance in self.instances.values():
+                instance.failures.clear()
         return code
 
     def _told(
-        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, Point]
+        self, what: str, mode: Mode, matched: Matched, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         """The code; the log and a terminal tell of it."""
         start = time.perf_counter()
         with progress(what, self.why), tracing_here(), undisturbed():
             args, kwargs = without_inference_tensors(matched.arguments)
-            code = self._compiled(mode, args, kwargs, *bounds)
+            code = self._compiled(mode, args, kwargs, bounds)
         logger.info(
             "compiled %s for %s, any size from %s to %s: %.1f s",
             type(self.compiler.module).__name__,
@@ -181,9 +235,10 @@ class Family:
         return code
 
     def _compiled(
-        self, mode: Mode, args: Any, kwargs: Any, least: Point, most: Point
+        self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
         compiler, symbols, names = self.compiler, self.symbols, self.signature.names
+        *least, most = bounds
         dimensions = [d for group in symbols.dimensions for d in group]
         trace = traced_with_symbols(
             compiler.module,

@@ -62,8 +62,8 @@ class DeclaredDimension:
 
     def refusal(self, size: int) -> str | None:
         """Why code is not for this size; None: it may be."""
-        if size < 2:
-            return f"it is {size}, and there is no code for sizes of 0 and 1"
+        if not size:
+            return "it is 0, and there is no code for sizes of 0"
         if self.least <= size and (self.most is None or size <= self.most):
             return None
         bounds = f"from {self.least}" + ("" if self.most is None else f" to {self.most}")

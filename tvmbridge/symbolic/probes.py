@@ -31,7 +31,7 @@ _LANES = 64
 # The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is
 # also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
-_ALLOWED = 2
+LEAST_SIZE = 2
 _SMALL_DIVISORS = 2 * 3 * 5 * 7
 # What sizes are bounded by where forward bounds them itself, in ways that are not looked into.
 _LIMITS = tuple(1 << i for i in range(40, 4, -1))
@@ -89,14 +89,23 @@ class Symbols:
 
     def point(self, leaves: Sequence[Any]) -> Point | None:
         """The sizes of the symbols in a call; None: those of one differ, or are 0 or 1."""
+        found = self.sizes(leaves)
+        return None if found is None or min(found) < LEAST_SIZE else found
+
+    def sizes(self, leaves: Sequence[Any]) -> Point | None:
+        """As :meth:`point`, with sizes of 1; None: those of one symbol differ, or are 0."""
         shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         found: list[int] = []
         for dimensions in self.dimensions:
             sizes = {shapes[leaf][number] for leaf, number in dimensions}
-            if len(sizes) > 1 or min(sizes) < _ALLOWED:
+            if len(sizes) > 1 or not min(sizes):
                 return None
             found += sizes
         return tuple(found)
+
+    def where(self, chosen: Sequence[bool]) -> Symbols:
+        """Those of these symbols that are chosen."""
+        return Symbols(tuple(itertools.compress(self.dimensions, chosen)))
 
     def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
         """Whether a call differs from a sample in the sizes of symbols alone."""
@@ -146,7 +155,7 @@ def points_within(
     relations: Relations,
     symbols: Symbols,
     sample: Arguments,
-    smallest: Point,
+    smallest: Sequence[Point],
     largest: Point,
     names: Sequence[str],
 ) -> Points:
@@ -156,7 +165,8 @@ def points_within(
         relations: what that is.
         symbols: the symbolic dimensions.
         sample: arguments of some size.
-        smallest, largest: as of :func:`points_for`.
+        smallest: as of :func:`points_for`; of several the first that can be.
+        largest: as of :func:`points_for`.
         names: what messages call the leaves of the arguments.
 
     Raises:
@@ -168,11 +178,12 @@ def points_within(
         raise DemandedSizeError(fixed, relations, names)
     bounds = [min(relations.most(*d) for d in group) for group in symbols.dimensions]
     broken: str | None = None
-    for limit, tight in itertools.product(_LIMITS, (False, True)):
+    ways = itertools.product(dict.fromkeys(smallest), _LIMITS, (False, True))
+    for least, limit, tight in ways:
         within = [min(bound, limit) for bound in bounds]
-        points = points_for(smallest, largest, within, tight=tight)
+        points = points_for(least, largest, within, tight=tight)
         if points is None:
-            break
+            continue
         probes = (symbols.probe(*sample, point) for point in points.all)
         broken = next(filter(None, map(relations.broken, map(shapes_of, probes))), None)
         if broken is None:
@@ -198,7 +209,8 @@ def points_for(
     taken: set[int] = set()
     most, middle, least = [], [], []
     for low, high, bound in zip(smallest, largest, bounds, strict=True):
-        bottom = _small(low, taken, tight)
+        # Two symbols may be 2 at once: at the other points they differ.
+        bottom = low if low == LEAST_SIZE else _small(low, taken, tight)
         if bottom is None:
             return None
         least.append(bottom)
@@ -225,10 +237,10 @@ def _small(size: int, taken: set[int], tight: bool) -> int | None:
     """A size well below one that calls had, if there is one: the next may be smaller."""
     if tight and size > _LEAST[-1]:
         return _prime_below(size, taken, _LEAST[-1])
-    free = [n for n in (_ALLOWED, *_LEAST) if n <= size and n not in taken]
+    free = [n for n in (LEAST_SIZE, *_LEAST) if n <= size and n not in taken]
     if not free:
         return None
-    below = [n for n in free if n <= size // 2 and n > _ALLOWED][-1:]
+    below = [n for n in free if n <= size // 2 and n > LEAST_SIZE][-1:]
     found = free[-1:] if tight else below or free[-1:]
     taken.update(found)
     return found[0]
