@@ -31,6 +31,7 @@ from tvmbridge.symbolic.probes import (
     Symbols,
     points_within,
 )
+from tvmbridge.symbolic.related import related
 from tvmbridge.symbolic.sizes import Point
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Family:
         self._bounds: dict[_Key, tuple[Point, ...]] = {}
         # Of which forward limits the sizes.
         self._limited: set[_Key] = set()
+        # The symbols of code: of those above some may be expressions of others.
+        self._related = symbols
         self._least = tuple(max(LEAST_SIZE, min(sizes)) for sizes in zip(*seen, strict=True))
         self._most = tuple(max(LEAST_SIZE, *sizes) for sizes in zip(*seen, strict=True))
 
@@ -143,12 +146,12 @@ class Family:
             BridgeError: there is none; the message says why.
         """
         flags = flags_of(self.compiler.module, matched.leaves)
-        self._least = tuple(map(min, self._least, point))
-        self._most = tuple(map(max, self._most, point))
-        code = self._code(point, mode, flags, matched)
+        self._note(self._point(matched))
+        code = self._code(mode, flags, matched)
         if isinstance(code, str):
             self.refused = self.guessed
             raise (RefusedGuessError if self.guessed else BuildError)(code)
+        point = self._point(matched)
         if not code.points.hold(point):
             raise BuildError(
                 f"code for other sizes is for {code.points.least} to {code.points.most}"
@@ -158,10 +161,25 @@ class Family:
             raise BuildError(f"the sizes are not such as forward takes for granted: {broken}")
         return self._instantiated(code, point, flags, matched)
 
-    def _code(
-        self, point: Point, mode: Mode, flags: Flags, matched: Matched
-    ) -> SymbolicCode | str:
-        """The code for a call with the sizes ``point``, compiled now where it is missing.
+    def _point(self, matched: Matched) -> Point:
+        """The symbols of code for a call.
+
+        Raises:
+            BuildError: its sizes are not related as those of other calls.
+        """
+        point = self._related.sizes(matched.leaves)
+        if point is None or min(point) < LEAST_SIZE:
+            raise BuildError("the sizes are not such multiples, or sums, as forward demands")
+        return point
+
+    def _note(self, *points: Point) -> None:
+        """Code is to be for these sizes, too."""
+        for point in points:
+            self._least = tuple(max(LEAST_SIZE, min(n)) for n in zip(self._least, point, strict=True))
+            self._most = tuple(map(max, self._most, point))
+
+    def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
+        """The code for the sizes of a call, compiled now where it is missing.
 
         Sizes below those of the first code have another one: its loops have fewer lanes.
         """
@@ -169,7 +187,10 @@ class Family:
         if common is None:
             # That compiled in the background may be for the sizes of earlier calls.
             common = self._compile((mode, flags, False), matched, self._least)
-        if isinstance(common, str) or common.points.hold(point):
+        if isinstance(common, str):
+            return common
+        point = self._point(matched)
+        if common.points.hold(point):
             return common
         least = common.points.least
         is_small = any(size < bound for size, bound in zip(point, least, strict=True))
@@ -237,7 +258,7 @@ class Family:
     def _compiled(
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
-        compiler, symbols, names = self.compiler, self.symbols, self.signature.names
+        compiler, symbols, names = self.compiler, self._related, self.signature.names
         *least, most = bounds
         dimensions = [d for group in symbols.dimensions for d in group]
         trace = traced_with_symbols(
@@ -247,6 +268,12 @@ class Family:
             needs_grad=mode.needs_grad,
             autocast=mode.autocast,
         )
+        if self._related is self.symbols:
+            self._related = related(symbols, trace.relations, (args, kwargs), bounds)
+            shapes = [shapes_of(symbols.probe(args, kwargs, point)) for point in bounds]
+            self._least = self._most = self._related.point_of(shapes[-1])
+            self._note(*map(self._related.point_of, shapes))
+            symbols, least, most = self._related, [self._least], self._most
         return compile_symbolic(
             compiler.module,
             partial(symbols.probe, args, kwargs),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -51,15 +51,36 @@ class DemandedSizeError(CaptureError):
         self.dimensions = tuple(dimensions)
 
 
+class Form(NamedTuple):
+    """A size that is ``scale`` times a symbol, and ``offset``."""
+
+    scale: int = 1
+    offset: int = 0
+
+    def size(self, symbol: int) -> int:
+        """The size where the symbol is this number."""
+        return self.scale * symbol + self.offset
+
+    def symbol(self, size: int) -> int | None:
+        """The symbol of a size; None: no symbol has it."""
+        symbol, rest = divmod(size - self.offset, self.scale)
+        return None if rest else symbol
+
+
+_ITSELF = Form()
+
+
 @dataclass(frozen=True)
 class Symbols:
-    """The symbolic dimensions: those of each symbol have one size at every call.
+    """The symbolic dimensions: the sizes of each symbol's are found from one number at every call.
 
     Args:
         dimensions: of each symbol.
+        forms: of dimensions whose size is not the symbol itself.
     """
 
     dimensions: tuple[tuple[Dimension, ...], ...]
+    forms: Mapping[Dimension, Form] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *calls: Shapes) -> Symbols | None:
@@ -97,15 +118,20 @@ class Symbols:
         shapes = {i: leaf.shape for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         found: list[int] = []
         for dimensions in self.dimensions:
-            sizes = {shapes[leaf][number] for leaf, number in dimensions}
-            if len(sizes) > 1 or not min(sizes):
+            numbers = {self.form(d).symbol(shapes[d[0]][d[1]]) for d in dimensions}
+            number = numbers.pop()
+            if numbers or number is None or number < 1:
                 return None
-            found += sizes
+            found.append(number)
         return tuple(found)
+
+    def form(self, dimension: Dimension) -> Form:
+        """How a size is found from its symbol."""
+        return self.forms.get(dimension, _ITSELF)
 
     def where(self, chosen: Sequence[bool]) -> Symbols:
         """Those of these symbols that are chosen."""
-        return Symbols(tuple(itertools.compress(self.dimensions, chosen)))
+        return replace(self, dimensions=tuple(itertools.compress(self.dimensions, chosen)))
 
     def are_all(self, sample: Shapes, leaves: Sequence[Any]) -> bool:
         """Whether a call differs from a sample in the sizes of symbols alone."""
@@ -120,7 +146,10 @@ class Symbols:
 
     def point_of(self, shapes: Mapping[int, Sequence[int]]) -> Point:
         """The sizes of the symbols in a call with these shapes, which they were found in."""
-        return tuple(shapes[leaf][number] for (leaf, number), *_ in self.dimensions)
+        first = (dimensions[0] for dimensions in self.dimensions)
+        return tuple(
+            (shapes[d[0]][d[1]] - self.form(d).offset) // self.form(d).scale for d in first
+        )
 
     def apart(self, shapes: Mapping[int, Sequence[int]]) -> Point:
         """The sizes of a call, all different: of equal ones torch.export would make one symbol."""
@@ -135,9 +164,9 @@ class Symbols:
         """Arguments as those given whose symbolic dimensions have the sizes of ``point``."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = {i: list(t.shape) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
-        for dimensions, size in zip(self.dimensions, point, strict=True):
+        for dimensions, symbol in zip(self.dimensions, point, strict=True):
             for leaf, number in dimensions:
-                shapes[leaf][number] = size
+                shapes[leaf][number] = self.form((leaf, number)).size(symbol)
         made = [_resized(leaf, shapes.get(i)) for i, leaf in enumerate(leaves)]
         found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(made, spec)
         return found
@@ -176,7 +205,10 @@ def points_within(
     fixed = [d for group in symbols.dimensions for d in group if not relations.is_symbolic(*d)]
     if fixed:
         raise DemandedSizeError(fixed, relations, names)
-    bounds = [min(relations.most(*d) for d in group) for group in symbols.dimensions]
+    bounds = [
+        min((relations.most(*d) - symbols.form(d).offset) // symbols.form(d).scale for d in group)
+        for group in symbols.dimensions
+    ]
     broken: str | None = None
     ways = itertools.product(dict.fromkeys(smallest), _LIMITS, (False, True))
     for least, limit, tight in ways:
