@@ -92,7 +92,7 @@ class Sizes:
         # Values that were looked for in vain, with so many atoms.
         self._missed: set[tuple[tuple[int, ...], int]] = set()
         # Values that are known to be quotients, however small they are.
-        self._quotients: set[tuple[int, ...]] = set()
+        self._quotients: dict[tuple[int, ...], None] = {}
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
         self._values = {
@@ -129,7 +129,12 @@ class Sizes:
     def note_quotient(self, extents: tuple[int, ...], divisor: int) -> None:
         """Note that code counts blocks of ``divisor`` elements that hold ``extents``."""
         if self.find(extents) is not None:
-            self._quotients.add(tuple(-(-extent // divisor) for extent in extents))
+            self._quotients[tuple(-(-extent // divisor) for extent in extents)] = None
+
+    def find_quotients(self) -> None:
+        """Find those that were noted: they may stand in products alone."""
+        for values in self._quotients:
+            self.find_divided(values)
 
     def content(self, values: Sequence[int]) -> int:
         """What divides the number with these values at the points, wherever the symbols are."""
