@@ -24,7 +24,7 @@ def bert() -> nn.Module:
         BertConfig(
             vocab_size=_VOCABULARY,
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=64,
         )
@@ -35,7 +35,7 @@ def gpt2() -> nn.Module:
     """A GPT-2 of two blocks."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(**_ROW, n_embd=32, n_layer=2, n_head=2))
+    return GPT2LMHeadModel(GPT2Config(**_ROW, n_embd=32, n_layer=1, n_head=2))
 
 
 def llama() -> nn.Module:
@@ -46,7 +46,7 @@ def llama() -> nn.Module:
         LlamaConfig(
             **_ROW,
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             num_key_value_heads=2,
             intermediate_size=64,
@@ -59,7 +59,7 @@ def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=_VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2
+        vocab_size=_VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2
     )
     config.decoder_start_token_id = config.pad_token_id
     return T5ForConditionalGeneration(config)
@@ -72,7 +72,7 @@ def vit() -> nn.Module:
     return ViTModel(
         ViTConfig(
             hidden_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=64,
             image_size=32,

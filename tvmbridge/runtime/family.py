@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
 from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
+from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
 from tvmbridge.runtime.background import UnderWayError
 from tvmbridge.runtime.entry import CompiledEntry
@@ -31,8 +32,8 @@ from tvmbridge.symbolic.probes import (
     Symbols,
     points_within,
 )
-from tvmbridge.symbolic.related import related
-from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.related import divided, related
+from tvmbridge.symbolic.sizes import DifferentCodeError, Point
 
 logger = logging.getLogger(__name__)
 
@@ -258,8 +259,7 @@ class Family:
     def _compiled(
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
-        compiler, symbols, names = self.compiler, self._related, self.signature.names
-        *least, most = bounds
+        compiler, symbols = self.compiler, self._related
         dimensions = [d for group in symbols.dimensions for d in group]
         trace = traced_with_symbols(
             compiler.module,
@@ -269,22 +269,45 @@ class Family:
             autocast=mode.autocast,
         )
         if self._related is self.symbols:
-            self._related = related(symbols, trace.relations, (args, kwargs), bounds)
-            shapes = [shapes_of(symbols.probe(args, kwargs, point)) for point in bounds]
-            self._least = self._most = self._related.point_of(shapes[-1])
-            self._note(*map(self._related.point_of, shapes))
-            symbols, least, most = self._related, [self._least], self._most
-        return compile_symbolic(
-            compiler.module,
-            partial(symbols.probe, args, kwargs),
-            points_within(trace.relations, symbols, (args, kwargs), least, most, names),
-            trace,
-            needs_grad=mode.needs_grad,
-            target=compiler.target,
-            options=compiler.options,
-            packing=compiler.packing,
-            autocast=mode.autocast,
-        )
+            bounds = self._relate(
+                related(symbols, trace.relations, (args, kwargs), bounds), (args, kwargs), bounds
+            )
+
+        def compiled() -> SymbolicCode:
+            *least, most = bounds
+            return compile_symbolic(
+                compiler.module,
+                partial(self._related.probe, args, kwargs),
+                points_within(
+                    trace.relations, self._related, (args, kwargs), least, most, self.signature.names
+                ),
+                trace,
+                needs_grad=mode.needs_grad,
+                target=compiler.target,
+                options=compiler.options,
+                packing=compiler.packing,
+                autocast=mode.autocast,
+            )
+
+        try:
+            return compiled()
+        except DifferentCodeError:
+            units = divided(self._related, trace, (args, kwargs), bounds)
+            if units is None or any(isinstance(c, SymbolicCode) for c in self.codes.values()):
+                raise
+            bounds = self._relate(units, (args, kwargs), bounds)
+            return compiled()
+
+    def _relate(
+        self, symbols: Symbols, sample: Arguments, bounds: tuple[Point, ...]
+    ) -> tuple[Point, ...]:
+        """Compile for these symbols from now on; return the bounds in them."""
+        shapes = [shapes_of(self._related.probe(*sample, point)) for point in bounds]
+        self._related = symbols
+        found = tuple(map(symbols.point_of, shapes))
+        self._least = self._most = found[-1]
+        self._note(*found)
+        return (self._least, self._least, self._most)
 
     def _instantiated(
         self, code: SymbolicCode, point: Point, flags: Flags, matched: Matched

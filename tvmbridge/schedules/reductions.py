@@ -138,8 +138,13 @@ def _split_by_columns(stage: Stage, columns: int) -> tuple[Any, Any]:
     raise ValueError(f"{stage.name} has no {columns} trailing columns")
 
 
-def loop_of_tasks(e: ReductionEmitter, tasks: int, task: Any) -> tirx.Stmt:
-    """Return a loop over tasks, parallel if there is enough work."""
+def loop_of_tasks(
+    e: ReductionEmitter, tasks: int, task: Any, extent: Expr | None = None
+) -> tirx.Stmt:
+    """Return a loop over tasks, parallel if there is enough work.
+
+    ``extent``: their number as an expression, where it is not a product of sizes.
+    """
     nest = e.nest
     work = nest.rows * nest.columns * e.stage.depth * (e.cost + 8)
     parallel = e.machine.chunks(work, tasks) > 1
@@ -149,4 +154,5 @@ def loop_of_tasks(e: ReductionEmitter, tasks: int, task: Any) -> tirx.Stmt:
             e.indexer.bind(t, tasks)
         return task(t)
 
-    return loop(tasks, body, tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL)
+    kind = tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL
+    return loop(tasks if extent is None else extent, body, kind)

@@ -99,7 +99,6 @@ class _Merger:
         for values in differing:
             if len(set(values)) > 1:
                 self._sizes.find(values)
-        self._sizes.find_quotients()
 
     def _merge(self, at: tuple[int, ...]) -> int:
         known = self._here.get(at)

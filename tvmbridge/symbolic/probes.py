@@ -28,6 +28,8 @@ Dimension: TypeAlias = tuple[int, int]
 Shapes: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 _LANES = 64
+# Code is for sizes so many times those that calls had.
+_FAR = 8
 # The smallest sizes that code may be for: 0 and 1 mean something else to broadcasting, and 2 is
 # also the number of many other things.
 _LEAST = (3, 5, 7, 11, 17)
@@ -206,8 +208,8 @@ def points_within(
     if fixed:
         raise DemandedSizeError(fixed, relations, names)
     bounds = [
-        min((relations.most(*d) - symbols.form(d).offset) // symbols.form(d).scale for d in group)
-        for group in symbols.dimensions
+        min(_bound(relations, symbols, d, size) for d in group)
+        for group, size in zip(symbols.dimensions, largest, strict=True)
     ]
     broken: str | None = None
     ways = itertools.product(dict.fromkeys(smallest), _LIMITS, (False, True))
@@ -222,6 +224,13 @@ def points_within(
             return points
     reason = broken or f"there are no sizes to compile for around {largest}"
     raise CaptureError(f"forward goes another way at other sizes: {reason}")
+
+
+def _bound(relations: Relations, symbols: Symbols, dimension: Dimension, largest: int) -> int:
+    """What the symbol of a dimension may not exceed, by forward, or since a call had ``largest``."""
+    scale, offset = symbols.form(dimension)
+    most = (relations.most(*dimension) - offset) // scale
+    return most if scale == 1 else min(most, _FAR * max(largest, -(-_LANES // scale)))
 
 
 def points_for(
@@ -246,7 +255,7 @@ def points_for(
         if bottom is None:
             return None
         least.append(bottom)
-        top = _largest(min(8 * max(high, _LANES), bound), taken, high, bottom)
+        top = _largest(min(_FAR * max(high, _LANES), bound), taken, high, bottom)
         common = min(max(high, 2 * _LEAST[-1]), bound)
         between = _prime_below(common, taken, least[-1], 4, 3)
         between = between or _prime_below(common, taken, least[-1])

@@ -9,8 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
-from tvmbridge.graph_capture.any_size import shapes_of
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.utils._sympy.functions import FloorDiv
+
+from tvmbridge.core.torch_private import pytree
+from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations, affine
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.probes import Dimension, Form, Symbols
@@ -76,6 +82,34 @@ def _in_units(
         fitting = (n for n in smaller if fit([*units[:place], n, *units[place + 1 :]]))
         units[place] = next(fitting, unit)
     return _scaled(symbols, units)
+
+
+def divided(
+    symbols: Symbols, trace: SymbolicTrace, sample: Arguments, seen: Sequence[Point]
+) -> Symbols | None:
+    """The symbols in units of what sizes are divided by, in the shapes of a trace; None: by nothing.
+
+    Images are cut into patches: with a unit of a patch their number is a product of symbols.
+    """
+    found: dict[Any, int] = {}
+    for node in trace.program.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            for size in value.shape if isinstance(value, torch.Tensor) else ():
+                expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(0)
+                for quotient in expression.atoms(FloorDiv):
+                    divisor, of = quotient.args[1], quotient.args[0].free_symbols
+                    if divisor.is_Integer and len(of) == 1:
+                        (symbol,) = of
+                        found[symbol] = math.lcm(found.get(symbol, 1), int(divisor))
+    units = []
+    for dimensions, sizes in zip(symbols.dimensions, zip(*seen, strict=True), strict=True):
+        leaf, number = dimensions[0]
+        symbol, *_ = affine(trace.relations.shapes[leaf][number]) or (None,)
+        units.append(math.gcd(found.get(symbol, 1), *sizes))
+    scaled = _scaled(symbols, units)
+    least = tuple(itertools.islice(_GENERIC[0], len(units)))
+    right = trace.relations.broken(shapes_of(scaled.probe(*sample, least))) is None
+    return scaled if right and math.prod(units) > 1 else None
 
 
 def _scaled(symbols: Symbols, units: Sequence[int]) -> Symbols:

@@ -91,8 +91,6 @@ class Sizes:
         self._atoms: tuple[Size, ...] = ()
         # Values that were looked for in vain, with so many atoms.
         self._missed: set[tuple[tuple[int, ...], int]] = set()
-        # Values that are known to be quotients, however small they are.
-        self._quotients: dict[tuple[int, ...], None] = {}
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
         self._values = {
@@ -114,8 +112,7 @@ class Sizes:
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
         """As :meth:`find`, of quotients and remainders of polynomials that were found before."""
         known = self.find(values)
-        accidental = max(values) < _LEAST_QUOTIENT and values not in self._quotients
-        if known is not None or accidental:
+        if known is not None or max(values) < _LEAST_QUOTIENT:
             return known
         whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
@@ -125,16 +122,6 @@ class Sizes:
             if _is_extent(size):
                 self._atoms += (size,)
         return size
-
-    def note_quotient(self, extents: tuple[int, ...], divisor: int) -> None:
-        """Note that code counts blocks of ``divisor`` elements that hold ``extents``."""
-        if self.find(extents) is not None:
-            self._quotients[tuple(-(-extent // divisor) for extent in extents)] = None
-
-    def find_quotients(self) -> None:
-        """Find those that were noted: they may stand in products alone."""
-        for values in self._quotients:
-            self.find_divided(values)
 
     def content(self, values: Sequence[int]) -> int:
         """What divides the number with these values at the points, wherever the symbols are."""
