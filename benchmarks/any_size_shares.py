@@ -211,7 +211,9 @@ def _line(name: str, tokens: int) -> Line:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a line for each row, and how often each reason stands; 1 where one misses."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.any_size_shares", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.any_size_shares", description=__doc__
+    )
     parser.add_argument("--rows", nargs="+", default=names(), help="prefixes of rows")
     parser.add_argument("--tokens", type=int, default=200, help="that generate adds")
     options = parser.parse_args(arguments)

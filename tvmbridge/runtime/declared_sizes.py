@@ -30,8 +30,8 @@ from tvmbridge.symbolic.declared import (
     names_no_size,
     symbols_of,
 )
-from tvmbridge.symbolic.probes import Dimension, Shapes
 from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.symbols import Dimension, Shapes
 
 # So many structures of arguments calls may have compiled.
 _MOST_SIGNATURES = 4

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from tvmbridge.core.errors import BridgeError, BuildError, first_line
-from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
+from tvmbridge.graph_capture.any_size import shapes_of
 from tvmbridge.graph_capture.surroundings import tracing_here, undisturbed
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.graph_capture.trace.standins import without_inference_tensors
@@ -22,18 +22,13 @@ from tvmbridge.runtime.guards.mode import Flags, Mode, flags_of
 from tvmbridge.runtime.guards.signature import Matched, Signature
 from tvmbridge.runtime.guards.state import ModuleState
 from tvmbridge.runtime.progress import progress
+from tvmbridge.runtime.sized_code import compiled_for, traced_for
 from tvmbridge.runtime.specialization import Specialization
 from tvmbridge.runtime.trial import try_out
-from tvmbridge.symbolic.code import SymbolicCode, compile_symbolic
-from tvmbridge.symbolic.probes import (
-    LEAST_SIZE,
-    Dimension,
-    Shapes,
-    Symbols,
-    points_within,
-)
+from tvmbridge.symbolic.code import SymbolicCode
 from tvmbridge.symbolic.related import divided, related
 from tvmbridge.symbolic.sizes import DifferentCodeError, Point
+from tvmbridge.symbolic.symbols import LEAST_SIZE, Dimension, Shapes, Symbols
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +171,9 @@ class Family:
     def _note(self, *points: Point) -> None:
         """Code is to be for these sizes, too."""
         for point in points:
-            self._least = tuple(max(LEAST_SIZE, min(n)) for n in zip(self._least, point, strict=True))
+            self._least = tuple(
+                max(LEAST_SIZE, min(n)) for n in zip(self._least, point, strict=True)
+            )
             self._most = tuple(map(max, self._most, point))
 
     def _code(self, mode: Mode, flags: Flags, matched: Matched) -> SymbolicCode | str:
@@ -211,7 +208,9 @@ class Family:
         mode, name = key[0], type(self.compiler.module).__name__
         what = f"compiling {name} for {mode}, any size"
         # What two processes compile is for the same sizes, whatever comes between.
-        bounds = self._bounds.setdefault(key, (least, tuple(map(max, least, self._least)), self._most))
+        bounds = self._bounds.setdefault(
+            key, (least, tuple(map(max, least, self._least)), self._most)
+        )
         body = partial(self._told, what, mode, matched, bounds)
         code: SymbolicCode | str
         try:
@@ -259,44 +258,20 @@ class Family:
     def _compiled(
         self, mode: Mode, args: Any, kwargs: Any, bounds: tuple[Point, ...]
     ) -> SymbolicCode:
-        compiler, symbols = self.compiler, self._related
-        dimensions = [d for group in symbols.dimensions for d in group]
-        trace = traced_with_symbols(
-            compiler.module,
-            *symbols.probe(args, kwargs, symbols.apart(shapes_of((args, kwargs)))),
-            dimensions,
-            needs_grad=mode.needs_grad,
-            autocast=mode.autocast,
-        )
-        if self._related is self.symbols:
-            bounds = self._relate(
-                related(symbols, trace.relations, (args, kwargs), bounds), (args, kwargs), bounds
-            )
-
-        def compiled() -> SymbolicCode:
-            *least, most = bounds
-            return compile_symbolic(
-                compiler.module,
-                partial(self._related.probe, args, kwargs),
-                points_within(
-                    trace.relations, self._related, (args, kwargs), least, most, self.signature.names
-                ),
-                trace,
-                needs_grad=mode.needs_grad,
-                target=compiler.target,
-                options=compiler.options,
-                packing=compiler.packing,
-                autocast=mode.autocast,
-            )
-
+        symbols, sample = self._related, (args, kwargs)
+        trace = traced_for(self.compiler, symbols, sample, mode)
+        if symbols is self.symbols:
+            symbols = related(symbols, trace.relations, sample, bounds)
+            bounds = self._relate(symbols, sample, bounds)
+        compiled = partial(compiled_for, self.compiler, self.signature.names, trace, sample, mode)
         try:
-            return compiled()
+            return compiled(symbols, bounds)
         except DifferentCodeError:
-            units = divided(self._related, trace, (args, kwargs), bounds)
+            units = divided(symbols, trace, sample, bounds)
             if units is None or any(isinstance(c, SymbolicCode) for c in self.codes.values()):
                 raise
-            bounds = self._relate(units, (args, kwargs), bounds)
-            return compiled()
+            bounds = self._relate(units, sample, bounds)
+            return compiled(units, bounds)
 
     def _relate(
         self, symbols: Symbols, sample: Arguments, bounds: tuple[Point, ...]

@@ -15,7 +15,7 @@ import torch
 from torch.export import Dim
 
 from tvmbridge.core.torch_private import placed_dynamic_shapes, pytree
-from tvmbridge.symbolic.probes import Dimension, Form, Shapes, Symbols
+from tvmbridge.symbolic.symbols import ITSELF, Dimension, Form, Shapes, Symbols
 
 Spec: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 
@@ -35,7 +35,7 @@ class DeclaredDimension:
     most: int | None
     is_hint: bool
     free: bool
-    form: Form = Form()
+    form: Form = ITSELF
 
     @classmethod
     def of(cls, given: Any, size: int, where: str) -> DeclaredDimension | None:
@@ -55,7 +55,7 @@ class DeclaredDimension:
             return cls(f"Dim.{kind}", given.min or 0, given.max, True, kind == "AUTO")
         if not isinstance(given, Dim):
             return None
-        root, form = given, Form()
+        root, form = given, ITSELF
         if hasattr(given, "root"):
             root = given.root
             offset, more = (int(given.fn(sympy.Integer(n))) for n in (0, 1))

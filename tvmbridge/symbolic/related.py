@@ -19,8 +19,8 @@ from tvmbridge.core.torch_private import pytree
 from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations, affine
 from tvmbridge.graph_capture.trace.arguments import Arguments
-from tvmbridge.symbolic.probes import Dimension, Form, Symbols
 from tvmbridge.symbolic.sizes import Point
+from tvmbridge.symbolic.symbols import Dimension, Form, Symbols
 
 # Symbols of sizes that are multiples of nothing but of a unit.
 _GENERIC = (17, 23, 29, 37, 41, 43, 47, 53), (3, 5, 7, 11, 13, 17, 19, 23)
@@ -87,7 +87,7 @@ def _in_units(
 def divided(
     symbols: Symbols, trace: SymbolicTrace, sample: Arguments, seen: Sequence[Point]
 ) -> Symbols | None:
-    """The symbols in units of what sizes are divided by, in the shapes of a trace; None: by nothing.
+    """The symbols in units of what the shapes of a trace divide sizes by; None: by nothing.
 
     Images are cut into patches: with a unit of a patch their number is a product of symbols.
     """
