@@ -57,8 +57,9 @@ class DeclaredDimension:
             return None
         root, form = given, ITSELF
         if hasattr(given, "root"):
-            root = given.root
-            offset, more = (int(given.fn(sympy.Integer(n))) for n in (0, 1))
+            made: Any = given
+            root = made.root
+            offset, more = (int(made.fn(sympy.Integer(n))) for n in (0, 1))
             form = Form(more - offset, offset)
         most = root.max if isinstance(root.max, int) else None
         return cls(root.__name__, root.min, most, False, False, form)
