@@ -17,7 +17,7 @@ _BATCH_AND_LENGTH = (((0, 0), (1, 0)), ((0, 1), (1, 1)))
 
 
 def bert() -> nn.Module:
-    """A BertModel of two layers."""
+    """A BertModel of one layer."""
     from transformers import BertConfig, BertModel
 
     return BertModel(
@@ -32,14 +32,14 @@ def bert() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
-    """A GPT-2 of two blocks."""
+    """A GPT-2 of one block."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(GPT2Config(**_ROW, n_embd=32, n_layer=1, n_head=2))
 
 
 def llama() -> nn.Module:
-    """A Llama of two layers whose heads share keys."""
+    """A Llama of one layer whose heads share keys."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
@@ -55,7 +55,7 @@ def llama() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """A T5 of two layers."""
+    """A T5 of one layer."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -66,7 +66,7 @@ def t5() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """A ViT of two layers with patches of 8."""
+    """A ViT of one layer with patches of 8."""
     from transformers import ViTConfig, ViTModel
 
     return ViTModel(

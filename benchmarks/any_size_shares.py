@@ -30,10 +30,10 @@ from tests.random_sizes.models import Model
 from tests.random_sizes.sequences import difference, step
 from tvmbridge import add_tvm_dispatch, dispatch_report
 
-VERBOSE = bool(__import__("os").environ.get("VERBOSE"))
 _CALLS, _FIRST = 20, 3
 _GENERATES = ("gpt2", "llama", "t5")
-_LEAST_SHARE, _MOST_COMPILATIONS = 0.97, 3
+# For the first call's sizes, for common ones, for small ones, and for a call of ones.
+_LEAST_SHARE, _MOST_COMPILATIONS = 0.97, 4
 
 
 class _Compilations(logging.Handler):
@@ -46,9 +46,7 @@ class _Compilations(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        self.done += text.startswith("compiled ")
-        if VERBOSE:
-            print("        ", text[:200], flush=True)
+        self.done += text.startswith("compiled ") and not text.startswith("compiled code:")
         if text.startswith("no code for any size"):
             self.failed.append(text)
 
