@@ -126,17 +126,17 @@ class Grown(nn.Module):
     """Two tensors that grow by a row, as the keys and values of a decoder do, of one length."""
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        return torch.cat([keys, x], 1) * torch.cat([values, x], 1)
+        row = x.view(2, 1, 3, 4).transpose(1, 2)
+        return torch.cat([keys, row], 2) * torch.cat([values, row], 2)
 
 
-@pytest.mark.parametrize("shapes", ["auto", (None, {1: Dim.AUTO}, {1: Dim.AUTO})])
+@pytest.mark.parametrize("shapes", ["auto", (None, {2: Dim.AUTO}, {2: Dim.AUTO})])
 def test_lengths_that_forward_finds_to_be_equal_when_they_have_grown(shapes: Any) -> None:
     module = Grown().eval()
     add_tvm_dispatch(module, dynamic_shapes=shapes)
     for length in (16, 17, 18, 40):
-        x, keys, values = torch.randn(1, 1, 4), *torch.randn(2, 1, length, 4)
-        expected = torch.cat([keys, x], 1) * torch.cat([values, x], 1)
-        torch.testing.assert_close(module(x, keys, values), expected)
+        x, keys, values = torch.randn(2, 1, 12), *torch.randn(2, 2, 3, length, 4)
+        torch.testing.assert_close(module(x, keys, values), Grown()(x, keys, values))
     assert dispatch_report(module).fallbacks == {}
 
 
