@@ -198,6 +198,7 @@ class Sizes:
     def _with_borders(self, values: tuple[int, ...]) -> Iterable[Size]:
         """Products of a quotient and another extent, each with a number: images with borders."""
         ones = [m for m in self._monomials if sum(m) == 1]
+        extents: list[tuple[Size, tuple[int, ...], tuple[Size, ...]]]
         extents = [(Size(((1, m),)), m, ()) for m in ones]
         extents += [(a, (0,) * self.symbols, (a,)) for a in self._atoms]
         at = [([x.at(p) for p in self.points], powers, atoms) for x, powers, atoms in extents]
