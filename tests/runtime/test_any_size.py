@@ -67,13 +67,6 @@ class Fewer(nn.Module):
         return y.exp(), y.abs().sqrt().sum()
 
 
-class Groups(nn.Module):
-    """Sums over groups, of columns that blocks of a power of two hold only in part."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape, 1, 1).expand(-1, -1, 3, 8).sin().cumsum(2).transpose(1, 2).sum(1)
-
-
 class Parity(nn.Module):
     """Goes two ways, by what no range of sizes says."""
 
@@ -109,12 +102,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Siz
         Fewer,
         lambda b, n: torch.randn(b, n),
         [(10, 119), (34, 49), (7, 20), (9, 65), (33, 17), (5, 31)],
-        False,
-    ),
-    "sums of groups": (
-        Groups,
-        lambda b, n: torch.randn(b, n),
-        [(6, 30), (7, 31), (9, 20), (12, 64)],
         False,
     ),
     "parity": (Parity, lambda n: torch.randn(n, 3), [(5,), (7,), (8,), (12,), (9,)], False),

@@ -68,6 +68,7 @@ class _Recorded:
 class _Repeated:
     def __init__(self, decisions: Sequence[tuple[Rule, Any]]) -> None:
         self.left = list(reversed(decisions))
+        self.quotients: list[tuple[int, int]] = []
 
     def follow(self, rule: Rule, _: Callable[[], Any]) -> Any:
         """What was decided before."""
@@ -106,6 +107,17 @@ def divides(divisor: int, extent: int) -> bool:
     return bool(decided(Rule.DIVIDES, lambda: _Multiple(extent, divisor)))
 
 
+def blocks_of(extent: int, block: int) -> int:
+    """Return how many blocks of ``block`` elements hold ``extent``, the last one perhaps in part.
+
+    Symbolic code is told of the quotient: values of a few blocks do not say what they count.
+    """
+    now = _now.get()
+    if isinstance(now, _Repeated):
+        now.quotients.append((extent, block))
+    return -(-extent // block)
+
+
 def sizes_vary() -> bool:
     """Whether what is compiled now stands for code for other sizes, too."""
     return _now.get() is not None
@@ -130,8 +142,11 @@ def recorded_decisions(
 @contextmanager
 def repeated_decisions(
     decisions: Sequence[tuple[Rule, Any]],
-) -> Iterator[None]:
+) -> Iterator[list[tuple[int, int]]]:
     """Repeat ``decisions`` within it, in their order.
+
+    Yields:
+        the extents and blocks that :func:`blocks_of` is asked for, in their order.
 
     Raises:
         BuildError: there are more or fewer.
@@ -139,7 +154,7 @@ def repeated_decisions(
     repeated = _Repeated(decisions)
     token = _now.set(repeated)
     try:
-        yield
+        yield repeated.quotients
     finally:
         _now.reset(token)
     if repeated.left:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvmbridge.core.decisions import Rule, decided, sizes_vary
+from tvmbridge.core.decisions import Rule, blocks_of, decided, sizes_vary
 from tvmbridge.schedules.indexing import integer
 from tvmbridge.schedules.kernel import Stage
 from tvmbridge.schedules.loops import (
@@ -19,7 +19,6 @@ from tvmbridge.schedules.loops import (
     loop,
     over_vectors,
     power_of_two_below,
-    rounded_up,
     store,
     vector_loop,
 )
@@ -40,7 +39,7 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
     e = ReductionEmitter(nest, machine, memory)
     stage, rows, columns, depth = nest.stage, nest.rows, nest.columns, nest.stage.depth
     block = decided(Rule.LEAST, lambda: min(columns, _BLOCK))
-    blocks, count = -(-columns // block), rounded_up(columns, block)
+    blocks = blocks_of(columns, block)
     parts = e.parts(rows * blocks, depth)
     lanes = power_of_two_below(min(machine.lanes, block)) if e.vectorizable else 1
     # Decided here, since at other sizes there may be one part.
@@ -53,8 +52,9 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
         return store(partial, value, offset)
 
     def task(t: Expr) -> list[tirx.Stmt]:
+        row = e.indexer.simplify(t // integer(blocks * parts))
         part = e.indexer.simplify(t % integer(parts))
-        row, number, named = _places(e, t, count, parts)
+        number = e.indexer.simplify(t // integer(parts) % integer(blocks))
         first = e.index(columns - block + 1, "first")
         start, end = (integer(depth) * p // integer(parts) for p in (part, part + integer(1)))
         accumulator, allocation = allocate([block], stage.dtype, f"{stage.name}_sums")
@@ -72,34 +72,17 @@ def emit_columns(nest: ReductionNest, machine: Machine, memory: Memory) -> list[
 
         return [
             allocation,
-            *named,
             tirx.Bind(first, tirx.Min(number * integer(block), less(columns, block))),
             over_vectors(block, lanes, clear),
             *_Block(e, accumulator, lanes, row, first, block).add_steps(start, end),
             over_vectors(block, lanes, write),
         ]
 
-    extent = None if isinstance(count, int) else tirx.Mul(count, integer(rows * parts))
-    bound = loop_of_tasks(e, rows * blocks * parts, task, extent)
+    tasks = rows * blocks * parts
+    bound = loop_of_tasks(e, tasks, task)
     if parts == 1:
         return [bound]
     return [room, bound, *combine_parts(stage, partial, parts, across, memory, e.evaluator)]
-
-
-def _places(
-    e: ReductionEmitter, t: Expr, count: int | Expr, parts: int
-) -> tuple[Expr, Expr, list[tirx.Stmt]]:
-    """Return the row and the block of task ``t``, and what binds their names.
-
-    They have names where the number of blocks depends on sizes: it stays a quotient in them.
-    """
-    if isinstance(count, int):
-        row = e.indexer.simplify(t // integer(count * parts))
-        return row, e.indexer.simplify(t // integer(parts) % integer(count)), []
-    row, number = e.index(e.nest.rows, "row"), e.index(e.nest.columns, "block")
-    block = tirx.FloorDiv(t, integer(parts))
-    values = (row, tirx.FloorDiv(block, count)), (number, tirx.FloorMod(block, count))
-    return row, number, [tirx.Bind(name, value) for name, value in values]
 
 
 @dataclass(frozen=True)

@@ -138,13 +138,8 @@ def _split_by_columns(stage: Stage, columns: int) -> tuple[Any, Any]:
     raise ValueError(f"{stage.name} has no {columns} trailing columns")
 
 
-def loop_of_tasks(
-    e: ReductionEmitter, tasks: int, task: Any, extent: Expr | None = None
-) -> tirx.Stmt:
-    """Return a loop over tasks, parallel if there is enough work.
-
-    ``extent``: their number as an expression, where it is not a product of sizes.
-    """
+def loop_of_tasks(e: ReductionEmitter, tasks: int, task: Any) -> tirx.Stmt:
+    """Return a loop over tasks, parallel if there is enough work."""
     nest = e.nest
     work = nest.rows * nest.columns * e.stage.depth * (e.cost + 8)
     parallel = e.machine.chunks(work, tasks) > 1
@@ -154,5 +149,4 @@ def loop_of_tasks(
             e.indexer.bind(t, tasks)
         return task(t)
 
-    kind = tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL
-    return loop(tasks if extent is None else extent, body, kind)
+    return loop(tasks, body, tirx.ForKind.PARALLEL if parallel else tirx.ForKind.SERIAL)

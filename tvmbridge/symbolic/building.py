@@ -98,8 +98,13 @@ def _scheduled(
         with recorded_decisions(followed(decided)) as decisions:
             run(each, bundle)
         decided.append(decisions)
-    for_all, found = agreed(decided, sizes.content), []
+    for_all, found, quotients = agreed(decided, sizes.content), [], []
     for each, bundle in both:
-        with repeated_decisions(for_all):
+        with repeated_decisions(for_all) as here:
             found.append(run(each, bundle))
+        quotients.append(here)
+    for at_points in zip(*quotients, strict=True):
+        extents, (divisor, *others) = zip(*at_points, strict=True)
+        if all(other == divisor for other in others):
+            sizes.note_quotient(extents, divisor)
     return found

@@ -94,6 +94,8 @@ class Sizes:
         self._atoms: tuple[Size, ...] = ()
         # Values that were looked for in vain, with so many atoms.
         self._missed: set[tuple[tuple[int, ...], int]] = set()
+        # Values that are known to be quotients, however small they are.
+        self._quotients: set[tuple[int, ...]] = set()
         powers = itertools.product(range(_MOST_POWER + 1), repeat=self.symbols)
         self._monomials = sorted(powers, key=sum)
         self._values = {
@@ -117,7 +119,8 @@ class Sizes:
     def find_divided(self, values: tuple[int, ...]) -> Size | None:
         """As :meth:`find`, of quotients and remainders of polynomials that were found before."""
         known = self.find(values)
-        if known is not None or max(values) < _LEAST_QUOTIENT:
+        accidental = max(values) < _LEAST_QUOTIENT and values not in self._quotients
+        if known is not None or accidental:
             return known
         whole = self.known
         whole -= {s for s in whole if _begins_last_vector(s, whole)}
@@ -127,6 +130,11 @@ class Sizes:
             if _is_extent(size):
                 self._atoms += (size,)
         return size
+
+    def note_quotient(self, extents: tuple[int, ...], divisor: int) -> None:
+        """Note that code counts blocks of ``divisor`` elements that hold ``extents``."""
+        if self.find(extents) is not None:
+            self._quotients.add(tuple(-(-extent // divisor) for extent in extents))
 
     def content(self, values: Sequence[int]) -> int:
         """What divides the number with these values at the points, wherever the symbols are."""
