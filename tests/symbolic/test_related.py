@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from tvmbridge.graph_capture.any_size import shapes_of, traced_with_symbols
 from tvmbridge.symbolic.related import divided, related
-from tvmbridge.symbolic.symbols import Form, Symbols
+from tvmbridge.symbolic.symbols import LinearSize, Symbols
 
 
 class Grows(nn.Module):
@@ -34,26 +34,47 @@ class Patches(nn.Module):
         return functional.conv1d(x, x.new_ones(1, 3, 4), stride=4) * y.mean()
 
 
+def _forms(
+    first: tuple[int, int], scale: int, other: LinearSize | None = None
+) -> dict[tuple[int, int], LinearSize]:
+    return {first: LinearSize(scale), (1, 0): other or LinearSize()}
+
+
 @pytest.mark.parametrize(
     ("module", "shapes", "calls", "expected"),
     [
-        (Grows(), [(9,), (10,)], [(9, 10), (14, 15)], {(0, 0): Form(), (1, 0): Form(1, 1)}),
-        (Halves(), [(1, 3, 24), (8,)], [(24, 8), (36, 12)], {(0, 2): Form(2), (1, 0): Form()}),
-        (Patches(), [(1, 3, 24), (8,)], [(24, 8), (48, 12)], {(0, 2): Form(4), (1, 0): Form()}),
+        (
+            Grows(),
+            [(9,), (10,)],
+            [(9, 10), (14, 15)],
+            {(0, 0): LinearSize(), (1, 0): LinearSize(1, 1)},
+        ),
+        (
+            Halves(),
+            [(1, 3, 24), (8,)],
+            [(24, 8), (36, 12)],
+            {(0, 2): LinearSize(2), (1, 0): LinearSize()},
+        ),
+        (
+            Patches(),
+            [(1, 3, 24), (8,)],
+            [(24, 8), (48, 12)],
+            {(0, 2): LinearSize(4), (1, 0): LinearSize()},
+        ),
     ],
 )
 def test_forms_are_those_that_forward_demands(
     module: nn.Module,
     shapes: list[tuple[int, ...]],
     calls: list[tuple[int, int]],
-    expected: dict[tuple[int, int], Form],
+    expected: dict[tuple[int, int], LinearSize],
 ) -> None:
     sample = tuple(map(torch.randn, shapes)), dict[str, torch.Tensor]()
     symbols = Symbols(tuple((d,) for d in expected))
     trace = traced_with_symbols(module, *sample, list(expected), needs_grad=False)
     found = related(symbols, trace.relations, sample, calls)
     if isinstance(module, Patches):
-        assert set(found.forms.values()) == {Form()}
+        assert set(found.forms.values()) == {LinearSize()}
         units = divided(found, trace, sample, calls)
         assert units is not None
         found = units

@@ -15,7 +15,7 @@ import torch
 from torch.export import Dim
 
 from tvmbridge.core.torch_private import placed_dynamic_shapes, pytree
-from tvmbridge.symbolic.symbols import ITSELF, Dimension, Form, Shapes, Symbols
+from tvmbridge.symbolic.symbols import ITSELF, Dimension, LinearSize, Shapes, Symbols
 
 Spec: TypeAlias = Mapping[str, Any] | tuple[Any, ...] | list[Any]
 
@@ -35,7 +35,7 @@ class DeclaredDimension:
     most: int | None
     is_hint: bool
     free: bool
-    form: Form = ITSELF
+    form: LinearSize = ITSELF
 
     @classmethod
     def of(cls, given: Any, size: int, where: str) -> DeclaredDimension | None:
@@ -60,7 +60,7 @@ class DeclaredDimension:
             made: Any = given
             root = made.root
             offset, more = (int(made.fn(sympy.Integer(n))) for n in (0, 1))
-            form = Form(more - offset, offset)
+            form = LinearSize(more - offset, offset)
         most = root.max if isinstance(root.max, int) else None
         return cls(root.__name__, root.min, most, False, False, form)
 

@@ -20,7 +20,7 @@ from tvmbridge.graph_capture.any_size import SymbolicTrace, shapes_of
 from tvmbridge.graph_capture.relations import Relations, affine
 from tvmbridge.graph_capture.trace.arguments import Arguments
 from tvmbridge.symbolic.sizes import Point
-from tvmbridge.symbolic.symbols import Dimension, Form, Symbols
+from tvmbridge.symbolic.symbols import Dimension, LinearSize, Symbols
 
 # Symbols of sizes that are multiples of nothing but of a unit.
 _GENERIC = (17, 23, 29, 37, 41, 43, 47, 53), (3, 5, 7, 11, 13, 17, 19, 23)
@@ -52,7 +52,7 @@ def _merged(symbols: Symbols, relations: Relations) -> Symbols:
             apart.append(dimensions)
             continue
         symbol, scale, offset = found
-        forms.update(dict.fromkeys(dimensions, Form(scale, offset)))
+        forms.update(dict.fromkeys(dimensions, LinearSize(scale, offset)))
         groups.setdefault(symbol, []).extend(dimensions)
     return Symbols((*map(tuple, groups.values()), *apart), forms)
 
@@ -114,7 +114,7 @@ def divided(
 
 def _scaled(symbols: Symbols, units: Sequence[int]) -> Symbols:
     forms = {
-        d: Form(symbols.form(d).scale * unit, symbols.form(d).offset)
+        d: LinearSize(symbols.form(d).scale * unit, symbols.form(d).offset)
         for dimensions, unit in zip(symbols.dimensions, units, strict=True)
         for d in dimensions
     }

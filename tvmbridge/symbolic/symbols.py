@@ -22,7 +22,7 @@ LEAST_SIZE = 2
 _LEAST_ROWS = 3
 
 
-class Form(NamedTuple):
+class LinearSize(NamedTuple):
     """A size that is ``scale`` times a symbol, and ``offset``."""
 
     scale: int = 1
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 # Of a size that is the symbol.
-ITSELF = Form()
+ITSELF = LinearSize()
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Symbols:
     """
 
     dimensions: tuple[tuple[Dimension, ...], ...]
-    forms: Mapping[Dimension, Form] = field(default_factory=dict)
+    forms: Mapping[Dimension, LinearSize] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *calls: Shapes) -> Symbols | None:
@@ -97,7 +97,7 @@ class Symbols:
             found.append(number)
         return tuple(found)
 
-    def form(self, dimension: Dimension) -> Form:
+    def form(self, dimension: Dimension) -> LinearSize:
         """How a size is found from its symbol."""
         return self.forms.get(dimension, ITSELF)
 
