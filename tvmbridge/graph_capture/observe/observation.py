@@ -42,7 +42,7 @@ from tvmbridge.graph_capture.observe.attributes import (
     values_read,
 )
 from tvmbridge.graph_capture.observe.effects import QuestionWatch, StateBefore, impurities
-from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, is_tagged, laid_out
+from tvmbridge.graph_capture.observe.fakes import Fakes, all_tensors, any_tagged, laid_out
 from tvmbridge.graph_capture.observe.foreign import ForeignConstant, ForeignModules, ForeignTensors
 from tvmbridge.graph_capture.observe.objects import NO_READS, ObjectReads
 from tvmbridge.graph_capture.observe.outside import OutsideReads
@@ -221,7 +221,7 @@ class _Run:
             if id(r) in self.questions.started
         )
         self._writes_entwined = versions != list(map(version_of, self._fakes.entwined))
-        self._tagged = any(map(is_tagged, (*tensors, *self.results)))
+        self._tagged = any_tagged((*tensors, *self.results))
         if any(isinstance(r, torch.Tensor) and r.is_inference() for r in self.results):
             self.questions.asks.add(Question.INFERENCE)
         return structure
