@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from tests.dispatch_helpers import assert_same_step, eager, make_block, sample, 
 from tvmbridge import add_tvm_dispatch, dispatch_report
 from tvmbridge.compiler.executable import LoadedModule
 from tvmbridge.kernels.table import clear_tables
+from tvmbridge.runtime import speed_trial
 from tvmbridge.runtime.speed_trial import SpeedTrial
 from tvmbridge.runtime.timed_path import AsidePath, TimedPath
 
@@ -29,6 +31,7 @@ SECONDS = 0.03
 @pytest.fixture(autouse=True)
 def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TVMBRIDGE_ONLY_IF_FASTER", "1")
+    monkeypatch.setattr(speed_trial, "_LONG", math.inf)  # the calls here sleep
 
 
 def slow_code(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
@@ -62,6 +65,16 @@ def evaluated(module: nn.Module, x: torch.Tensor, calls: int) -> None:
             torch.testing.assert_close(module(x), reference(x))
 
 
+def test_long_calls_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_code(monkeypatch, "forward")
+    monkeypatch.setattr(speed_trial, "_LONG", SECONDS / 2)
+    module = add_tvm_dispatch(make_block().eval(), sample())
+    evaluated(module, sample(), 5)
+    report = dispatch_report(module)
+    assert (report.tvm_calls, report.timed_calls, report.aside_calls) == (5, 0, 0)
+    assert "too long to have calls" in " ".join(str(report).split())
+
+
 def test_slower_code_steps_aside(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,6 +87,7 @@ def test_slower_code_steps_aside(
     assert report.share == 1
     (found,) = report.specializations
     assert found.verdict is not None
+    assert found.verdict.own is not None
     assert found.verdict.compiled > SECONDS > found.verdict.own
     assert isinstance(path_of(module), AsidePath)
     text = " ".join(str(report).split())

@@ -8,6 +8,7 @@ from then on. The verdict is kept on this machine, by the key of the code.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import threading
@@ -33,6 +34,9 @@ _EARLY = 3
 _SAMPLES = 5
 # So many are taken where their median and their least say the contrary.
 _MOST_SAMPLES = 10
+# Seconds of a call by compiled code from which on nothing is timed: what a call costs beside its
+# kernels decides for short calls alone, and a trial would slow a program down by its long ones.
+_LONG = 1e-3
 # The first calls of code are not timed, nor the first of the own forward: libraries prepare
 # their kernels at these, and on a GPU the fourth call is captured as a CUDA graph.
 _CODE_FIRST = {"cpu": 2, "cuda": 4}
@@ -71,6 +75,7 @@ class SpeedTrial:
         self._conclude = conclude
         self._samples: dict[bool, list[_Sample]] = {True: [], False: []}
         self._warm_up = [*[True] * _CODE_FIRST.get(device.type, 2), False]
+        self._first = math.inf  # seconds of the shortest of the first calls by compiled code
         self._running = threading.Lock()
         # Calls of the trial, and calls after it, that the module's own forward served.
         self.timed_calls = 0
@@ -118,12 +123,22 @@ class SpeedTrial:
         if not by_code:
             self.timed_calls += 1
         if self._warm_up:
-            del self._warm_up[0]
+            self._leave_long_calls(seconds if by_code else None)
             return results
         sample = _Sample(seconds + before if by_code else seconds)
         self._samples[by_code].append(sample)
         self._time_backward(sample, results)
         return results
+
+    def _leave_long_calls(self, seconds: float | None) -> None:
+        """End a first call, and the trial where compiled code takes long for a call."""
+        del self._warm_up[0]
+        if seconds is None:
+            return
+        self._first = min(self._first, seconds)
+        if self._warm_up[0] is False and self._first > _LONG:
+            self.verdict = SpeedVerdict(self._first, None)
+            self._conclude(self.verdict)
 
     def _code_is_next(self) -> bool:
         return len(self._samples[True]) <= len(self._samples[False])
@@ -138,6 +153,7 @@ class SpeedTrial:
             for samples in self._samples.values()
         )
         found, least = (self._verdict(of, with_backward) for of in (statistics.median, min))
+        assert found.own is not None
         if min(counts) < _SAMPLES and found.compiled > _CLEARLY_FASTER * found.own:
             return
         if found.pays != least.pays and min(counts) < _MOST_SAMPLES:

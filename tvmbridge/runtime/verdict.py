@@ -12,16 +12,17 @@ _SLOWER = 1.03
 class SpeedVerdict(NamedTuple):
     """Median seconds of a call by compiled code and by the module's own forward.
 
-    In training the seconds include those of the backward pass.
+    In training the seconds include those of the backward pass. ``own`` is None for calls so long
+    that the module's own forward was not timed.
     """
 
     compiled: float
-    own: float
+    own: float | None
 
     @property
     def pays(self) -> bool:
         """Whether compiled code serves."""
-        return self.compiled <= _SLOWER * self.own
+        return self.own is None or self.compiled <= _SLOWER * self.own
 
     @classmethod
     def parsed(cls, text: str) -> SpeedVerdict | None:
@@ -38,6 +39,11 @@ class SpeedVerdict(NamedTuple):
 
     def text(self) -> str:
         """Both times, and what serves."""
+        if self.own is None:
+            return (
+                f"a call takes {_shown(self.compiled)} by compiled code: too long to have calls "
+                "served by the module's own forward to time it"
+            )
         serves = "compiled code" if self.pays else "the module's own forward"
         return (
             f"a call takes {_shown(self.compiled)} by compiled code and {_shown(self.own)} by the "
