@@ -75,6 +75,15 @@ def test_values(options: dict[str, object], dtype: torch.dtype, train: bool) -> 
     check(lambda: Attention(**options), (torch.randn(2, 19, 64),), dtype, train=train)  # type: ignore[arg-type]
 
 
+def test_a_layer_of_pytorch_trains_by_the_kernel() -> None:
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+
+    check(make, (torch.randn(2, 19, 64),), torch.float32)
+    tvm, _ = pair(lambda: make().bfloat16(), torch.randn(2, 19, 64).to("cuda", torch.bfloat16))
+    assert "tvmbridge.fused_attention.default" in dispatch_report(tvm).aten_calls
+
+
 def test_the_kernel_is_fused() -> None:
     x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16)
     tvm, _ = pair(lambda: Attention().bfloat16(), x)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from tvmbridge.core.autocast import without_autocast
 from tvmbridge.graph_capture.trace.function_table import Call, replaces
@@ -92,7 +94,7 @@ def attention_with_dropout(*args: Any, **kwargs: Any) -> Any:
 _SIGNATURE = inspect.signature(attention)
 
 
-@replaces(torch.nn.functional.scaled_dot_product_attention)
+@replaces(functional.scaled_dot_product_attention)
 def _attention_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On a GPU the operators of ``fused_attention.py``, where PyTorch has a kernel; otherwise taken
     apart if it has dropout or a gradient, which nothing else sees of a kernel.
@@ -128,3 +130,26 @@ def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cuda"))
+
+
+def _attention_of_a_layer(*args: Any, **kwargs: Any) -> Any:
+    """Handle a call of attention by ``nn.MultiheadAttention``."""
+    return _attention_on_gpus(Call(functional.scaled_dot_product_attention, ()), args, kwargs)
+
+
+# A mode sees this function of Python, and nothing that it calls: the copy calls the handler.
+_multi_head_attention_forward = types.FunctionType(
+    functional.multi_head_attention_forward.__code__,
+    {
+        **vars(functional),
+        "scaled_dot_product_attention": _attention_of_a_layer,
+    },
+    argdefs=functional.multi_head_attention_forward.__defaults__,
+)
+
+
+@replaces(functional.multi_head_attention_forward)
+def _layer_on_gpus(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On a GPU the attention of ``nn.MultiheadAttention`` is handled as any other is."""
+    query = args[0] if args else kwargs["query"]
+    return (_multi_head_attention_forward if query.is_cuda else call)(*args, **kwargs)
