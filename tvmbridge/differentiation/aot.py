@@ -108,7 +108,7 @@ def trace_joint(
 def _in_calling_order(
     inputs: Sequence[GraphInput], noise: Sequence[NoiseDescriptor]
 ) -> list[GraphInput]:
-    """Return the inputs for the random draws in calling order: masks come last."""
+    """Return the inputs for the random draws in the order of the call: dropout masks come last."""
     pairs = list(zip(inputs, noise, strict=True))
     plain = [i for i, n in pairs if n.drop_probability is None]
     return plain + [i for i, n in pairs if n.drop_probability is not None]
@@ -217,7 +217,7 @@ def _batch_norm(
 
 
 def _functionalize(traced: fx.GraphModule, rehearsal: Rehearsal) -> fx.GraphModule:
-    """Return the graph without writes, decomposed by our table, for dense inputs."""
+    """Trace ``traced`` again without writes, decomposed by tvmbridge's table, for dense inputs."""
     given = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")]
     run = torch.func.functionalize(_SameDtypes(traced).run, remove="mutations")
     with rehearsal.mode, torch.no_grad():

@@ -84,7 +84,8 @@ def differentiate(
         records: receives a record of each pass.
 
     Raises:
-        UnsupportedOperatorError: names all operators without a gradient rule.
+        UnsupportedOperatorError: operators have no gradient rule (the message names all of them),
+            a tensor with a gradient is bfloat16, or no output depends on ``wanted``.
     """
     install_rules()
     mod = run_passes(mod, lowering_passes(), records)

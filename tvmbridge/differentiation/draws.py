@@ -1,4 +1,4 @@
-"""Describe random draws of eager PyTorch and of the captured graph in the same words.
+"""Describe random draws of eager PyTorch and of the captured graph in one format.
 
 Two draws with equal descriptions fill the same elements with the same numbers.
 """

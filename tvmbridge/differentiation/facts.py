@@ -1,9 +1,13 @@
-"""How eager PyTorch differentiates a module, and what the captured graph does not show of it.
+"""Find out how eager PyTorch differentiates a module, beyond what the captured graph shows.
 
 The captured graph holds forward alone. TVM's Gradient of it would be silently wrong where PyTorch
-does not differentiate forward as written: at ``detach``, under ``no_grad``, in custom autograd
-functions, and at operators whose decomposition has another derivative than PyTorch's formula (at
-kinks, or where one side is infinite). An eager replay of forward finds these places.
+does not differentiate forward as written:
+
+- at ``detach``, under ``no_grad``, and in custom autograd functions;
+- at operators whose decomposition has another derivative than PyTorch's formula, at kinks or where
+  a side is infinite.
+
+An eager replay of forward finds these places.
 """
 
 from __future__ import annotations
