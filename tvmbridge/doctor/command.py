@@ -1,8 +1,7 @@
 """Check whether tvmbridge works on this machine, and advise what to do if it does not.
 
-A check is a function in :data:`CHECKS`. This process imports neither torch nor TVM, because they
-may crash. Only ``probes.py`` imports them, and each probe runs in a process of its own with a time
-limit.
+A check is a function in :data:`CHECKS`. Experiments with torch and TVM may crash or hang: they are
+the probes of ``probes.py``, and each runs in a process of its own with a time limit.
 """
 
 from __future__ import annotations
