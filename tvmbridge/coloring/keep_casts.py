@@ -17,7 +17,7 @@ from tvmbridge.passes.base import dtype_of
 
 
 def keep_casts(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return the variables that backward computes instead of reading them."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     once = {var for var in read_in_memory(graph) if _narrows_a_primal(graph, var)}
     return min_cut(graph, frozenset(once))
 

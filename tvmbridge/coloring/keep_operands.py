@@ -17,7 +17,7 @@ from tvmbridge.coloring.operators import fuses, is_view
 
 
 def keep_operands(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return the variables that backward computes instead of reading them."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     return min_cut(graph, read_in_memory(graph))
 
 

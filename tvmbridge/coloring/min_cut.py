@@ -2,9 +2,10 @@
 
 The policy solves a minimum cut of a flow network over the values that backward needs. Each variable
 is an edge from its computation to its uses, with its size in bytes as the capacity. The source
-feeds the variables that may be computed only once; the sink is behind the variables that backward
-needs. Variables whose edges are cut are kept; variables behind the cut are computed again. (The
-idea of recomputation is from T. Chen et al., "Training Deep Nets with Sublinear Memory Cost".)
+feeds the variables that may be computed only once, and the variables that backward needs feed the
+sink. Variables whose edges are cut are kept. Variables between the cut and the sink are computed
+again. (The idea of recomputation is from T. Chen et al., "Training Deep Nets with Sublinear Memory
+Cost".)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SOURCE, _SINK = "source", "sink"
 
 
 def min_cut(graph: JointGraph, once: Collection[relax.Var] = frozenset()) -> frozenset[relax.Var]:
-    """Return the variables that backward computes instead of reading them.
+    """Return the variables that backward computes itself, instead of reading forward's values.
 
     Among cuts of equal size, prefer one that keeps values which forward computes anyway, and among
     these the one that repeats least.

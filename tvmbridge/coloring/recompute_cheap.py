@@ -14,7 +14,7 @@ from tvmbridge.coloring.save_all import save_all
 
 
 def recompute_cheap(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return the variables that backward computes instead of reading them."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     repeated = set(save_all(graph))
     kept = graph.kept(repeated)
     # The values that are kept, or that backward repeats from these: operands at no extra cost.

@@ -15,7 +15,7 @@ _LIGHT = frozenset(f"relax.{name}" for name in ("astype", "multiply", "power", "
 
 
 def save_all(graph: JointGraph) -> frozenset[relax.Var]:
-    """Return the variables that backward computes instead of reading them."""
+    """Return the variables that backward computes itself, instead of reading forward's values."""
     repeated: set[relax.Var] = set()
     from_inputs: set[relax.Var] = set(graph.primals)
     for var, value in graph.bound.items():

@@ -73,7 +73,7 @@ def draw_batches(sentences: int, size: int, steps: int, seed: int) -> Iterator[t
 
 
 def largest_relative_difference(values: list[float], references: list[float]) -> float:
-    """Return the largest difference, each relative to its reference."""
+    """Return the largest absolute difference between values and references, each relative."""
     return max(abs(v - r) / abs(r) for v, r in zip(values, references, strict=True))
 
 

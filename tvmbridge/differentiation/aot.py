@@ -1,4 +1,4 @@
-"""The joint function by PyTorch's own derivative formulas.
+"""Record the joint function from PyTorch's autograd, with PyTorch's own derivative formulas.
 
 The module's forward and its gradient run on fake tensors under PyTorch's autograd, and every ATen
 operator of both is recorded. The recorded graph is the joint function exactly as eager PyTorch
@@ -168,7 +168,7 @@ def _refuse_unsaved(traced: fx.GraphModule, rehearsal: Rehearsal) -> None:
         tensor = getattr(traced, str(node.target), None)
         if not isinstance(tensor, torch.Tensor) or storage_key(tensor) in known:
             continue
-        # PyTorch lifts tensors that backward creates from numbers; they are no outside tensors.
+        # PyTorch lifts tensors that backward itself creates from numbers, which is fine.
         if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
             raise UnsupportedOperatorError(
                 "the backward of a custom autograd function reads a tensor of shape "
@@ -205,7 +205,7 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Return the batch norm overload whose schema says whether it writes running statistics."""
+    """Run batch norm by an overload whose schema declares which running statistics it writes."""
     if not training:
         norm = aten._native_batch_norm_legit_no_training.default
         return norm(x, weight, bias, mean, variance, momentum, eps)

@@ -49,7 +49,10 @@ class AppliedFunction:
 
 
 class FunctionWatch:
-    """Records the custom autograd functions of forward in ``reasons`` against TVM's Gradient."""
+    """Records the custom autograd functions that forward applies.
+
+    ``reasons`` receives a sentence for each function: TVM's Gradient does not know its backward.
+    """
 
     def __init__(self, reasons: dict[str, None]) -> None:
         self._reasons = reasons
@@ -57,7 +60,7 @@ class FunctionWatch:
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Record the functions in this context, even if their ``apply`` was bound before."""
+        """Record the functions applied in this context, also by a stored reference to ``apply``."""
 
         def applied(genuine: Any, ctx: BackwardCFunction) -> None:
             # Each call of Function.apply, from Python or C++, creates this autograd node.
@@ -148,7 +151,10 @@ def _behind(node: Any) -> set[Any]:
 
 
 def _edges_behind(edge: _Edge) -> set[_Edge]:
-    """Return all edges (node and output number) that backward may visit from ``edge`` on."""
+    """Return all autograd edges that backward from ``edge`` may visit, including ``edge``.
+
+    An edge is a node and the number of one of its forward outputs.
+    """
     edges: set[_Edge] = {edge}
     waiting, visited = [edge[0]], set()
     while waiting:

@@ -41,10 +41,10 @@ class GradientFacts:
     - ``lost``: the reasons why the captured graph alone must not be differentiated.
     - ``cotangent_of``: the numbers of the outputs that require a gradient.
     - ``wanted``: the names of the primals that get a gradient.
-    - ``gradient_reads``: for each wanted primal, the cotangents (numbers among ``cotangent_of``)
-      that its gradient depends on; it is None if none of them arrives.
-    - ``layouts``: the memory layouts of the gradients, by number, if cotangents have the layouts
-      of their outputs.
+    - ``gradient_reads``: for each wanted primal, the cotangents (positions in ``cotangent_of``)
+      that its gradient depends on; the gradient is None if none of them arrives.
+    - ``layouts``: memory layouts of the gradients that are not contiguous, by number, if
+      cotangents have the layouts of their outputs.
     - ``draws``: the number of random draws of forward.
     - ``saved``: the user's tensors that autograd saves.
     """
@@ -121,7 +121,7 @@ def refuse_other_draws(rehearsal: Rehearsal) -> None:
     """Replay forward without gradients, and compare its random draws with the captured graph's.
 
     Raises:
-        UnsupportedOperatorError: the captured graph does not draw as eager PyTorch does.
+        UnsupportedOperatorError: the draws differ in number, operator, shape or memory order.
     """
     watch = FlowWatch()
     with rehearsal.mode, watch:

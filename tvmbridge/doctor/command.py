@@ -104,7 +104,7 @@ def main() -> int:
 def build() -> int:
     """Compile the missing compiled halves, and print a line for each half.
 
-    A compiled half is an optional compiled replacement of Python code. Return 1 if one is still
+    A compiled half is an optional C++ module that replaces Python code. Return 1 if one is still
     missing afterwards, otherwise 0.
     """
     result = run_probe("build_halves", BUILD_SECONDS)
@@ -205,7 +205,7 @@ def _compiler(probe: Probe) -> list[CheckResult]:
 
 
 def _halves(probe: Probe) -> list[CheckResult]:
-    """Check the compiled halves; without them the CPU path works, but calls are slower."""
+    """Check the compiled halves (C++ modules): without them calls work, but are slower."""
     subject = "compiled halves"
     result = probe("halves")
     if result.error is not None:

@@ -50,7 +50,10 @@ def compiler() -> dict[str, Any]:
 
 
 def halves() -> dict[str, Any]:
-    """Return the state of each compiled half: its path, or why it is missing."""
+    """Return the state of each compiled half: its path, or why it is missing.
+
+    A compiled half is a C++ module that does in one call the work of many lines of Python.
+    """
     from tvmbridge.core.compiled_half import states
 
     return {"halves": _as_facts(states())}
@@ -78,7 +81,7 @@ def linker() -> dict[str, Any]:
 
 
 def alignment() -> dict[str, Any]:
-    """Check the alignment of new tensors and of clones of misaligned views."""
+    """Check that new tensors, and clones of misaligned views, start at multiples of 64 bytes."""
     import torch
 
     tensors = [torch.empty(n) for n in (1, 3, 17, 1000, 4097)]
@@ -127,7 +130,7 @@ def _driver() -> str | None:
 
 
 def private_names() -> dict[str, Any]:
-    """Check the private names of torch that tvmbridge uses: are they present and as expected?"""
+    """Check that the private names of torch that tvmbridge uses are present and as expected."""
     name = "private_names_of_torch"
     spec = importlib.util.spec_from_file_location(name, PRIVATE_NAMES)
     assert spec is not None

@@ -33,7 +33,7 @@ _FIRST_TENSOR = 2
 class _Pull:
     """The input of a rule: an ATen call, its result, and the cotangent of the result.
 
-    - ``arguments``: the arguments of the ATen operator by name, also ``pull[name]``.
+    - ``arguments``: the arguments of the ATen operator by name; ``pull[name]`` returns one.
     - ``builder``: emits the bindings of the gradient.
     """
 
@@ -150,8 +150,8 @@ def _operand(pull: _Pull, name: str) -> relax.Expr:
 def _power(pull: _Pull) -> Gradients:
     """Return the gradients of ``b ** e`` for the base and the exponent, with PyTorch's exceptions.
 
-    The slope for the base is e b^(e-1), and 0 if e is 0. The slope for the exponent is b^e log b,
-    and 0 if b is 0 and e is not negative.
+    The derivative by the base is e b^(e-1), but 0 if e is 0. The derivative by the exponent is
+    b^e log b, but 0 if b is 0 and e is not negative.
     """
     emit, grad = pull.builder.emit, pull.cotangent
     base, exponent = _operand(pull, "self"), _operand(pull, "exponent")

@@ -28,7 +28,7 @@ def _convolution(
 
 
 def is_plain(call: relax.Call) -> bool:
-    """Whether the rule applies to ``call``: PyTorch has an equal convolution."""
+    """Whether the rule applies to ``call``: PyTorch's layouts, symmetric padding, one dtype."""
     return Convolution.of(call) is not None
 
 

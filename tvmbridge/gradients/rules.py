@@ -123,7 +123,8 @@ def _extremum(loses: Callable[[relax.Expr, relax.Expr], relax.Expr]) -> Rule:
     ) -> list[relax.Expr]:
         """Return the gradients of maximum or minimum: the chosen operand gets the cotangent.
 
-        Equal operands get half of it each. If one is NaN, both get all of it, as in PyTorch.
+        Equal operands get half of the cotangent each. If an operand is NaN, both operands get the
+        whole cotangent, as in PyTorch.
         """
         left, right = call.args
         zero = constant_like(cotangent, 0.0)

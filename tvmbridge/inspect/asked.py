@@ -30,7 +30,10 @@ class NodeAttributes:
     handles: Mapping[int, Attributes]
 
     def of(self, function: str, *expressions: relax.Expr) -> Attributes:
-        """Return the attributes of these expressions; by expression overrides by name."""
+        """Return the attributes of some expressions in a function.
+
+        Attributes by expression override attributes by name.
+        """
         variables = [expr.name for expr in expressions if isinstance(expr, relax.Var)]
         found: Attributes = {}
         for name in [*variables, *(f"{function}/{name}" for name in variables)]:

@@ -25,7 +25,7 @@ def node_colors(coloring: Coloring) -> dict[Any, Attributes]:
     """Return the graphviz attributes of each variable of a joint function.
 
     Forward is red, and backward is blue. Values that are kept for backward are yellow with a thick
-    line. Values that both compute are red and blue with a dashed line.
+    line. Values that both forward and backward compute are red and blue with a dashed line.
     """
     colors: dict[Any, Attributes] = {b.var: BACKWARD for b in coloring.backward}
     colors |= {b.var: FORWARD for b in coloring.forward}

@@ -91,8 +91,8 @@ class Picture:
     def readable(self, most: int = READABLE) -> frozenset[str]:
         """Return the groups to fold so that at most ``most`` nodes are visible.
 
-        All groups of one depth are folded: of the deepest depth that suffices. If no depth
-        suffices, fold all outermost submodules.
+        If the whole picture is too large, all submodules of one depth are folded: the deepest
+        depth that suffices. If no depth suffices, these are the outermost submodules.
         """
         deepest = max((g.depth for g in self.groups.values()), default=0)
         depths = range(deepest, 0, -1)

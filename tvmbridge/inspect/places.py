@@ -61,7 +61,7 @@ def places(
 
 
 def with_places(joint: JointModule, holders: Mapping[str, str]) -> JointModule:
-    """Record in each call of a joint function its submodule, which it keeps when it is split.
+    """Record its submodule in each call of a joint function, so that forward and backward have it.
 
     ``holders`` has, for each parameter by name, the path of the submodule that holds it.
     """

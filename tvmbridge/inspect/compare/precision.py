@@ -35,7 +35,7 @@ class Precision:
         self._matchings: dict[tuple[float, int], Matching] = {}
 
     def settle(self) -> None:
-        """Make the present stage the stage before."""
+        """Keep the results of the present stage as those before the next stage."""
         if self.now is not None:
             self._before.update(dict.fromkeys(self.now.results, self.now))
         self._matchings.clear()

@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
             return
         arriving = [cotangents[name] for name in outputs]
         if self._rounding is not None:
-            # Sums of cotangents may cancel; rounding them shows in the gradients how much.
+            # A sum of cotangents may cancel. Rounding the cotangents shows how much.
             arriving = [c.clone() for c in arriving]
             for cotangent in arriving:
                 round_again(cotangent, self._rounding)
